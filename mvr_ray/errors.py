@@ -1,0 +1,80 @@
+"""Every error that a user of mvr_ray can meet.
+
+MvrRayError
+├── ConfigError          a run file or an override is wrong
+├── DataError            a corpus, question or ranking file is wrong (file and line are in the message)
+├── MissingInputError    a stage needs what an earlier stage makes (the message names the command)
+├── EncoderError         a backbone or encoder snapshot cannot be used
+│   └── FingerprintError     index and encoder do not belong together
+├── ShardIndexError      an index cannot be built, opened or searched
+├── StorageError         bytes at rest are damaged or cannot be written
+│   ├── ManifestError        an index version cannot be described, read or published
+│   │   └── PublishConflictError   another publisher took the version number
+│   └── DigestError          a file's content is not what its manifest says
+├── ResourceError        the machine or cluster cannot place what was asked for
+├── CoverageError        some shards did not answer
+├── RefinementRejectedError  a refinement round cost too much held-out accuracy
+└── RowsLostError        passages read, embedded and indexed differ in number
+
+Each message says what failed, where, with which value, and what to do.
+"""
+
+
+class MvrRayError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(MvrRayError, ValueError):
+    """A run file or an override is wrong."""
+
+
+class DataError(MvrRayError, ValueError):
+    """A corpus, question or ranking file is wrong."""
+
+
+class MissingInputError(MvrRayError, FileNotFoundError):
+    """A stage needs what an earlier stage makes."""
+
+
+class EncoderError(MvrRayError, ValueError):
+    """A backbone or an encoder snapshot cannot be used."""
+
+
+class FingerprintError(EncoderError):
+    """An index and an encoder do not belong together."""
+
+
+class ShardIndexError(MvrRayError, ValueError):
+    """An index cannot be built, opened or searched as asked."""
+
+
+class StorageError(MvrRayError, OSError):
+    """Bytes at rest are damaged or cannot be written."""
+
+
+class ManifestError(StorageError):
+    """An index version cannot be described, read or published."""
+
+
+class PublishConflictError(ManifestError):
+    """Another publisher created this version number first."""
+
+
+class DigestError(StorageError):
+    """A file's content is not what its manifest says."""
+
+
+class ResourceError(MvrRayError, RuntimeError):
+    """The machine or cluster cannot place what was asked for."""
+
+
+class CoverageError(MvrRayError, RuntimeError):
+    """Some shards did not answer, and a full answer was asked for."""
+
+
+class RefinementRejectedError(MvrRayError, RuntimeError):
+    """A refinement round cost more held-out accuracy than allowed, and was not published."""
+
+
+class RowsLostError(MvrRayError, RuntimeError):
+    """Passages read, embedded and indexed differ in number; the message names missing ids."""

@@ -1,0 +1,70 @@
+"""Every file and folder name of a store, once.
+
+    <store>/corpora/<name>/part-*.arrow, corpus.json
+    <store>/questions/<name>.arrow
+    <store>/encoders/<name>/<fingerprint>/
+    <store>/indexes/<name>/versions/<n>.json
+    <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
+    <store>/indexes/<name>/queries/<digest>.arrow
+    <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
+    <store>/runs/<time>-<stage>/
+
+Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
+"""
+
+EMBEDDINGS = "embeddings.arrow"
+SHARD_JSON = "shard.json"
+CORPUS_JSON = "corpus.json"
+ENCODER_JSON = "encoder.json"
+
+
+def corpus_dir(name: str) -> str:
+    return f"corpora/{name}"
+
+
+def corpus_json(name: str) -> str:
+    return f"corpora/{name}/{CORPUS_JSON}"
+
+
+def corpus_part(name: str, shard: int) -> str:
+    return f"corpora/{name}/part-{shard:05d}.arrow"
+
+
+def questions(name: str) -> str:
+    return f"questions/{name}.arrow"
+
+
+def encoders_dir(name: str) -> str:
+    return f"encoders/{name}"
+
+
+def encoder_dir(name: str, fingerprint: str) -> str:
+    return f"encoders/{name}/{fingerprint}"
+
+
+def versions_dir(index: str) -> str:
+    return f"indexes/{index}/versions"
+
+
+def manifest(index: str, version: int) -> str:
+    return f"indexes/{index}/versions/{version}.json"
+
+
+def shards_dir(index: str) -> str:
+    return f"indexes/{index}/shards"
+
+
+def shard_dir(index: str, digest: str) -> str:
+    return f"indexes/{index}/shards/{digest}"
+
+
+def refined_queries(index: str, digest: str) -> str:
+    return f"indexes/{index}/queries/{digest}.arrow"
+
+
+def staging_dir(index: str, key: str) -> str:
+    return f"indexes/{index}/staging/{key}"
+
+
+def run_dir(started: str, stage: str) -> str:
+    return f"runs/{started}-{stage}"

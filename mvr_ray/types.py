@@ -1,0 +1,108 @@
+"""The values that pass between rooms. Plain, immutable, numpy only.
+
+Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating]
+IntArray = NDArray[np.integer]
+
+
+class Passage(NamedTuple):
+    """What is embedded and retrieved."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Question(NamedTuple):
+    """A question with what is known about its answer.
+
+    `answer_starts[i]` is the character offset of `answers[i]` in the text of `positive_ids[0]`, -1 where unknown.
+    """
+
+    id: str
+    text: str
+    answers: tuple[str, ...] = ()
+    positive_ids: tuple[str, ...] = ()
+    hard_negative_ids: tuple[str, ...] = ()
+    answer_starts: tuple[int, ...] = ()
+
+
+class ShardHits(NamedTuple):
+    """The best passages of one shard, best first: score descending, then row ascending (rows are in id order).
+
+    rows_QK    int64, row of the passage in its shard, -1 where the shard has fewer than K passages
+    scores_QK  float32, the true best view's inner product, -inf on padding
+    views_QK   int16, the view number that won (lowest on ties), -1 on padding
+    frontier_Q float32, no passage left out scores above this (-inf when all were returned)
+    """
+
+    rows_QK: IntArray
+    scores_QK: FloatArray
+    views_QK: IntArray
+    frontier_Q: FloatArray
+
+
+class Hit(NamedTuple):
+    """One retrieved passage. `view` is the view number that won; `shard` and `row` say where it is kept."""
+
+    passage_id: str
+    score: float
+    view: int
+    shard: int
+    row: int
+
+
+class Exactness(NamedTuple):
+    """Whether an answer equals exhaustive search. `method` is flat, or the approximate index's name."""
+
+    certified: bool
+    method: str
+    rounds: int
+    rescored: int
+
+
+class Answer(NamedTuple):
+    """What the router says to a batch of queries: hits per query, and what was searched to find them."""
+
+    hits: list[list[Hit]]
+    index: str
+    version: int
+    encoder_fingerprint: str
+    passages_searched: int
+    passages_total: int
+    exact: Exactness
+
+    @property
+    def coverage_share(self) -> float:
+        return self.passages_searched / self.passages_total if self.passages_total else 1.0
+
+
+class EmbeddingBlock(NamedTuple):
+    """Some passages of one shard with all their views, in id order.
+
+    ids            passage ids, P of them, ascending
+    row_ptr        int64 [P + 1], the views of passage i are vectors row_ptr[i] .. row_ptr[i + 1]
+    view_numbers_N int16, ascending within a passage; a missing view is absent; numbers from V on are feedback views
+    vectors_ND     float16 or float32, perhaps memory-mapped and read-only
+    """
+
+    ids: list[str]
+    row_ptr: IntArray
+    view_numbers_N: IntArray
+    vectors_ND: FloatArray
+
+
+Progress = Callable[[str, int, int], None]
+"""Told (what, done, total) as long work goes on."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Tells nobody."""
