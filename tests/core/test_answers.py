@@ -1,0 +1,264 @@
+"""The answer rules, against a slow transcription of them that shares no code with ours."""
+
+import json
+import string
+import unicodedata
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.answers import AnswerMatcher, empty_answers, exact_match_score, has_answer, normalize_answer, tokenize
+from mvr_ray.errors import DataError
+
+
+def slow_tokens(text: str) -> list[str]:
+    """Character by character, from Unicode categories instead of a pattern."""
+    tokens: list[str] = []
+    inside_run = False
+    for character in unicodedata.normalize("NFD", text):
+        category = category_of(character)
+        if category[0] in "LNM":
+            if inside_run:
+                tokens[-1] += character
+            else:
+                tokens.append(character)
+            inside_run = True
+            continue
+        inside_run = False
+        if category[0] not in "ZC":
+            tokens.append(character)
+    return [token.lower() for token in tokens]
+
+
+def category_of(character: str) -> str:
+    """The general category in the Unicode version of the pattern module (the standard library's may be older)."""
+    standard = unicodedata.category(character)
+    if standard != "Cn":
+        return standard
+    newer = next((major for major in "LNMPSZ" if regex.match(rf"\p{{{major}}}", character)), "C")
+    return newer
+
+
+def slow_has_answer(text: str, answers: list[str]) -> bool:
+    words = slow_tokens(text)
+    for answer in answers:
+        wanted = slow_tokens(answer)
+        for start in range(len(words) - len(wanted) + 1):
+            if words[start : start + len(wanted)] == wanted:
+                return True
+    return False
+
+
+EDGES = [
+    ("anything at all", [""], True),
+    ("", [""], True),
+    ("anything", ["   "], True),
+    ("anything", ["\u200b\u200d"], True),
+    ("anything", [], False),
+    ("", ["x"], False),
+    ("worth 1,000 pounds", ["1000"], False),
+    ("worth 1,000 pounds", ["1,000"], True),
+    ("worth 1,000 pounds", ["000"], True),
+    ("Beyoncé sang", ["Beyonce"], False),
+    ("Beyoncé sang", ["BEYONCE\u0301"], True),
+    ("the ﬁne print", ["fine"], False),
+    ("the fine print", ["fi"], False),
+    ("the U.S. army", ["U.S"], True),
+    ("the U.S. army", ["u.s."], True),
+    ("the US army", ["U.S."], False),
+    ("they don't go", ["don't"], True),
+    ("they don't go", ["don"], True),
+    ("they don't go", ["dont"], False),
+    ("they don\u2019t go", ["don't"], False),
+    ("state-of-the-art", ["state of the art"], False),
+    ("state - of - the - art", ["state-of-the-art"], True),
+    ("new  \n york", ["New York"], True),
+    ("new\u200byork", ["new york"], True),
+    ("newyork", ["new york"], False),
+    ("Straße", ["STRASSE"], False),
+    ("snake_case", ["snake"], True),
+    ("ΟΔΟΣ.Α", ["οδος"], True),
+    ("ΟΔΟΣ.Α", ["ΟΔΟΣ"], True),
+    ("in İzmir", ["i\u0307zmir"], True),
+    ("²", ["2"], False),
+    ("日本語の本", ["日本"], False),
+    ("a 👍 b", ["👍"], True),
+    ("1 2 3", ["2 3 4", "1 2"], True),
+    ("ab", ["a"], False),
+]
+
+
+@pytest.mark.parametrize(("text", "answers", "expected"), EDGES)
+def test_each_listed_edge_case_matches_as_the_field_does(text: str, answers: list[str], expected: bool):
+    assert slow_has_answer(text, answers) is expected
+    assert has_answer(text, answers) is expected
+    assert AnswerMatcher().has_answer(text, answers) is expected
+
+
+def test_an_apostrophe_cuts_a_word_into_three_tokens():
+    assert tokenize("Don't") == ["don", "'", "t"]
+
+
+ODD = "aAbΣσς İıßﬁé\u0301\u200b\u00ad\u2028\u00a0\t\n.,'’-_1²٣日👍\ufeff\U000e0001"
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.text(alphabet=ODD, max_size=30), st.lists(st.text(alphabet=ODD, max_size=5), max_size=3))
+def test_odd_texts_match_as_the_slow_transcription_says(text: str, answers: list[str]):
+    assert tokenize(text) == slow_tokens(text)
+    assert has_answer(text, answers) == slow_has_answer(text, answers)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(max_size=40), st.data())
+def test_any_unicode_text_matches_as_the_slow_transcription_says(text: str, data: st.DataObject):
+    assert tokenize(text) == slow_tokens(text)
+    start = data.draw(st.integers(0, len(text)))
+    answer = text[start : data.draw(st.integers(start, len(text)))]
+    assert has_answer(text, [answer]) == slow_has_answer(text, [answer])
+
+
+@pytest.mark.data
+def test_squad_passages_match_as_the_slow_transcription_says(squad_dev: dict):
+    paragraphs = [p for article in squad_dev["data"] for p in article["paragraphs"]]
+    texts = [paragraph["context"] for paragraph in paragraphs[::9]]
+    words = [slow_tokens(text) for text in texts]
+    assert [tokenize(text) for text in texts] == words
+    answers = [[a["text"] for a in qa["answers"]] for p in paragraphs[::9] for qa in p["qas"]][::4]
+    matcher = AnswerMatcher(max_cached_bytes=50_000)
+    hits = 0
+    for each in answers:
+        wanted = [slow_tokens(answer) for answer in each]
+        slow = [any(w == word[i : i + len(w)] for w in wanted for i in range(len(word) - len(w) + 1)) for word in words]
+        assert matcher.mark(texts, each) == slow
+        hits += sum(slow)
+    assert hits > len(answers)
+    assert matcher.cached_bytes <= 50_000
+
+
+@pytest.mark.data
+def test_nearly_every_squad_paragraph_holds_its_own_answer_and_the_rest_are_cut_inside_a_token(squad_dev: dict):
+    matcher = AnswerMatcher()
+    misses = []
+    total = 0
+    for article in squad_dev["data"]:
+        for paragraph in article["paragraphs"]:
+            for qa in paragraph["qas"]:
+                total += 1
+                answers = [a["text"] for a in qa["answers"]]
+                if not matcher.has_answer(paragraph["context"], answers):
+                    misses.append((paragraph["context"], answers))
+    assert len(misses) < 0.005 * total
+    for text, answers in misses:
+        assert all(answer in text for answer in answers)
+
+
+@pytest.mark.data
+def test_an_open_question_matches_the_same_through_cache_and_without(data_dir, squad_dev: dict):
+    lines = (data_dir / "nq_open" / "NQ-open.efficientqa.dev.1.1.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line)["answer"] for line in lines[:60]]
+    texts = [p["context"] for article in squad_dev["data"] for p in article["paragraphs"]][:60]
+    matcher = AnswerMatcher()
+    for each in answers:
+        assert matcher.mark(texts, each) == [has_answer(text, each) for text in texts]
+
+
+def test_the_cache_stays_within_its_bytes_and_forgets_the_least_recently_used():
+    matcher = AnswerMatcher(max_cached_bytes=3000)
+    texts = [f"{n} " + "word " * 40 for n in range(20)]
+    for text in texts:
+        assert matcher.has_answer(text, ["word"])
+        assert matcher.has_answer(texts[0], ["0"])
+        assert 0 < matcher.cached_bytes <= 3000
+    assert texts[0] in matcher._haystacks
+    assert texts[1] not in matcher._haystacks
+
+
+def test_a_text_larger_than_the_whole_cache_is_still_searched():
+    matcher = AnswerMatcher(max_cached_bytes=10)
+    assert matcher.has_answer("a needle in a long text", ["needle"])
+    assert matcher.cached_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "expected"),
+    [
+        ("born in 1987.", r"\b19\d\d\b", True),
+        ("BORN in May", r"born", True),
+        ("a\nb", r"^b$", True),
+        ("Beyoncé", "beyonc\u00e9", True),
+        ("(unclosed", r"(unclosed", False),
+        ("x", r"[", False),
+        ("x", r"", True),
+        ("ab", r"a(?P<n>b", False),
+        ("x", "(?<=", False),
+        ("aaa", r"a{2,1}", False),
+        ("x", r"\p{Nonsense}", False),
+    ],
+)
+def test_pattern_answers_search_the_raw_text_and_broken_ones_never_match(text: str, pattern: str, expected: bool):
+    assert has_answer(text, [pattern], match="regex") is expected
+    assert AnswerMatcher("regex").has_answer(text, [pattern]) is expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="a()[]{}*+?|\\^$.-,:<>=!P1x2&~#\u0301pL", max_size=10))
+def test_no_pattern_however_broken_raises(pattern: str):
+    assert has_answer("", [pattern], match="regex") in (True, False)
+
+
+def test_kilt_answers_are_sought_as_normalised_substrings():
+    assert has_answer("The Beatles, in 1964", ["a BEATLES!"], match="kilt")
+    assert has_answer("finest", ["fine"], match="kilt")
+    assert not has_answer("fine", ["finest"], match="kilt")
+
+
+def test_strict_refuses_an_answer_that_would_match_everything():
+    matcher = AnswerMatcher(strict=True)
+    assert matcher.has_answer("a cat", ["cat"])
+    with pytest.raises(DataError, match=r"answer ' ' .*would match every\s+passage; remove it"):
+        matcher.has_answer("a cat", ["dog", " "])
+    assert empty_answers(["x", "", "\u200b", "!"]) == ["", "\u200b"]
+
+
+def test_one_string_in_place_of_a_list_of_answers_is_refused():
+    with pytest.raises(AssertionError):
+        has_answer("a cat", "cat")
+
+
+def slow_normalize(text: str) -> str:
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    spaced = "".join(character if character.isalnum() or character == "_" else f" {character} " for character in kept)
+    assert "_" not in spaced
+    return " ".join(word for word in spaced.split() if word not in ("a", "an", "the"))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "equal"),
+    [
+        ("The Beatles!", "beatles", True),
+        ("a cat", "the  cat", True),
+        ("an apple", "apple", True),
+        ("theory", "ory", False),
+        ("U.S.", "us", True),
+        ("1,000", "1000", True),
+        ("Beyoncé", "Beyonce", False),
+        ("", "the", True),
+        ("don't", "dont", True),
+        ("co-op", "coop", True),
+        ("don\u2019t", "dont", False),
+    ],
+)
+def test_exact_match_ignores_case_punctuation_articles_and_blanks_only(prediction: str, answer: str, equal: bool):
+    assert exact_match_score(prediction, ["something else", answer]) is equal
+    assert (normalize_answer(prediction) == normalize_answer(answer)) is equal
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["a", "An", "THE", "cat", "'s", ",", "the-a", "U.S.", "theme", "\t"]), max_size=8))
+def test_normalising_word_by_word_gives_the_same_words(words: list[str]):
+    text = " ".join(words)
+    assert normalize_answer(text) == slow_normalize(text)
+    assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
