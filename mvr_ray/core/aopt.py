@@ -1,0 +1,305 @@
+"""Moving stored vectors by labels (AOpt, Future Internet 2023), and feedback views. Closed forms, no autograd.
+
+A vector x (a view, or a query) has partners y (queries, or views), some positive. The ratio loss, eqs. 11 and 13, is
+
+    loss(x) = -log( sum_pos <x, y> / sum_all <x, y> ) = -log( <x, A> / <x, B> ),   A = sum_pos y,  B = sum_all y
+
+so its gradient is -A / <x, A> + B / <x, B>, and a step (eqs. 7 and 14) is x - eta * gradient. It is orthogonal to x:
+a norm only grows. A and B of all vectors are two sparse matrix products, and add up over shards (`LabelSums`).
+
+Passage-centric and query-centric steps are one function from two sides; hybrid is one after the other.
+
+Shapes: N vectors to move, Q partners, D dimension, M vectors that moved, F feedback views.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from mvr_ray.core.pseudo_labels import LabelMatrices, Labels
+from mvr_ray.types import FloatArray, IntArray
+
+_ROWS_AT_ONCE = 16_384
+_PAIRS_AT_ONCE = 65_536
+
+
+class LabelSums(NamedTuple):
+    """What the ratio loss needs of a vector's partners; may be added up over disjoint parts of them (float64).
+
+    positive_ND, total_ND    sums of positive, and of all, partner vectors
+    num_positive_N, num_negative_N    how many there are
+    """
+
+    positive_ND: FloatArray
+    total_ND: FloatArray
+    num_positive_N: IntArray
+    num_negative_N: IntArray
+
+    def plus(self, other: "LabelSums") -> "LabelSums":
+        return LabelSums(*(mine + theirs for mine, theirs in zip(self, other)))
+
+
+class StepResult(NamedTuple):
+    """What one step did. `vectors_MD` replace vectors `moved_M` (ascending); float32, or float64 if they came so.
+
+    loss                 mean loss of the moved vectors before the step, nan where none moved or the form has no loss
+    num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: left where it was
+    num_no_positive      labelled, never positively: left
+    num_no_negative      labelled, never negatively: left (the linear form moves it)
+    num_negative_loss    moved with a loss below zero, for its negatives' scores sum below zero: a sign of overdoing it
+    """
+
+    moved_M: IntArray
+    vectors_MD: FloatArray
+    loss: float
+    num_outside_domain: int
+    num_no_positive: int
+    num_no_negative: int
+    num_negative_loss: int
+
+    @property
+    def num_moved(self) -> int:
+        return len(self.moved_M)
+
+
+class FeedbackViews(NamedTuple):
+    """One extra view for each passage that has positive questions.
+
+    passage_F      passage numbers, ascending
+    vectors_FD     float32, weight x the passage's norm x the unit mean of its positive questions
+    num_questions_F    questions behind each
+    num_cancelled  passages whose questions cancel out, so that they have no direction and get no view
+    """
+
+    passage_F: IntArray
+    vectors_FD: FloatArray
+    num_questions_F: IntArray
+    num_cancelled: int
+
+
+def passage_step(
+    views_ND: FloatArray, queries_QD: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
+) -> StepResult:
+    """Passage-centric step, eqs. 13 and 14, of all views at once."""
+    return _step_in_parts(views_ND, queries_QD, labels, step_size, guard)
+
+
+def query_step(
+    queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
+) -> StepResult:
+    """Query-centric step, eqs. 7 and 11, of all queries at once; `labels` as for the passage side."""
+    return _step_in_parts(queries_QD, views_ND, labels.transposed(), step_size, guard)
+
+
+def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
+    """A and B of every row of the label matrices. For queries whose passages lie in several shards: sum, then step."""
+    partners_QD = partners_QD.astype(np.float64)
+    positive_ND = labels.positive_NQ @ partners_QD
+    total_ND = positive_ND + labels.negative_NQ @ partners_QD
+    return LabelSums(positive_ND, total_ND, _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
+
+
+def ratio_step(vectors_ND: FloatArray, sums: LabelSums, *, step_size: float, guard: float = 1e-3) -> StepResult:
+    """One step down the ratio loss from sums that are known."""
+    rows_M, no_positive, no_negative = _labelled_both_ways(sums.num_positive_N, sums.num_negative_N)
+    x_MD = vectors_ND[rows_M].astype(np.float64)
+    positive_MD, total_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M]
+    positive_M = np.einsum("md,md->m", x_MD, positive_MD)
+    total_M = np.einsum("md,md->m", x_MD, total_MD)
+    inside_M = (positive_M > guard) & (total_M > guard)
+    x_MD, positive_MD, total_MD = x_MD[inside_M], positive_MD[inside_M], total_MD[inside_M]
+    positive_M, total_M = positive_M[inside_M], total_M[inside_M]
+    losses_M = np.log(total_M) - np.log(positive_M)
+    x_MD += step_size * (positive_MD / positive_M[:, None] - total_MD / total_M[:, None])
+    return StepResult(
+        moved_M=rows_M[inside_M],
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=int((~inside_M).sum()),
+        num_no_positive=no_positive,
+        num_no_negative=no_negative,
+        num_negative_loss=int((losses_M < 0).sum()),
+    )
+
+
+def softmax_step(
+    vectors_ND: FloatArray,
+    partners_QD: FloatArray,
+    labels: LabelMatrices,
+    *,
+    step_size: float,
+    temperature: float = 1.0,
+) -> StepResult:
+    """One step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ): the form without a domain.
+
+    Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
+    For the query side give `labels.transposed()`.
+    """
+    rows_M, no_positive, no_negative = _labelled_both_ways(
+        _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
+    )
+    positive_MQ, negative_MQ = csr_array(labels.positive_NQ[rows_M]), csr_array(labels.negative_NQ[rows_M])
+    x_MD = vectors_ND[rows_M].astype(np.float64)
+    y_QD = partners_QD.astype(np.float64)
+    positive = _log_terms(x_MD, y_QD, positive_MQ, temperature)
+    negative = _log_terms(x_MD, y_QD, negative_MQ, temperature)
+    log_positive_M = _logsumexp_rows(positive, positive_MQ.indptr)
+    log_total_M = np.logaddexp(log_positive_M, _logsumexp_rows(negative, negative_MQ.indptr))
+    losses_M = log_total_M - log_positive_M
+    to_positive_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_positive_M, np.diff(positive_MQ.indptr))))
+    away_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_total_M, np.diff(positive_MQ.indptr)))) + (
+        _with_data(negative_MQ, np.exp(negative - np.repeat(log_total_M, np.diff(negative_MQ.indptr))))
+    )
+    x_MD += step_size / temperature * ((to_positive_MQ - away_MQ) @ y_QD)
+    return StepResult(
+        moved_M=rows_M,
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=0,
+        num_no_positive=no_positive,
+        num_no_negative=no_negative,
+        num_negative_loss=0,
+    )
+
+
+def linear_step(
+    vectors_ND: FloatArray,
+    partners_QD: FloatArray,
+    labels: LabelMatrices,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.6,
+    gamma: float = -0.1,
+) -> StepResult:
+    """Linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
+
+    The mean of no negatives is zero. A vector without a positive stays: nearly every retrieved passage is a negative
+    of something, and moving it would dirty the whole index. For the query side give `labels.transposed()`.
+    """
+    num_positive_N, num_negative_N = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
+    rows_M = np.flatnonzero(num_positive_N > 0)
+    y_QD = partners_QD.astype(np.float64)
+    x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
+    x_MD += beta * (labels.positive_NQ[rows_M] @ y_QD) / num_positive_N[rows_M, None]
+    x_MD += gamma * (labels.negative_NQ[rows_M] @ y_QD) / np.maximum(num_negative_N[rows_M, None], 1)
+    return StepResult(
+        moved_M=rows_M,
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float("nan"),
+        num_outside_domain=0,
+        num_no_positive=int(((num_positive_N == 0) & (num_negative_N > 0)).sum()),
+        num_no_negative=int(((num_positive_N > 0) & (num_negative_N == 0)).sum()),
+        num_negative_loss=0,
+    )
+
+
+def feedback_views(
+    queries_QD: FloatArray, labels: Labels, norms_P: FloatArray, *, weight: float = 0.8
+) -> FeedbackViews:
+    """An extra view for every passage with a positive label; the passage's own views stay as they are.
+
+    `norms_P` is the norm of each passage's own views (see `own_norms`), so that a weight below 1 keeps the new view
+    from outshining them. Each question counts once a passage.
+    """
+    positive = labels.take(labels.positive_L)
+    passage_F, row_L = np.unique(positive.passage_L, return_inverse=True)
+    weights_FQ = csr_array((np.ones(len(row_L)), (row_L, positive.question_L)), shape=(len(passage_F), len(queries_QD)))
+    weights_FQ.sum_duplicates()
+    weights_FQ.data[:] = 1.0
+    mean_FD = weights_FQ @ queries_QD.astype(np.float64)
+    count_F = _row_counts(weights_FQ)
+    length_F = np.linalg.norm(mean_FD, axis=1)
+    mass_F = weights_FQ @ np.linalg.norm(queries_QD.astype(np.float64), axis=1)
+    kept_F = length_F > 1e-6 * mass_F
+    scale_F = weight * norms_P[passage_F[kept_F]] / length_F[kept_F]
+    vectors_FD = (mean_FD[kept_F] * scale_F[:, None]).astype(np.float32)
+    return FeedbackViews(passage_F[kept_F], vectors_FD, count_F[kept_F], int((~kept_F).sum()))
+
+
+def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArray, num_views: int) -> FloatArray:
+    """Mean norm of each passage's own views, feedback views (numbers from `num_views` on) left out. float64 [P]."""
+    own_N = view_numbers_N < num_views
+    passage_N = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))[own_N]
+    norms_N = np.concatenate(
+        [np.empty(0)]
+        + [
+            np.linalg.norm(vectors_ND[start : start + _ROWS_AT_ONCE].astype(np.float64), axis=1)
+            for start in range(0, len(vectors_ND), _ROWS_AT_ONCE)
+        ]
+    )[own_N]
+    count_P = np.bincount(passage_N, minlength=len(row_ptr) - 1)
+    return np.bincount(passage_N, norms_N, len(row_ptr) - 1) / np.maximum(count_P, 1)
+
+
+def _step_in_parts(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
+) -> StepResult:
+    """`ratio_step`, some labelled vectors at a time, so that memory follows a part and not the index."""
+    partners_QD = partners_QD.astype(np.float64)
+    labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
+    parts = []
+    for start in range(0, max(len(labelled_M), 1), _ROWS_AT_ONCE):
+        rows = labelled_M[start : start + _ROWS_AT_ONCE]
+        part = LabelMatrices(csr_array(labels.positive_NQ[rows]), csr_array(labels.negative_NQ[rows]))
+        step = ratio_step(vectors_ND[rows], label_sums(partners_QD, part), step_size=step_size, guard=guard)
+        parts.append(step._replace(moved_M=rows[step.moved_M]))
+    num_moved = sum(part.num_moved for part in parts)
+    loss_sum = sum(part.loss * part.num_moved for part in parts if part.num_moved)
+    return StepResult(
+        moved_M=np.concatenate([part.moved_M for part in parts]),
+        vectors_MD=np.concatenate([part.vectors_MD for part in parts]),
+        loss=loss_sum / num_moved if num_moved else float("nan"),
+        num_outside_domain=sum(part.num_outside_domain for part in parts),
+        num_no_positive=sum(part.num_no_positive for part in parts),
+        num_no_negative=sum(part.num_no_negative for part in parts),
+        num_negative_loss=sum(part.num_negative_loss for part in parts),
+    )
+
+
+class _BothWays(NamedTuple):
+    rows_M: IntArray
+    num_no_positive: int
+    num_no_negative: int
+
+
+def _labelled_both_ways(num_positive_N: IntArray, num_negative_N: IntArray) -> _BothWays:
+    positive_N, negative_N = num_positive_N > 0, num_negative_N > 0
+    return _BothWays(
+        np.flatnonzero(positive_N & negative_N),
+        int((negative_N & ~positive_N).sum()),
+        int((positive_N & ~negative_N).sum()),
+    )
+
+
+def _row_counts(matrix: csr_array) -> IntArray:
+    return np.diff(matrix.indptr).astype(np.int64)
+
+
+def _result_type(vectors_ND: FloatArray) -> type[np.floating]:
+    return np.float64 if vectors_ND.dtype == np.float64 else np.float32
+
+
+def _log_terms(x_MD: FloatArray, y_QD: FloatArray, labels_MQ: csr_array, temperature: float) -> NDArray[np.float64]:
+    """log(weight) + <x, y> / temperature of every label, in matrix order."""
+    row_L = np.repeat(np.arange(len(x_MD)), np.diff(labels_MQ.indptr))
+    terms_L = np.log(labels_MQ.data)
+    for start in range(0, len(row_L), _PAIRS_AT_ONCE):
+        here = slice(start, start + _PAIRS_AT_ONCE)
+        scores = np.einsum("ld,ld->l", x_MD[row_L[here]], y_QD[labels_MQ.indices[here]])
+        terms_L[here] += scores / temperature
+    return terms_L
+
+
+def _logsumexp_rows(terms_L: FloatArray, indptr: IntArray) -> FloatArray:
+    """log(sum(exp)) of each matrix row; no row is empty."""
+    if len(indptr) == 1:
+        return np.empty(0)
+    top_M = np.maximum.reduceat(terms_L, indptr[:-1])
+    shifted_L = np.exp(terms_L - np.repeat(top_M, np.diff(indptr)))
+    return top_M + np.log(np.add.reduceat(shifted_L, indptr[:-1]))
+
+
+def _with_data(matrix: csr_array, data_L: FloatArray) -> csr_array:
+    return csr_array((data_L, matrix.indices, matrix.indptr), shape=matrix.shape)
