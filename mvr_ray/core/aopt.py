@@ -38,7 +38,12 @@ class LabelSums(NamedTuple):
     num_negative_N: IntArray
 
     def plus(self, other: "LabelSums") -> "LabelSums":
-        return LabelSums(*(mine + theirs for mine, theirs in zip(self, other)))
+        return LabelSums(
+            self.positive_ND + other.positive_ND,
+            self.total_ND + other.total_ND,
+            self.num_positive_N + other.num_positive_N,
+            self.num_negative_N + other.num_negative_N,
+        )
 
 
 class StepResult(NamedTuple):
@@ -140,7 +145,7 @@ def softmax_step(
     rows_M, no_positive, no_negative = _labelled_both_ways(
         _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
     )
-    positive_MQ, negative_MQ = csr_array(labels.positive_NQ[rows_M]), csr_array(labels.negative_NQ[rows_M])
+    positive_MQ, negative_MQ = labels.rows(rows_M)
     x_MD = vectors_ND[rows_M].astype(np.float64)
     y_QD = partners_QD.astype(np.float64)
     positive = _log_terms(x_MD, y_QD, positive_MQ, temperature)
@@ -182,8 +187,9 @@ def linear_step(
     rows_M = np.flatnonzero(num_positive_N > 0)
     y_QD = partners_QD.astype(np.float64)
     x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
-    x_MD += beta * (labels.positive_NQ[rows_M] @ y_QD) / num_positive_N[rows_M, None]
-    x_MD += gamma * (labels.negative_NQ[rows_M] @ y_QD) / np.maximum(num_negative_N[rows_M, None], 1)
+    positive_MQ, negative_MQ = labels.rows(rows_M)
+    x_MD += beta * (positive_MQ @ y_QD) / num_positive_N[rows_M, None]
+    x_MD += gamma * (negative_MQ @ y_QD) / np.maximum(num_negative_N[rows_M, None], 1)
     return StepResult(
         moved_M=rows_M,
         vectors_MD=x_MD.astype(_result_type(vectors_ND)),
@@ -242,8 +248,8 @@ def _step_in_parts(
     parts = []
     for start in range(0, max(len(labelled_M), 1), _ROWS_AT_ONCE):
         rows = labelled_M[start : start + _ROWS_AT_ONCE]
-        part = LabelMatrices(csr_array(labels.positive_NQ[rows]), csr_array(labels.negative_NQ[rows]))
-        step = ratio_step(vectors_ND[rows], label_sums(partners_QD, part), step_size=step_size, guard=guard)
+        sums = label_sums(partners_QD, labels.rows(rows))
+        step = ratio_step(vectors_ND[rows], sums, step_size=step_size, guard=guard)
         parts.append(step._replace(moved_M=rows[step.moved_M]))
     num_moved = sum(part.num_moved for part in parts)
     loss_sum = sum(part.loss * part.num_moved for part in parts if part.num_moved)

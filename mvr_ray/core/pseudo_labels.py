@@ -32,7 +32,9 @@ class Labels(NamedTuple):
 
     def take(self, chosen_L: BoolArray | IntArray) -> "Labels":
         """Some of the labels, by mask or position (such as one shard's)."""
-        return Labels(*(column[chosen_L] for column in self))
+        return Labels(
+            self.question_L[chosen_L], self.passage_L[chosen_L], self.view_L[chosen_L], self.positive_L[chosen_L]
+        )
 
     @property
     def num_positive(self) -> int:
@@ -48,6 +50,10 @@ class LabelMatrices(NamedTuple):
 
     positive_NQ: csr_array
     negative_NQ: csr_array
+
+    def rows(self, chosen_M: IntArray) -> "LabelMatrices":
+        """The labels of some vectors."""
+        return LabelMatrices(csr_array(self.positive_NQ[chosen_M]), csr_array(self.negative_NQ[chosen_M]))
 
     def transposed(self) -> "LabelMatrices":
         """From the questions' side, for the query-centric step."""
@@ -79,7 +85,7 @@ def labels_from_hits(
 def answer_relevance(
     passage_QK: IntArray, answers_Q: Sequence[Sequence[str]], text_of: Callable[[int], str], matcher: AnswerMatcher
 ) -> BoolArray:
-    """Whether each hit's text holds an answer of its question; False on padding. A passage's text is read once a hit."""
+    """Whether each hit's text holds an answer of its question; False on padding."""
     relevant_QK = np.zeros(passage_QK.shape, bool)
     for relevant_K, passage_K, answers in zip(relevant_QK, passage_QK, answers_Q, strict=True):
         for rank in np.flatnonzero(passage_K >= 0):

@@ -1,0 +1,155 @@
+"""Labels from hits, answers, gold passages and feedback, against loops over pairs."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.pseudo_labels import (
+    Labels,
+    answer_relevance,
+    gold_relevance,
+    label_matrices,
+    labels_from_feedback,
+    labels_from_hits,
+    vector_slots,
+    winning_slots,
+)
+
+
+def as_set(labels: Labels) -> set[tuple[int, int, int, bool]]:
+    return set(zip(*(column.tolist() for column in labels)))
+
+
+HITS = np.array([[7, 3, 9, 1], [4, 7, -1, -1], [5, 6, 8, 2]])
+VIEWS = np.array([[0, 2, 1, 0], [3, 1, -1, -1], [0, 0, 0, 0]])
+RELEVANT = np.array([[False, True, True, False], [True, False, True, True], [False] * 4])
+
+
+def test_every_relevant_hit_is_positive_and_every_other_negative():
+    assert as_set(labels_from_hits(HITS, VIEWS, RELEVANT, "all")) == {
+        (0, 7, 0, False),
+        (0, 3, 2, True),
+        (0, 9, 1, True),
+        (0, 1, 0, False),
+        (1, 4, 3, True),
+        (1, 7, 1, False),
+        (2, 5, 0, False),
+        (2, 6, 0, False),
+        (2, 8, 0, False),
+        (2, 2, 0, False),
+    }
+
+
+def test_the_first_relevant_hit_alone_is_positive_and_later_ones_are_not_negative():
+    labels = as_set(labels_from_hits(HITS, VIEWS, RELEVANT, "first"))
+    assert {label for label in labels if label[3]} == {(0, 3, 2, True), (1, 4, 3, True)}
+    assert not any(label[:2] == (0, 9) for label in labels)
+    assert {label for label in labels if not label[3]} == {
+        label for label in as_set(labels_from_hits(HITS, VIEWS, RELEVANT, "all")) if not label[3]
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(["all", "first"]))
+def test_labels_equal_a_loop_over_hits_and_stand_in_order(data: st.DataObject, positives: str):
+    questions, depth = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 6))
+    hits = np.full((questions, depth), -1)
+    relevant = np.zeros((questions, depth), bool)
+    for question in range(questions):
+        found = data.draw(st.lists(st.integers(0, 9), unique=True, max_size=depth))
+        hits[question, : len(found)] = found
+        relevant[question] = data.draw(st.lists(st.booleans(), min_size=depth, max_size=depth))
+    expected = set()
+    for question in range(questions):
+        seen = False
+        for rank in range(depth):
+            if hits[question, rank] < 0:
+                continue
+            if not relevant[question, rank]:
+                expected.add((question, int(hits[question, rank]), rank, False))
+            elif not seen or positives == "all":
+                expected.add((question, int(hits[question, rank]), rank, True))
+                seen = True
+    views = np.tile(np.arange(depth), (questions, 1))
+    labels = labels_from_hits(hits, views, relevant, positives)
+    assert as_set(labels) == expected
+    pairs = list(zip(labels.question_L.tolist(), labels.passage_L.tolist()))
+    assert pairs == sorted(pairs)
+    assert labels.num_positive + labels.num_negative == len(pairs)
+
+
+def test_answers_and_gold_passages_mark_hits_and_never_padding():
+    texts = {4: "the cat", 7: "a dog", 3: "nothing", 9: "Cats", 1: "cat, dog"}
+    read = []
+    found = answer_relevance(
+        HITS[:2], [["cat"], [""]], lambda p: (read.append(p), texts[p])[1], AnswerMatcher(max_cached_bytes=0)
+    )
+    assert found.tolist() == [[False, False, False, True], [True, True, False, False]]
+    assert read == [7, 3, 9, 1, 4, 7]
+    assert gold_relevance(HITS, [{3}, {-1, 7, 99}, ()]).tolist() == [
+        [False, True, False, False],
+        [False, True, False, False],
+        [False] * 4,
+    ]
+
+
+def random_passages(rng: np.random.Generator, passages: int, dimension: int):
+    counts = rng.integers(1, 5, passages)
+    row_ptr = np.concatenate([[0], np.cumsum(counts)])
+    numbers = np.concatenate([np.sort(rng.choice(8, count, replace=False)) for count in counts]).astype(np.int16)
+    return row_ptr, numbers, rng.normal(size=(int(row_ptr[-1]), dimension)).astype(np.float16)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 65_536])
+def test_the_winning_view_is_the_best_scored_and_the_first_of_equals(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mvr_ray.core.pseudo_labels._PAIRS_AT_ONCE", at_once)
+    rng = np.random.default_rng(3)
+    row_ptr, _, vectors = random_passages(rng, 12, 4)
+    vectors[row_ptr[5] : row_ptr[6]] = vectors[row_ptr[5]]
+    queries = rng.normal(size=(6, 4)).astype(np.float32)
+    question, passage = rng.integers(0, 6, 40), rng.integers(0, 12, 40)
+    slots = winning_slots(queries, vectors, row_ptr, question, passage)
+    for slot, q, p in zip(slots, question, passage):
+        scores = [
+            np.float32(sum(float(a) * float(b) for a, b in zip(queries[q], v)))
+            for v in vectors[row_ptr[p] : row_ptr[p + 1]]
+        ]
+        assert slot - row_ptr[p] == scores.index(max(scores))
+
+
+def test_feedback_counts_by_majority_and_a_draw_gives_no_label():
+    row_ptr, numbers = np.array([0, 2, 3]), np.array([1, 4, 0], np.int16)
+    vectors = np.array([[1, 0], [0, 1], [1, 1]], np.float32)
+    queries = np.array([[1, 0], [0, 2]], np.float32)
+    question, passage = np.array([0, 0, 0, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 0])
+    positive = np.array([True, False, True, False, True, False, False])
+    labels = labels_from_feedback(question, passage, positive, queries, vectors, row_ptr, numbers)
+    assert as_set(labels) == {(0, 0, 1, True), (1, 0, 4, False)}
+
+
+def test_a_label_finds_its_vector_by_passage_and_view_number():
+    rng = np.random.default_rng(5)
+    row_ptr, numbers, _ = random_passages(rng, 9, 2)
+    passage = np.repeat(np.arange(9), 9)
+    view = np.tile(np.arange(9), 9).astype(np.int16)
+    labels = Labels(np.zeros(81, np.int64), passage, view, np.ones(81, bool))
+    for slot, p, v in zip(vector_slots(labels, row_ptr, numbers), passage, view):
+        own = numbers[row_ptr[p] : row_ptr[p + 1]].tolist()
+        assert slot == (row_ptr[p] + own.index(v) if v in own else -1)
+
+
+def test_matrices_hold_each_label_once_on_its_side():
+    slot, question = np.array([0, 2, 2, 2]), np.array([1, 0, 0, 1])
+    positive = np.array([True, True, True, False])
+    matrices = label_matrices(slot, question, positive, 3, 2)
+    assert matrices.positive_NQ.toarray().tolist() == [[0, 1], [0, 0], [1, 0]]
+    assert matrices.negative_NQ.toarray().tolist() == [[0, 0], [0, 0], [0, 1]]
+    assert matrices.transposed().positive_NQ.toarray().tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
+def test_no_hits_give_no_labels_and_empty_matrices():
+    labels = labels_from_hits(np.empty((0, 5), int), np.empty((0, 5), int), np.empty((0, 5), bool))
+    assert as_set(labels) == set()
+    assert label_matrices(labels.passage_L, labels.question_L, labels.positive_L, 4, 0).positive_NQ.shape == (4, 0)
