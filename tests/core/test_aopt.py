@@ -1,0 +1,314 @@
+"""Closed-form steps against automatic and numerical differentiation; the domain; worked examples; feedback views."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core import aopt
+from mvr_ray.core.aopt import (
+    LabelSums,
+    feedback_views,
+    label_sums,
+    linear_step,
+    own_norms,
+    passage_step,
+    query_step,
+    ratio_step,
+    softmax_step,
+)
+from mvr_ray.core.pseudo_labels import LabelMatrices, Labels, label_matrices
+
+
+def matrices(signs_NQ: np.ndarray) -> LabelMatrices:
+    """Labels from a table of +1, -1 and 0."""
+    slot, question = np.nonzero(signs_NQ)
+    return label_matrices(slot, question, signs_NQ[slot, question] > 0, *signs_NQ.shape)
+
+
+def ratio_loss(x_D: torch.Tensor, others_QD: torch.Tensor, signs_Q: np.ndarray) -> torch.Tensor:
+    scores_Q = others_QD @ x_D
+    return -torch.log(scores_Q[signs_Q > 0].sum() / scores_Q[signs_Q != 0].sum())
+
+
+def softmax_loss(x_D: torch.Tensor, others_QD: torch.Tensor, signs_Q: np.ndarray) -> torch.Tensor:
+    scores_Q = (others_QD @ x_D) / 0.7
+    return torch.logsumexp(scores_Q[signs_Q != 0], 0) - torch.logsumexp(scores_Q[signs_Q > 0], 0)
+
+
+def by_autograd(loss, vectors_ND: np.ndarray, others_QD: np.ndarray, signs_NQ: np.ndarray, step_size: float):
+    """Moved vectors and mean loss by torch, one vector at a time, of those labelled both ways."""
+    moved, losses = {}, []
+    others = torch.tensor(others_QD, dtype=torch.float64)
+    for row, signs_Q in enumerate(signs_NQ):
+        if not (signs_Q > 0).any() or not (signs_Q < 0).any():
+            continue
+        x = torch.tensor(vectors_ND[row], dtype=torch.float64, requires_grad=True)
+        value = loss(x, others, signs_Q)
+        (gradient,) = torch.autograd.grad(value, x)
+        moved[row] = (x - step_size * gradient).detach().numpy()
+        losses.append(value.item())
+    return moved, float(np.mean(losses)) if losses else math.nan
+
+
+def near(rng: np.random.Generator, count: int, dimension: int) -> np.ndarray:
+    """Unit vectors in one half-space, so that scores are positive as those of retrieved passages are."""
+    vectors = rng.normal(size=(count, dimension)) + 2.0
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def assert_moved(result, moved: dict[int, np.ndarray], tolerance: float = 1e-10) -> None:
+    assert result.moved_M.tolist() == sorted(moved)
+    for row, vector in zip(result.moved_M, result.vectors_MD):
+        np.testing.assert_allclose(vector, moved[row], rtol=0, atol=tolerance)
+
+
+CASES = [(1, 1, 5), (1, 4, 5), (3, 8, 12), (8, 5, 9)]  # views a passage, passages, questions
+
+
+@pytest.mark.parametrize(("views", "passages", "questions"), CASES)
+def test_the_passage_step_equals_autograd_in_float64(views: int, passages: int, questions: int):
+    rng = np.random.default_rng(views * 100 + questions)
+    vectors, queries = near(rng, views * passages, 16), near(rng, questions, 16)
+    signs = rng.choice([-1, 0, 1], (len(vectors), questions))
+    moved, loss = by_autograd(ratio_loss, vectors, queries, signs, 0.05)
+    result = passage_step(vectors, queries, matrices(signs), step_size=0.05)
+    assert_moved(result, moved)
+    if moved:
+        assert result.loss == pytest.approx(loss, abs=1e-10)
+    assert result.vectors_MD.dtype == np.float64
+
+
+@pytest.mark.parametrize(("views", "passages", "questions"), CASES)
+def test_the_query_step_equals_autograd_in_float64(views: int, passages: int, questions: int):
+    rng = np.random.default_rng(views * 100 + questions)
+    vectors, queries = near(rng, views * passages, 16), near(rng, questions, 16)
+    signs = rng.choice([-1, 0, 1], (len(vectors), questions))
+    moved, loss = by_autograd(ratio_loss, queries, vectors, signs.T, 0.05)
+    result = query_step(queries, vectors, matrices(signs), step_size=0.05)
+    assert_moved(result, moved)
+    if moved:
+        assert result.loss == pytest.approx(loss, abs=1e-10)
+
+
+@pytest.mark.parametrize(("views", "passages", "questions"), CASES)
+def test_the_softmax_step_equals_autograd_in_float64_whatever_the_signs_of_scores(views, passages, questions):
+    rng = np.random.default_rng(views * 100 + questions)
+    vectors, queries = rng.normal(size=(views * passages, 16)), rng.normal(size=(questions, 16))
+    signs = rng.choice([-1, 0, 1], (len(vectors), questions))
+    moved, loss = by_autograd(softmax_loss, vectors, queries, signs, 0.05)
+    result = softmax_step(vectors, queries, matrices(signs), step_size=0.05, temperature=0.7)
+    assert_moved(result, moved)
+    if moved:
+        assert result.loss == pytest.approx(loss, abs=1e-10)
+
+
+def test_softmax_scores_far_beyond_the_range_of_exp_do_not_overflow():
+    vectors, queries = np.array([[900.0, 0.0]]), np.array([[2.0, 0.0], [3.0, 0.0], [-3.0, 0.0]])
+    signs = np.array([[1, -1, 1]])
+    result = softmax_step(vectors, queries, matrices(signs), step_size=1.0)
+    assert result.loss == pytest.approx(900.0)
+    np.testing.assert_allclose(result.vectors_MD, [[899.0, 0.0]])
+
+
+@pytest.mark.parametrize("step", [passage_step, softmax_step])
+def test_the_closed_gradient_equals_central_differences(step):
+    rng = np.random.default_rng(11)
+    vectors, queries = near(rng, 1, 6), near(rng, 5, 6)
+    labels = matrices(np.array([[1, -1, 1, -1, 0]]))
+    gradient_D = vectors[0] - step(vectors, queries, labels, step_size=1.0).vectors_MD[0]
+    width = 1e-6
+    for axis in range(6):
+        nudge = np.eye(6)[axis] * width
+        above, below = (step(vectors + side * nudge, queries, labels, step_size=1.0).loss for side in (1, -1))
+        assert gradient_D[axis] == pytest.approx((above - below) / (2 * width), abs=1e-8)
+
+
+def test_a_small_step_lowers_the_loss_and_its_gradient_is_orthogonal_so_norms_grow():
+    rng = np.random.default_rng(2)
+    vectors, queries = near(rng, 20, 8), near(rng, 30, 8)
+    labels = matrices(rng.choice([-1, 1], (20, 30)))
+    before = passage_step(vectors, queries, labels, step_size=0.01)
+    after = passage_step(before.vectors_MD, queries, labels, step_size=0.01)
+    assert after.loss < before.loss
+    np.testing.assert_allclose(np.einsum("nd,nd->n", before.vectors_MD - vectors, vectors), 0, atol=1e-12)
+    assert (np.linalg.norm(before.vectors_MD, axis=1) >= np.linalg.norm(vectors, axis=1)).all()
+
+
+def test_vectors_labelled_one_way_or_not_at_all_stay_and_are_counted():
+    rng = np.random.default_rng(4)
+    vectors, queries = near(rng, 5, 4), near(rng, 2, 4)
+    signs = np.array([[1, 1], [-1, -1], [0, 0], [1, -1], [-1, 0]])
+    for result in (
+        passage_step(vectors, queries, matrices(signs), step_size=0.1),
+        softmax_step(vectors, queries, matrices(signs), step_size=0.1),
+    ):
+        assert result.moved_M.tolist() == [3]
+        assert (result.num_no_positive, result.num_no_negative, result.num_outside_domain) == (2, 1, 0)
+
+
+def test_a_vector_outside_the_domain_of_the_loss_stays_and_is_counted():
+    queries = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.001, 0.0]])
+    vectors = np.tile([[1.0, 0.5]], (5, 1))
+    signs = np.array(
+        [
+            [-1, 1, 0, 0],  # <p, A> = -1
+            [1, -1, 0, 0],  # <p, B> = 0
+            [-1, 0, 0, 1],  # <p, A> = 0.001, the guard itself
+            [1, -1, -1, 0],  # <p, A> = 1 > <p, B> = 0.5: inside, loss below zero
+            [1, 0, -1, 0],  # ordinary
+        ]
+    )
+    result = passage_step(vectors, queries, matrices(signs), step_size=0.1, guard=1e-3)
+    assert result.moved_M.tolist() == [3, 4]
+    assert result.num_outside_domain == 3
+    assert result.num_negative_loss == 1
+    assert result.loss == pytest.approx((math.log(0.5) + math.log(1.5)) / 2)
+    assert np.isfinite(result.vectors_MD).all()
+    assert passage_step(vectors, queries, matrices(signs), step_size=0.1, guard=9e-4).num_outside_domain == 2
+    everything = passage_step(vectors, -queries, matrices(np.abs(signs) * [1, 1, -1, -1]), step_size=0.1)
+    assert everything.num_moved == 0
+    assert math.isnan(everything.loss)
+
+
+def test_labels_go_to_the_view_that_won_and_other_views_of_the_passage_stay():
+    rng = np.random.default_rng(8)
+    views, queries = near(rng, 3, 4), near(rng, 4, 4)
+    signs = np.zeros((3, 4), int)
+    signs[1] = [1, -1, 1, -1]
+    alone = passage_step(views[1:2], queries, matrices(signs[1:2]), step_size=0.1)
+    together = passage_step(views, queries, matrices(signs), step_size=0.1)
+    assert together.moved_M.tolist() == [1]
+    assert np.array_equal(together.vectors_MD, alone.vectors_MD)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 2**32 - 1))
+def test_taking_vectors_in_parts_changes_nothing(part: int, seed: int):
+    rng = np.random.default_rng(seed)
+    vectors, queries = rng.normal(size=(20, 6)), rng.normal(size=(7, 6))
+    labels = matrices(rng.choice([-1, 0, 0, 1], (20, 7)))
+    whole = ratio_step(vectors, label_sums(queries, labels), step_size=0.1)
+    size = aopt._ROWS_AT_ONCE
+    try:
+        aopt._ROWS_AT_ONCE = part
+        parts = passage_step(vectors, queries, labels, step_size=0.1)
+    finally:
+        aopt._ROWS_AT_ONCE = size
+    assert np.array_equal(parts.moved_M, whole.moved_M)
+    assert np.array_equal(parts.vectors_MD, whole.vectors_MD)
+    assert parts[3:] == whole[3:]
+    assert parts.loss == pytest.approx(whole.loss, nan_ok=True)
+
+
+def test_sums_over_shards_add_up_to_the_query_step_over_the_whole_index():
+    rng = np.random.default_rng(6)
+    views, queries = near(rng, 12, 5), near(rng, 4, 5)
+    signs = rng.choice([-1, 0, 1], (12, 4))
+    sums = None
+    for rows in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        part: LabelSums = label_sums(views[rows], matrices(signs[rows]).transposed())
+        sums = part if sums is None else sums.plus(part)
+    assert sums is not None
+    joined = ratio_step(queries, sums, step_size=0.2)
+    whole = query_step(queries, views, matrices(signs), step_size=0.2)
+    assert np.array_equal(joined.moved_M, whole.moved_M)
+    np.testing.assert_allclose(joined.vectors_MD, whole.vectors_MD, rtol=0, atol=1e-13)
+
+
+def test_stored_half_precision_views_move_in_double_and_come_back_as_float32():
+    rng = np.random.default_rng(9)
+    views, queries = near(rng, 6, 8).astype(np.float16), near(rng, 5, 8).astype(np.float32)
+    labels = matrices(rng.choice([-1, 1], (6, 5)))
+    result = passage_step(views, queries, labels, step_size=0.01)
+    exact = passage_step(views.astype(np.float64), queries.astype(np.float64), labels, step_size=0.01)
+    assert result.vectors_MD.dtype == np.float32
+    assert np.array_equal(result.vectors_MD, exact.vectors_MD.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("signs", "alpha", "beta", "gamma", "expected"),
+    [
+        ([1, 1, -1, 0], 1.0, 0.6, -0.1, [[1.0 + 0.6 * 1.0 - 0.1 * 4.0, 2.0 + 0.6 * 2.0 - 0.1 * 0.0]]),
+        ([1, 0, -1, -1], 1.0, 0.2, -0.1, [[1.0 + 0.2 * 2.0 - 0.1 * 3.0, 2.0 + 0.2 * 0.0 - 0.1 * 3.0]]),
+        ([0, 1, 0, 0], 0.5, 1.0, -9.0, [[0.5 + 0.0, 1.0 + 4.0]]),
+        ([0, 0, -1, 0], 1.0, 0.6, -0.1, []),
+        ([0, 0, 0, 0], 1.0, 0.6, -0.1, []),
+    ],
+)
+def test_the_linear_form_equals_the_worked_example(signs, alpha, beta, gamma, expected):
+    queries = np.array([[2.0, 0.0], [0.0, 4.0], [4.0, 0.0], [2.0, 6.0]])
+    result = linear_step(
+        np.array([[1.0, 2.0]]), queries, matrices(np.array([signs])), alpha=alpha, beta=beta, gamma=gamma
+    )
+    np.testing.assert_allclose(result.vectors_MD, np.array(expected).reshape(-1, 2))
+    assert result.num_moved == len(expected)
+    assert result.num_no_positive == (signs == [0, 0, -1, 0])
+    assert result.num_no_negative == (signs == [0, 1, 0, 0])
+    assert math.isnan(result.loss)
+
+
+def test_nothing_labelled_moves_nothing():
+    vectors, queries = np.ones((3, 2)), np.ones((4, 2))
+    labels = matrices(np.zeros((3, 4), int))
+    for result in (
+        passage_step(vectors, queries, labels, step_size=0.1),
+        query_step(queries, vectors, labels, step_size=0.1),
+        softmax_step(vectors, queries, labels, step_size=0.1),
+        linear_step(vectors, queries, labels),
+    ):
+        assert result.num_moved == 0
+        assert result.vectors_MD.shape == (0, 2)
+        assert math.isnan(result.loss)
+        assert tuple(result[3:]) == (0, 0, 0, 0)
+
+
+def labels_of(rows: list[tuple[int, int, bool]]) -> Labels:
+    question, passage, positive = (np.array(column) for column in zip(*rows))
+    return Labels(question, passage, np.zeros(len(rows), np.int16), positive.astype(bool))
+
+
+def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_the_passage_answered():
+    queries = np.array([[3.0, 0.0], [0.0, 3.0], [0.0, -3.0], [5.0, 5.0]], np.float32)
+    norms = np.array([2.0, 1.0, 10.0, 1.0])
+    labels = labels_of(
+        [(0, 2, True), (1, 2, True), (3, 2, False), (3, 0, True), (0, 1, False), (1, 3, True), (2, 3, True)]
+    )
+    made = feedback_views(queries, labels, norms, weight=0.5)
+    assert made.passage_F.tolist() == [0, 2]
+    half = math.sqrt(0.5)
+    np.testing.assert_allclose(made.vectors_FD, [[half, half], [5 * half, 5 * half]], rtol=1e-6)
+    assert made.num_questions_F.tolist() == [1, 2]
+    assert made.num_cancelled == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.1, 1.0))
+def test_every_feedback_view_has_weight_times_the_norm_of_its_passage_and_the_direction_of_a_loop(seed, weight):
+    rng = np.random.default_rng(seed)
+    queries = rng.normal(size=(6, 4)).astype(np.float32)
+    norms = rng.uniform(0.5, 3.0, 5)
+    pairs = [(q, p, bool(rng.random() < 0.5)) for q in range(6) for p in range(5) if rng.random() < 0.6]
+    if not pairs:
+        return
+    made = feedback_views(queries, labels_of(pairs), norms, weight=weight)
+    assert made.passage_F.tolist() == sorted({p for _, p, positive in pairs if positive})
+    for passage, vector in zip(made.passage_F, made.vectors_FD):
+        mean = np.mean([queries[q].astype(np.float64) for q, p, positive in pairs if positive and p == passage], axis=0)
+        np.testing.assert_allclose(vector, weight * norms[passage] * mean / np.linalg.norm(mean), rtol=2e-6, atol=1e-7)
+
+
+def test_feedback_without_positives_makes_no_view():
+    made = feedback_views(np.ones((2, 3), np.float32), labels_of([(0, 0, False), (1, 1, False)]), np.ones(2))
+    assert made.passage_F.tolist() == []
+    assert made.vectors_FD.shape == (0, 3)
+
+
+def test_norms_are_means_over_own_views_and_leave_feedback_views_out():
+    vectors = np.array([[3, 4], [0, 1], [0, 90], [6, 8]], np.float16)
+    norms = own_norms(vectors, np.array([0, 3, 4]), np.array([0, 2, 8, 1], np.int16), num_views=8)
+    assert norms.tolist() == [3.0, 10.0]
+    assert own_norms(np.empty((0, 2), np.float32), np.array([0]), np.empty(0, np.int16), 8).tolist() == []
