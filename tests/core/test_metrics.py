@@ -1,0 +1,199 @@
+"""Metrics against ir_measures, scipy, loops and worked numbers."""
+
+import itertools
+import math
+
+import ir_measures
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from mvr_ray.core.metrics import (
+    answer_view_accuracy,
+    attention_kl,
+    bootstrap_interval,
+    first_ranks,
+    found_within,
+    lv,
+    mrr,
+    ndcg,
+    paired_test,
+    ppl,
+    reciprocal_ranks,
+    top_k_accuracy,
+    view_pair_cosine,
+    winning_views,
+)
+
+
+def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first_list():
+    ranks = first_ranks([[False, True], [], [True], [False] * 9, [False, False, False, True]])
+    assert ranks.tolist() == [1, -1, 0, -1, 3]
+    assert top_k_accuracy(ranks, [1, 2, 3, 4, 100]) == {1: 0.2, 2: 0.4, 3: 0.4, 4: 0.6, 100: 0.6}
+    assert found_within(ranks, 2).tolist() == [1, 0, 1, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_mrr_and_ndcg_equal_ir_measures(data: st.DataObject):
+    names = [f"d{n}" for n in range(9)]
+    cutoff = data.draw(st.integers(1, 10))
+    ranked, grades = [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        ranked.append(data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)))
+        grades.append(data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 3), min_size=1)))
+    qrels = [ir_measures.Qrel(str(q), d, g) for q, judged in enumerate(grades) for d, g in judged.items()]
+    run = [ir_measures.ScoredDoc(str(q), d, float(-i)) for q, ids in enumerate(ranked) for i, d in enumerate(ids)]
+    gain, rank = ir_measures.nDCG @ cutoff, ir_measures.RR @ cutoff
+    expected = {(m.query_id, m.measure): m.value for m in ir_measures.iter_calc([gain, rank], qrels, run)}
+    ours = ndcg(ranked, grades, cutoff)
+    ranks = first_ranks([[judged.get(d, 0) > 0 for d in ids] for ids, judged in zip(ranked, grades)])
+    for question in range(len(ranked)):
+        assert ours[question] == pytest.approx(expected[str(question), gain], abs=1e-9)
+        assert reciprocal_ranks(ranks, cutoff)[question] == pytest.approx(expected[str(question), rank], abs=1e-9)
+    assert mrr(ranks, cutoff) == pytest.approx(np.mean([expected[str(q), rank] for q in range(len(ranked))]))
+
+
+def test_ndcg_equals_the_worked_example_and_counts_a_repeated_id_once():
+    grades = {"a": 3, "b": 1, "c": -2}
+    ideal = 3 + 1 / math.log2(3)
+    assert ndcg([["c", "a", "b"]], [grades], 10)[0] == pytest.approx((3 / math.log2(3) + 1 / 2) / ideal)
+    assert ndcg([["a", "a", "b"]], [grades], 10)[0] == pytest.approx(1.0)
+    assert ndcg([["a"], []], [{}, grades], 10).tolist() == [0.0, 0.0]
+
+
+def test_the_bootstrap_interval_of_a_share_is_near_the_normal_one_and_repeats_with_its_seed():
+    values = np.array([1.0] * 700 + [0.0] * 300)
+    interval = bootstrap_interval(values, seed=1, num=4000)
+    half = 1.96 * math.sqrt(0.7 * 0.3 / 1000)
+    assert interval.low == pytest.approx(0.7 - half, abs=0.004)
+    assert interval.high == pytest.approx(0.7 + half, abs=0.004)
+    assert bootstrap_interval(values, seed=1, num=4000) == interval
+    assert bootstrap_interval(values, seed=2, num=4000) != interval
+
+
+def test_the_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    inside = 0
+    for seed in range(200):
+        interval = bootstrap_interval(rng.random(150) < 0.4, seed=seed, num=300)
+        inside += interval.low <= 0.4 <= interval.high
+    assert 180 <= inside <= 199
+
+
+def test_equal_values_have_an_interval_of_no_width():
+    assert bootstrap_interval(np.full(7, 0.25)) == (0.25, 0.25)
+    with pytest.raises(AssertionError):
+        bootstrap_interval(np.empty(0))
+
+
+@pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 0), (5, 1), (3, 3), (6, 7), (30, 12), (200, 201), (9, 60)])
+def test_the_paired_test_of_hits_and_misses_equals_the_exact_sign_test(only_a: int, only_b: int):
+    a = np.array([1.0] * only_a + [0.0] * only_b + [1.0, 0.0] * 20)
+    b = np.array([0.0] * only_a + [1.0] * only_b + [1.0, 0.0] * 20)
+    expected = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
+    exact = 2 ** (only_a + only_b) <= 10_000
+    assert paired_test(a, b, seed=3) == pytest.approx(expected, abs=1e-12 if exact else 0.015)
+    assert paired_test(a, b, seed=3) == paired_test(b, a, seed=3)
+
+
+def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
+    rng = np.random.default_rng(7)
+    a, b = rng.random(9), rng.random(9)
+    observed = abs((a - b).sum())
+    signs = itertools.product([1, -1], repeat=9)
+    expected = np.mean([abs((np.array(sign) * (a - b)).sum()) >= observed - 1e-12 for sign in signs])
+    assert paired_test(a, b) == pytest.approx(expected)
+    assert paired_test(np.ones(500), np.zeros(500), num=99) == pytest.approx(0.01)
+
+
+def slow_lv(queries, views, mask) -> float:
+    values = []
+    for query, own, kept in zip(queries, views, mask):
+        scores = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v, keep in zip(own, kept) if keep]
+        if len(scores) > 1:
+            scores.sort()
+            values.append(scores[-1] - np.mean(scores[:-1]))
+    return float(np.mean(values))
+
+
+def slow_pair_cosine(views, mask) -> float:
+    values = []
+    for own, kept in zip(views, mask):
+        units = [v / np.linalg.norm(v) for v, keep in zip(own, kept) if keep]
+        if len(units) > 1:
+            values.append(np.mean([x @ y for x, y in itertools.combinations(units, 2)]))
+    return float(np.mean(values))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_local_variation_and_pair_cosine_equal_loops_over_views_that_exist(seed: int):
+    rng = np.random.default_rng(seed)
+    queries, views = rng.normal(size=(9, 5)), rng.normal(size=(9, 4, 5))
+    mask = rng.random((9, 4)) < 0.7
+    mask[:, 0] = True
+    mask[0] = True
+    views[~mask] = 0.0
+    assert lv(queries, views, mask) == pytest.approx(slow_lv(queries, views, mask))
+    assert view_pair_cosine(views, mask) == pytest.approx(slow_pair_cosine(views, mask))
+    assert lv(queries * 7, views * 3, mask) == pytest.approx(lv(queries, views, mask))
+
+
+def test_collapsed_views_show_no_variation_and_pair_cosine_one():
+    rng = np.random.default_rng(1)
+    views = np.repeat(rng.normal(size=(6, 1, 4)), 3, axis=1)
+    assert lv(rng.normal(size=(6, 4)), views) == pytest.approx(0.0, abs=1e-12)
+    assert view_pair_cosine(views) == pytest.approx(1.0)
+
+
+def test_with_one_view_there_is_nothing_to_measure():
+    assert lv(np.ones((2, 3)), np.ones((2, 1, 3))) is None
+    assert view_pair_cosine(np.ones((2, 1, 3))) is None
+    assert attention_kl(np.ones((2, 1, 3))) is None
+    assert ppl(np.empty(0, int), np.empty(0, int)) is None
+    assert answer_view_accuracy(np.array([1]), np.array([-1])) is None
+
+
+def test_views_within_the_margin_go_to_the_lowest_and_missing_views_never_win():
+    scores = np.array([[0.5, 0.5009, 0.1], [0.5, 0.502, 0.1], [0.9, 0.2, 0.3], [0.1, 0.1, 0.1]])
+    assert winning_views(scores).tolist() == [0, 1, 0, 0]
+    assert winning_views(scores, margin=0.0).tolist() == [1, 1, 0, 0]
+    mask = np.array([[False, True, True]] * 4)
+    assert winning_views(scores, mask).tolist() == [1, 1, 2, 1]
+
+
+def test_perplexity_counts_the_views_in_use_for_each_passage_and_averages():
+    view, passage = np.array([0, 1, 2, 3, 5, 5, 7, 7]), np.array([9, 9, 9, 9, 4, 4, 6, 6])
+    assert ppl(view, passage) == pytest.approx((4 + 1 + 1) / 3)
+    assert ppl(np.array([0, 0, 1]), np.array([2, 2, 2])) == pytest.approx(math.exp(stats.entropy([2, 1])))
+    assert ppl(np.array([0, 1]), np.array([0, 1])) == pytest.approx(1.0)
+
+
+def test_noise_over_collapsed_views_has_high_perplexity_and_sending_ties_to_the_lowest_view_shows_it():
+    rng = np.random.default_rng(2)
+    passage = np.repeat(np.arange(200), 5)
+    scores = 0.7 + rng.normal(0, 1e-5, (1000, 8))
+    assert ppl(winning_views(scores, margin=0.0), passage) > 3
+    assert ppl(winning_views(scores), passage) == pytest.approx(1.0)
+
+
+def test_attention_divergence_equals_a_loop_over_pairs_of_viewers_and_is_zero_for_equal_ones():
+    rng = np.random.default_rng(3)
+    attention = rng.random((4, 3, 6))
+    mask = np.array([[True, True, True], [True, False, True], [True, False, False], [True, True, True]])
+    per_passage = []
+    for own, kept in zip(attention, mask):
+        rows = [row for row, keep in zip(own, kept) if keep]
+        if len(rows) > 1:
+            per_passage.append(np.mean([stats.entropy(x, y) for x, y in itertools.permutations(rows, 2)]))
+    attention[~mask] = 0.0
+    assert attention_kl(attention, mask) == pytest.approx(np.mean(per_passage))
+    assert attention_kl(np.repeat(attention[:1, :1], 5, axis=1)) == pytest.approx(0.0, abs=1e-12)
+    apart = np.eye(2)[None]
+    assert attention_kl(apart) == pytest.approx(math.log(1e12), rel=1e-6)
+
+
+def test_answer_view_accuracy_leaves_questions_with_unknown_answer_view_out():
+    assert answer_view_accuracy(np.array([0, 1, 2, 3]), np.array([0, 2, -1, 3])) == pytest.approx(2 / 3)
