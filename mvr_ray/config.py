@@ -261,6 +261,8 @@ class ServeConfig(Section):
     timeout_ms: Count = 10_000
     max_batch: Count = 256
     max_query_chars: Count = 20_000
+    max_k: Count = 1000
+    max_body_bytes: Count = 32_000_000
 
 
 class ResourcesConfig(Section):

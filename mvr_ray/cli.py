@@ -1,0 +1,354 @@
+"""The command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
+
+Every stage reads one run file, does its work, prints a table (or JSON) on stdout and keeps config and report under
+<store>/runs/. Exit status: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from mvr_ray import __version__
+from mvr_ray.config import RunConfig, load_run
+from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.store.runs import record, to_plain
+from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, summary_table, table
+from mvr_ray.types import Progress
+
+app = typer.Typer(
+    name="mvr-ray",
+    help="Multi-view passage retrieval on Ray: prepare, train, index, refine, evaluate, retrieve, search and serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The run file, such as configs/squad.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Laid over the run file; values are YAML.")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+Work = Callable[[RunConfig, Progress], Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+
+
+def told(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn an error of ours into its message on stderr and an exit status."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except MvrRayError as error:
+            cause = getattr(error, "cause", None)  # an error of ours that crossed a Ray task
+            origin = cause if isinstance(cause, MvrRayError) else error
+            _err(f"mvr-ray: {origin}")
+            raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
+        except KeyboardInterrupt:
+            _err("mvr-ray: interrupted; the same command continues where it stopped")
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def run_stage(name: str, run: RunConfig, work: Work, *, print_config: bool, as_json: bool) -> None:
+    """Do one stage under a record of its own; a report shows as a table, or as its `rows` where it has them."""
+    if print_config:
+        _print_config(run, as_json)
+        return
+    with Reporter() as progress, record(run, name) as kept:
+        report = work(run, progress)
+        kept.keep(report)
+    plain = to_plain(report)
+    plain = plain if isinstance(plain, dict) else {name: plain}
+    if as_json:
+        print_json(plain)
+        return
+    rows = plain.pop("rows", None)
+    if rows:
+        columns = list(rows[0])
+        _out(table(name, [c.replace("_", " ") for c in columns], [[row[c] for c in columns] for row in rows]))
+    if plain:
+        _out(summary_table(name, plain))
+    _err(f"report: {run.store.path}/{kept.folder}/report.json")
+
+
+def _prepare(run: RunConfig, progress: Progress) -> Any:
+    """Read, check, chunk and count passages and questions."""
+    from mvr_ray.store import corpus
+    from mvr_ray.store.files import Store
+
+    return corpus.prepare(run.prepare, Store(run.store.path), progress)
+
+
+def _train(run: RunConfig, progress: Progress) -> Any:
+    """Train the encoder on the stored questions, or on inverse cloze questions of the corpus."""
+    from mvr_ray.distributed import train
+
+    return train.train(run, progress)
+
+
+def _mine(run: RunConfig, progress: Progress) -> Any:
+    """Find hard negatives by BM25 or with the live index."""
+    from mvr_ray.distributed import mine
+
+    return mine.mine(run, progress)
+
+
+def _index(run: RunConfig, progress: Progress) -> Any:
+    """Encode the corpus, build an index a shard, publish a version."""
+    from mvr_ray.distributed import reindex
+
+    return reindex.index(run, progress)
+
+
+def _refine(run: RunConfig, progress: Progress) -> Any:
+    """Improve the live version from labelled questions or feedback, publish the next one."""
+    from mvr_ray.distributed import refine
+
+    return refine.refine(run, progress)
+
+
+def _evaluate(run: RunConfig, progress: Progress) -> Any:
+    """Measure the live version on the question sets of the run file."""
+    from mvr_ray.distributed import retrieve
+
+    return retrieve.evaluate(run, progress)
+
+
+def _add_stage(name: str, work: Work) -> None:
+    def command(
+        config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    ) -> None:
+        run_stage(name, load_run(config, overrides or ()), work, print_config=print_config, as_json=as_json)
+
+    app.command(name, help=work.__doc__)(told(command))
+
+
+STAGES: dict[str, Work] = {
+    "prepare": _prepare,
+    "train": _train,
+    "mine": _mine,
+    "index": _index,
+    "refine": _refine,
+    "evaluate": _evaluate,
+}
+for _name, _work in STAGES.items():
+    _add_stage(_name, _work)
+
+
+@app.command()
+@told
+def retrieve(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Rank passages for many questions: `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`."""
+    named = {key: value for key, _, value in (o.partition("=") for o in overrides or ()) if "." not in key}
+    unknown = sorted(set(named) - {"questions", "output", "format"})
+    missing = [key for key in ("questions", "output") if not named.get(key)]
+    if unknown or (missing and not print_config):
+        wrong = f"{unknown[0]}=... is not known" if unknown else f"{missing[0]}=... is missing"
+        raise ConfigError(
+            f"retrieve: {wrong}; give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
+        )
+    form = named.get("format", "dpr")
+    if form not in ("dpr", "trec", "parquet", "jsonl"):
+        raise ConfigError(f"retrieve: format={form} is not one of dpr, trec, parquet, jsonl")
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import retrieve as stage
+
+        return stage.retrieve(run, named["questions"], Path(named["output"]), form, progress)
+
+    run = load_run(config, [o for o in overrides or () if "." in o.partition("=")[0]])
+    run_stage("retrieve", run, work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@told
+def search(
+    config: Config,
+    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
+    overrides: Overrides = None,
+    k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one question: passages, scores, and the snippet that matched."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.distributed.router import open_router
+    from mvr_ray.serving.service import RequestError, SearchRequest, SearchService
+
+    with Reporter() as progress, open_router(run, version) as router:
+        progress("opening the index", 1, 1)
+        try:
+            response = SearchService(router, run.serve).search(SearchRequest(queries=[question], k=k))
+        except RequestError as error:
+            raise ConfigError(f"{error.message}; {error.hint}") from None
+    if as_json:
+        print_json(response.model_dump(mode="json"))
+        return
+    for rank, found in enumerate(response.results[0], 1):
+        _out(hit_text(rank, found))
+    exact = "exact" if response.exact else f"approximate ({response.method})"
+    _out(
+        f"index {response.index} version {response.version}, {response.passages_searched:,} of "
+        f"{response.passages_total:,} passages searched, {exact}"
+    )
+
+
+@app.command()
+@told
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer HTTP requests on Ray Serve until interrupted: POST /v1/search, GET /readyz, GET /livez."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.serving.app import serve_until_interrupted
+
+    serve_until_interrupted(run, version, _err)
+
+
+@app.command()
+@told
+def versions(
+    config: Config,
+    action: Annotated[str, typer.Argument(help="list, show, verify, rollback or collect.")] = "list",
+    rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List, show, verify, roll back or collect the versions of an index."""
+    numbers = [int(word) for word in rest or () if word.isdigit()]
+    run = load_run(config, [word for word in rest or () if not word.isdigit()])
+    from mvr_ray import versions as actions
+
+    plain = to_plain(actions.act(run, action, numbers[0] if numbers else None))
+    if as_json:
+        print_json(plain)
+    elif action == "list":
+        columns = list(plain[0]) if plain else ["version"]
+        _out(table(f"index {run.index.name}", columns, [list(row.values()) for row in plain]))
+    else:
+        _out(summary_table(f"index {run.index.name}", plain))
+    if action == "verify" and plain["damaged"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@told
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    passages: Annotated[int, typer.Option(help="Passages, where `prepare` has not counted them.")] = 0,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes of disk, memory and GPU memory, a shard and in all, before anything runs."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray import plan as planning
+
+    made = planning.plan(run, planning.corpus_size(run, passages))
+    if as_json:
+        totals = {kind: made.total(kind) for kind in ("disk", "memory", "gpu")}
+        lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]
+        print_json({**made._asdict(), "lines": lines, "totals": totals})
+    else:
+        _out(plan_table(made))
+
+
+@app.command()
+@told
+def doctor(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="Also check what this run asks for.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """What this machine or cluster has, and what is missing."""
+    run = load_run(config, overrides or ()) if config else RunConfig()
+    from mvr_ray.distributed import session
+
+    checks = to_plain(session.doctor(run.resources))
+    if as_json:
+        print_json(checks)
+    else:
+        _out(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
+    if not all(check["ok"] for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+@told
+def compare(
+    first: Annotated[Path, typer.Argument(help="A ranking of `retrieve` (dpr, jsonl or parquet).")],
+    second: Annotated[Path, typer.Argument(help="Another over the same questions.")],
+    k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two rankings question by question, with a paired test."""
+    from mvr_ray import comparison
+
+    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed))
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ["metric", "first", "second", "difference", "p", "questions"]
+        _out(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
+
+
+@app.command()
+def version() -> None:
+    """The version of this package."""
+    sys.stdout.write(f"mvr_ray {__version__}\n")
+
+
+def _print_config(run: RunConfig, as_json: bool) -> None:
+    plain = run.model_dump(mode="json")
+    if as_json:
+        print_json(plain)
+    else:
+        sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def _out(shown: Any) -> None:
+    Console(highlight=False, soft_wrap=isinstance(shown, str)).print(shown)
+
+
+def _err(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What a run will need, before anything runs: bytes of disk, memory and GPU memory, a shard and in all.
+
+    vectors  = passages x V                                        (an upper bound: an empty snippet has no view)
+    at rest  = vectors x D x (2 fp16 | 4 fp32)  +  row overhead     embeddings.arrow
+    hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
+    faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
+    train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
+    layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
+
+Letters: V views a passage, D dimension, M links a node. All sizes are plain bytes; a GB is 10^9 of them.
+"""
+
+import json
+import math
+import re
+from typing import Literal, NamedTuple
+
+from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
+from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+
+TEXT_BYTES = 700
+"""A 100-word passage with id and title, where no corpus has been counted yet."""
+ROW_BYTES = 32
+"""Id, offsets and list bounds of one passage in embeddings.arrow."""
+PROCESS_BYTES = 600_000_000
+"""A Python process that has imported torch, pyarrow and Ray."""
+
+Kind = Literal["disk", "memory", "gpu"]
+
+
+class Backbone(NamedTuple):
+    """The sizes of a BERT-like model that decide how much it takes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+    known: bool
+
+    @property
+    def parameters(self) -> int:
+        embeddings = (self.vocabulary + self.positions + 2) * self.hidden
+        layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
+        return embeddings + 2 * self.hidden + self.layers * layer
+
+
+class PlanLine(NamedTuple):
+    """One thing that takes room: `count` of them, `bytes_each` big."""
+
+    kind: Kind
+    what: str
+    bytes_each: int
+    count: int
+    note: str
+
+    @property
+    def bytes_all(self) -> int:
+        return self.bytes_each * self.count
+
+
+class Plan(NamedTuple):
+    passages: int
+    vectors: int
+    dimension: int
+    num_views: int
+    shards: int
+    lines: list[PlanLine]
+
+    def total(self, kind: Kind) -> int:
+        return sum(line.bytes_all for line in self.lines if line.kind == kind)
+
+
+def plan(run: RunConfig, passages: int) -> Plan:
+    """Sizes for `passages` passages; their text is taken to be 700 bytes each."""
+    if passages < 1:
+        raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
+    model = backbone_sizes(run.encoder.backbone)
+    views = effective_views(run.encoder)
+    shards, resources = run.prepare.num_shards, run.resources
+    on_shard = math.ceil(passages / shards)
+    vectors = on_shard * views
+    item = 2 if run.index.dtype == "fp16" else 4
+    at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
+    index_file = index_bytes(run.index, vectors, model.hidden)
+    weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
+    encode = 4 * model.parameters + 2 * layer_bytes(
+        model, run.index.tokens_per_batch, run.encoder.max_passage_tokens, half=False
+    )
+    train = 4 * weights + train_activations(run, model)
+    searchers = min(resources.searchers, shards)
+    held = math.ceil(shards / searchers) * (at_rest + index_file)
+    workspace = 256 * 32_768 * 4
+    per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
+    guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    lines = [
+        PlanLine("disk", "corpus", on_shard * TEXT_BYTES, shards, f"{TEXT_BYTES} bytes a passage"),
+        PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
+        PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {model.hidden} x {item} bytes a shard"),
+        PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
+        PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
+        PlanLine("disk", "one more version", at_rest + index_file, shards, "at most: unchanged shards are shared"),
+        PlanLine(
+            "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
+        ),
+        PlanLine(
+            "memory",
+            "trainer",
+            PROCESS_BYTES + (0 if per_gpu_trainer else train),
+            max(1, resources.train_workers),
+            "a worker",
+        ),
+        PlanLine("memory", "searcher", PROCESS_BYTES + held + workspace, searchers, "its shards, mapped or loaded"),
+    ]
+    if per_gpu_encoder:
+        lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, "weights and one batch"))
+    if per_gpu_trainer:
+        lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
+    if resources.gpus_per_searcher > 0:
+        on_gpu = math.ceil(shards / searchers) * vectors * model.hidden * item + workspace
+        lines.append(PlanLine("gpu", "searcher", on_gpu, searchers, "vectors of its shards"))
+    return Plan(passages, passages * views, model.hidden, views, shards, lines)
+
+
+def corpus_size(run: RunConfig, passages: int = 0) -> int:
+    """Passages to plan for: as told, else as `prepare` counted them."""
+    if passages < 0:
+        raise ConfigError(f"--passages must be positive, not {passages}")
+    if passages:
+        return passages
+    try:
+        return Corpus.open(Store(run.store.path), run.prepare.corpus).num_passages
+    except MissingInputError:
+        raise MissingInputError(
+            f"plan: no corpus {run.prepare.corpus!r} in {run.store.path} to count; "
+            f"run `mvr-ray prepare CONFIG` first, or say how many with --passages N"
+        ) from None
+
+
+def effective_views(encoder: EncoderConfig) -> int:
+    return 1 if encoder.strategy in ("cls", "mean") else encoder.num_views
+
+
+def backbone_sizes(backbone: str) -> Backbone:
+    """Sizes from the backbone's config.json where it is on this machine, else those of bert-base-uncased."""
+    file = resolve_path(backbone) / "config.json"
+    if not file.is_file():
+        return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
+    values = json.loads(file.read_text(encoding="utf-8"))
+    hidden = int(values.get("hidden_size") or values["dim"])
+    return Backbone(
+        hidden,
+        int(values.get("num_hidden_layers") or values["n_layers"]),
+        int(values.get("num_attention_heads") or values["n_heads"]),
+        int(values.get("intermediate_size") or values.get("hidden_dim") or 4 * hidden),
+        int(values["vocab_size"]),
+        int(values.get("max_position_embeddings", 512)),
+        known=True,
+    )
+
+
+def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int:
+    """Activations of one transformer layer over `tokens` padded tokens in texts of `length` tokens."""
+    each = model.hidden * (34 + 5 * model.heads * length / model.hidden)
+    return math.ceil(tokens * each * (1 if half else 2))
+
+
+def train_activations(run: RunConfig, model: Backbone) -> int:
+    """Activations of one worker's share of a training step, all layers, or one layer with checkpointing."""
+    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens
+    questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
+    passages = questions * (1 + run.train.num_hard_negatives)
+    if run.train.cache_chunk:
+        passages = questions = min(passages, run.train.cache_chunk)
+    half = run.train.precision != "fp32"
+    layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
+        model, questions * run.encoder.max_query_tokens, run.encoder.max_query_tokens, half=half
+    )
+    if not run.train.gradient_checkpointing:
+        return layer * model.layers
+    kept = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
+    return layer + kept * model.layers
+
+
+def index_bytes(index: IndexConfig, vectors: int, dimension: int) -> int:
+    """Bytes of one shard's index file; flat searches the embeddings themselves."""
+    if index.kind == "flat":
+        return 0
+    if index.kind == "hnsw":
+        return vectors * (4 * dimension + links_bytes(index.hnsw_m) + 12)
+    return faiss_bytes(index.factory, vectors, dimension)
+
+
+def links_bytes(m: int) -> int:
+    """The lowest layer of an HNSW graph keeps 2 M neighbours of 4 bytes; the layers above add under 1/M of it."""
+    return 2 * m * 4
+
+
+_CODES = [
+    (r"Flat", lambda d, _: 4.0 * d),
+    (r"SQ(?:fp16|bf16)", lambda d, _: 2.0 * d),
+    (r"SQ(\d+)(?:bit)?", lambda d, g: d * int(g[0]) / 8),
+    (r"PQ(\d+)(?:x(\d+))?(?:np|fs|fsr)?", lambda _, g: int(g[0]) * int(g[1] or 8) / 8),
+    (r"(?:LSH|ITQ)\w*", lambda d, _: d / 8),
+]
+
+
+def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
+    """Bytes of a Faiss index made by this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
+    width, each, fixed, stored = dimension, 0.0, 0.0, False
+    for part in factory.replace("_HNSW", ",#HNSW").split(","):
+        if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):
+            fixed += 4 * width * int(match[1])
+            width = int(match[1])
+        elif re.fullmatch(r"OPQ\d+|L2norm|#HNSW\d+(_\w+)?", part):
+            fixed += 4 * width * width if part.startswith("OPQ") else 0
+        elif match := re.fullmatch(r"(?:IVF|IMI\dx)(\d+)", part):
+            each, fixed = each + 8, fixed + 4 * int(match[1]) * width
+        elif match := re.fullmatch(r"HNSW(\d+)?(?:_(\w+))?", part):
+            each += links_bytes(int(match[1] or 32))
+            if match[2]:
+                each, stored = each + _code(match[2], width, factory), True
+            elif part == factory.split(",")[-1]:
+                each, stored = each + 4 * width, True
+        elif re.fullmatch(r"IDMap2?", part):
+            each += 8
+        elif match := re.fullmatch(r"R(?:efine\()?(\w+)\)?", part):
+            each += _code(match[1], dimension, factory)
+        else:
+            each, stored = each + _code(part, width, factory), True
+    if not stored:
+        raise ConfigError(f"index.factory {factory!r} names no storage; end it with Flat, SQ8, SQfp16 or PQ96")
+    return math.ceil(vectors * each + fixed)
+
+
+def _code(part: str, width: int, factory: str) -> float:
+    for pattern, size in _CODES:
+        if match := re.fullmatch(pattern, part):
+            return size(width, match.groups())
+    raise ConfigError(f"index.factory {factory!r}: no size known for {part!r}; known: Flat, SQ8, SQfp16, PQ96, HNSW32")

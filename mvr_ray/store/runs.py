@@ -1,0 +1,110 @@
+"""The record of one run of one stage: what was asked, what was said on the way, what came out.
+
+    <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
+    <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
+    <store>/runs/<time>-<stage>/log            the package's log lines
+
+The record says nothing that a later stage reads: deleting `runs/` loses history, never a result.
+"""
+
+import dataclasses
+import datetime
+import enum
+import io
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel
+
+from mvr_ray import __version__
+from mvr_ray.config import RunConfig
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store
+
+
+class RunRecord:
+    """Collects a run's report; `folder` is where it is kept, relative to the store."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.report: Any = None
+
+    def keep(self, report: Any) -> None:
+        self.report = report
+
+
+@contextmanager
+def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
+    """Write the config before the work and the report after it, whether it succeeds, fails or is interrupted."""
+    store = Store(run.store.path)
+    started = datetime.datetime.now(datetime.UTC)
+    kept = RunRecord(_free_folder(store, started, stage))
+    config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
+    store.write_bytes(f"{kept.folder}/config.yaml", config.encode())
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger = logging.getLogger("mvr_ray")
+    logger.addHandler(handler)
+    clock, outcome, trouble = time.monotonic(), "done", None
+    try:
+        yield kept
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    except BaseException as error:
+        outcome, trouble = "failed", f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        logger.removeHandler(handler)
+        summary = {
+            "stage": stage,
+            "outcome": outcome,
+            "started": started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - clock, 3),
+            "version": __version__,
+            "error": trouble,
+            "report": to_plain(kept.report),
+        }
+        store.write_bytes(f"{kept.folder}/report.json", json.dumps(summary, indent=2).encode())
+        store.write_bytes(f"{kept.folder}/log", lines.getvalue().encode())
+
+
+def to_plain(value: Any) -> Any:
+    """Any report of ours as JSON can hold it: named tuples and dataclasses become objects, NaN becomes null."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, enum.Enum):
+        return to_plain(value.value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: to_plain(part) for name, part in zip(value._fields, value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(part) for part in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return to_plain(value.tolist())
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _free_folder(store: Store, started: datetime.datetime, stage: str) -> str:
+    stem = started.strftime("%Y%m%dT%H%M%S")
+    folder, again = layout.run_dir(stem, stage), 1
+    while store.exists(f"{folder}/config.yaml"):
+        again += 1
+        folder = layout.run_dir(f"{stem}.{again}", stage)
+    return folder

@@ -1,0 +1,167 @@
+"""What a user sees: progress with rate and time left, tables, and hits with the matching snippet marked.
+
+On a terminal progress is a live bar; elsewhere it is a plain line every ten seconds, so that a job's log stays short.
+Progress and errors go to stderr, results to stdout: `--json` output can be piped.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from mvr_ray.plan import Plan
+
+INTERVAL_S = 10.0
+
+
+class Reporter:
+    """A `Progress` callable that draws what it is told: reporter(what, done, total). Use it as a context manager."""
+
+    def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
+        self._console = Console(file=stream or sys.stderr)
+        self._interval_s = interval_s
+        self._started: dict[str, tuple[float, int]] = {}
+        self._said: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+
+    def __enter__(self) -> "Reporter":
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what not in self._started or done < self._started[what][1]:
+            self._started[what] = (now, done)
+        since, first = self._started[what]
+        rate = (done - first) / (now - since) if now > since else 0.0
+        if self._console.is_terminal:
+            if what not in self._tasks:
+                self._tasks[what] = self._bars.add_task(what, total=total or None, rate="")
+            self._bars.update(self._tasks[what], completed=done, total=total or None, rate=_rate(rate))
+        elif (total and done >= total) or now - self._said.get(what, -self._interval_s) >= self._interval_s:
+            self._said[what] = now
+            self._console.print(progress_line(what, done, total, rate), highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def progress_line(what: str, done: int, total: int, rate: float) -> str:
+    """`encode: 1,024 of 4,096 (25 %), 31.5/s, 1 min 38 s left`"""
+    parts = [f"{what}: {done:,} of {total:,} ({100 * done // total} %)" if total else f"{what}: {done:,}"]
+    if rate > 0:
+        parts.append(_rate(rate))
+        if done < total:
+            parts.append(f"{duration((total - done) / rate)} left")
+    return ", ".join(parts)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s" if rate > 0 else ""
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
+
+
+class Found(NamedTuple):
+    """One hit as shown: `snippet` is the character span of the winning view in `text`, None for the whole passage."""
+
+    passage_id: str
+    title: str
+    text: str
+    score: float
+    view: int
+    snippet: tuple[int, int] | None
+    feedback: bool
+
+
+def hit_text(rank: int, found: Found) -> Text:
+    text = Text(f"{rank:>2}. ", style="bold")
+    text.append(f"{found.title or found.passage_id}", style="bold")
+    told = "feedback view" if found.feedback else f"view {found.view}"
+    text.append(f"  [{found.passage_id}] score {found.score:.4f}, {told}\n", style="dim")
+    start, stop = found.snippet or (0, 0)
+    text.append(found.text[:start])
+    marked = found.text[start:stop]
+    text.append(f"»{marked}«" if marked else "", style="bold reverse")
+    text.append(found.text[stop:])
+    return text
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    drawn = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
+        drawn.add_column(column, justify="right" if rows and numeric else "left")
+    for row in rows:
+        drawn.add_row(*(cell(value) for value in row))
+    return drawn
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def plan_table(made: Plan) -> Table:
+    title = (
+        f"{made.passages:,} passages x {made.num_views} views = {made.vectors:,} vectors of {made.dimension} "
+        f"in {made.shards:,} shards"
+    )
+    rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in made.lines]
+    for kind in ("disk", "memory", "gpu"):
+        rows.append((kind, "in all", "", sum(1 for i in made.lines if i.kind == kind), size(made.total(kind)), ""))
+    return table(title, ("kind", "what", "each", "count", "all", "how"), rows)
+
+
+def summary_table(title: str, report: Mapping[str, Any]) -> Table:
+    """A report of plain values as two columns; nested values as JSON."""
+    rows = [
+        (name.replace("_", " "), value if isinstance(value, str | int | float | bool | None) else json.dumps(value))
+        for name, value in report.items()
+        if value not in (None, [], {})
+    ]
+    return table(title, ("", ""), [(name, cell(value)) for name, value in rows])
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

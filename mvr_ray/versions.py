@@ -1,0 +1,69 @@
+"""What can be done with the versions of an index, as the command line asks for it."""
+
+from typing import Any, NamedTuple
+
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+ACTIONS = ("list", "show", "verify", "rollback", "collect")
+
+
+class VersionLine(NamedTuple):
+    """One version in a list."""
+
+    version: int
+    parent: int | None
+    operation: str
+    created: str
+    passages: int
+    vectors: int
+    shards: int
+    encoder: str
+    live: bool
+
+
+def act(run: RunConfig, action: str, version: int | None) -> Any:
+    """Do one action on the index of the run file; the result is plain values, named tuples or dataclasses."""
+    if action not in ACTIONS:
+        raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
+    store, index = Store(run.store.path), run.index.name
+    numbers = manifest.list_versions(store, index)
+    if not numbers:
+        raise MissingInputError(f"index {index!r} in {run.store.path} has no version; run `mvr-ray index CONFIG`")
+    if version is not None and version not in numbers:
+        raise ConfigError(f"versions: index {index!r} has no version {version}; it has {_spoken(numbers)}")
+    match action:
+        case "list":
+            return [version_line(manifest.read(store, index, n), n == max(numbers)) for n in sorted(numbers)]
+        case "show":
+            return manifest.read(store, index, version)
+        case "verify":
+            return manifest.verify(store, manifest.read(store, index, version))
+        case "rollback":
+            if version is None:
+                raise ConfigError(f"versions: rollback to which version? There are {_spoken(numbers)}")
+            return version_line(manifest.rollback(store, index, version), live=True)
+        case _:
+            removed = manifest.collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
+            return {"removed": removed, "kept_versions": run.index.keep_versions}
+
+
+def version_line(described: Manifest, live: bool) -> VersionLine:
+    return VersionLine(
+        version=described.version,
+        parent=described.parent,
+        operation=described.operation,
+        created=described.created,
+        passages=sum(shard.passages for shard in described.shards),
+        vectors=sum(shard.vectors for shard in described.shards),
+        shards=len(described.shards),
+        encoder=f"{described.encoder_name}/{described.encoder_fingerprint}",
+        live=live,
+    )
+
+
+def _spoken(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
