@@ -51,7 +51,7 @@ class StepResult(NamedTuple):
 
     loss                 mean loss of the moved vectors before the step, nan where none moved or the form has no loss
     num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: left where it was
-    num_no_positive      labelled, never positively: left
+    num_no_positive      labelled, never positively: left (the linear form moves it if told to)
     num_no_negative      labelled, never negatively: left (the linear form moves it)
     num_negative_loss    moved with a loss below zero, for its negatives' scores sum below zero: a sign of overdoing it
     """
@@ -177,18 +177,21 @@ def linear_step(
     alpha: float = 1.0,
     beta: float = 0.6,
     gamma: float = -0.1,
+    move_without_positive: bool = False,
 ) -> StepResult:
     """Linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
 
-    The mean of no negatives is zero. A vector without a positive stays: nearly every retrieved passage is a negative
-    of something, and moving it would dirty the whole index. For the query side give `labels.transposed()`.
+    The mean of no vectors is zero. A vector without a positive stays unless `move_without_positive`: nearly every
+    retrieved passage is a negative of something, so moving those dirties the whole index. For the query side give
+    `labels.transposed()`.
     """
     num_positive_N, num_negative_N = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
-    rows_M = np.flatnonzero(num_positive_N > 0)
+    moves_N = (num_positive_N + num_negative_N if move_without_positive else num_positive_N) > 0
+    rows_M = np.flatnonzero(moves_N)
     y_QD = partners_QD.astype(np.float64)
     x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
     positive_MQ, negative_MQ = labels.rows(rows_M)
-    x_MD += beta * (positive_MQ @ y_QD) / num_positive_N[rows_M, None]
+    x_MD += beta * (positive_MQ @ y_QD) / np.maximum(num_positive_N[rows_M, None], 1)
     x_MD += gamma * (negative_MQ @ y_QD) / np.maximum(num_negative_N[rows_M, None], 1)
     return StepResult(
         moved_M=rows_M,

@@ -251,6 +251,16 @@ def test_the_linear_form_equals_the_worked_example(signs, alpha, beta, gamma, ex
     assert math.isnan(result.loss)
 
 
+def test_the_linear_form_pushes_vectors_without_a_positive_away_only_if_told_to():
+    vectors, queries = np.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]), np.array([[2.0, 0.0], [0.0, 4.0]])
+    labels = matrices(np.array([[-1, -1], [0, 0], [1, 0]]))
+    assert linear_step(vectors, queries, labels).moved_M.tolist() == [2]
+    pushed = linear_step(vectors, queries, labels, gamma=-0.5, move_without_positive=True)
+    assert pushed.moved_M.tolist() == [0, 2]
+    np.testing.assert_allclose(pushed.vectors_MD, [[1 - 0.5 * 1, 1 - 0.5 * 2], [3 + 0.6 * 2, 3]])
+    assert (pushed.num_no_positive, pushed.num_no_negative) == (1, 1)
+
+
 def test_nothing_labelled_moves_nothing():
     vectors, queries = np.ones((3, 2)), np.ones((4, 2))
     labels = matrices(np.zeros((3, 4), int))
