@@ -169,7 +169,8 @@ class SearchService:
                     f"the vector has {len(query)} numbers, the index {self.router.dimension} dimensions",
                     "send vectors of the index's own encoder",
                 )
-        queries_QD = np.asarray(queries, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            queries_QD = np.asarray(queries, dtype=np.float64).astype(np.float32)
         if not np.isfinite(queries_QD).all():
             at = int(np.argmin(np.isfinite(queries_QD).all(axis=1)))
             raise RequestError(

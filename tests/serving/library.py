@@ -1,0 +1,59 @@
+"""A three-passage index held in arrays: what a service needs from a router, computed by brute force."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mvr_ray.types import Answer, Exactness, FloatArray, Hit, Passage
+
+PASSAGES = [
+    Passage("p1", "Rivers", "The Nile is long. The Rhine is shorter."),
+    Passage("p2", "Hills", "A hill is low."),
+    Passage("p3", "Seas", "The sea is deep. It is salt."),
+]
+SPANS: dict[str, list[tuple[int, int] | None]] = {
+    "p1": [(0, 17), (18, 39)],
+    "p2": [(0, 14), None],
+    "p3": [(0, 16), (17, 28)],
+}
+VIEWS_PVD = np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 0]], [[0.5, 0.5, 0], [0, 0.6, 0.6]]], dtype=np.float32)
+WORDS = ("nile", "rhine", "hill")
+
+
+class Library:
+    """Scores every view of every passage. `missing` passages count as not searched; `gate` holds an answer back."""
+
+    dimension = 3
+    num_views = 2
+
+    def __init__(self, missing: int = 0, feedback: bool = False) -> None:
+        self.missing = missing
+        self.feedback = feedback
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def search(self, queries_QD: FloatArray, k: int) -> Answer:
+        self.gate.wait(10)
+        rows = []
+        for query_D in queries_QD:
+            scores_PV = VIEWS_PVD @ query_D
+            order = sorted(range(3), key=lambda p: (-scores_PV[p].max(), PASSAGES[p].id))[:k]
+            raised = 2 if self.feedback else 0
+            rows.append(
+                [
+                    Hit(PASSAGES[p].id, float(scores_PV[p].max()), int(scores_PV[p].argmax()) + raised, 0, p)
+                    for p in order
+                ]
+            )
+        return Answer(rows, "library", 3, "f" * 16, 3 - self.missing, 3, Exactness(True, "flat", 1, 0))
+
+    def search_text(self, texts: Sequence[str], k: int) -> Answer:
+        counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]
+        return self.search(np.array(counted, dtype=np.float32), k)
+
+    def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
+        return {passage.id: passage for passage in PASSAGES if passage.id in set(ids)}
+
+    def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
+        return SPANS[passage.id]

@@ -1,0 +1,111 @@
+"""What HTTP says: hits with the snippet that matched, and refusals that a program can act on."""
+
+import threading
+
+import pytest
+from asgi import call
+from library import PASSAGES, Library
+
+from mvr_ray.config import ServeConfig
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.service import SearchService
+
+
+def app(library: Library | None = None, **limits: int):
+    return create_app(SearchService(library or Library(), ServeConfig(**limits)))
+
+
+def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() -> None:
+    reply = call(app(), "POST", "/v1/search", {"queries": ["Where is the Rhine?"], "k": 1})
+    assert reply.status == 200
+    assert (reply.body["index"], reply.body["version"], reply.body["coverage"]) == ("library", 3, 1.0)
+    assert reply.body["exact"] is True
+    [[found]] = reply.body["results"]
+    assert (found["id"], found["title"], found["score"], found["view"]) == ("p1", "Rivers", 1.0, 1)
+    assert found["snippet"] == {"start": 18, "stop": 39, "text": "The Rhine is shorter."}
+
+
+def test_text_and_its_vector_get_the_same_hits() -> None:
+    texts = call(app(), "POST", "/v1/search", {"queries": ["nile", "hill"], "k": 3}).body["results"]
+    vectors = call(app(), "POST", "/v1/search", {"queries": [[1, 0, 0], [0, 0, 1]], "k": 3}).body["results"]
+    assert texts == vectors
+    assert [[hit["id"] for hit in row] for row in texts] == [["p1", "p3", "p2"], ["p2", "p3", "p1"]]
+
+
+def test_k_beyond_the_corpus_gets_every_passage_once() -> None:
+    [row] = call(app(), "POST", "/v1/search", {"queries": ["nile"], "k": 50}).body["results"]
+    assert sorted(hit["id"] for hit in row) == [passage.id for passage in PASSAGES]
+
+
+def test_a_feedback_view_has_no_snippet() -> None:
+    [[found]] = call(app(Library(feedback=True)), "POST", "/v1/search", {"queries": ["hill"], "k": 1}).body["results"]
+    assert (found["feedback"], found["view"], found["snippet"]) == (True, 2, None)
+
+
+def test_texts_stay_away_when_they_are_not_asked_for() -> None:
+    [[found]] = call(app(), "POST", "/v1/search", {"queries": ["hill"], "k": 1, "text": False}).body["results"]
+    assert (found["id"], found["text"], found["snippet"]) == ("p2", None, None)
+
+
+REFUSALS = [
+    ({"queries": ["x"], "k": 0}, "k_out_of_range", "k", "k is 0"),
+    ({"queries": ["x"], "k": 21}, "k_out_of_range", "k", "k is 21"),
+    ({"queries": ["x", "x", "x"]}, "too_many_queries", "queries", "3 queries in one request"),
+    ({"queries": ["x", "  "]}, "empty_query", "queries.1", "the query is empty"),
+    ({"queries": ["y" * 41]}, "query_too_long", "queries.0", "the query has 41 characters"),
+    ({"queries": [[1, 2]]}, "wrong_dimension", "queries.0", "the vector has 2 numbers, the index 3 dimensions"),
+    ({"queries": [[1, 2, 1e300]]}, "not_finite", "queries.0", "the vector holds a number that is not finite"),
+    ({"queries": ["x", [1, 2, 3]]}, "wrong_type", "queries", "queries is neither a list of texts"),
+    ({"queries": "x"}, "wrong_type", "queries", "queries is neither a list of texts"),
+    ({"k": 3}, "missing_field", "queries", "Field required"),
+    ({"queries": []}, "wrong_value", "queries", "at least 1 item"),
+    ({"queries": ["x"], "k": "many"}, "wrong_value", "k", "Input should be a valid integer"),
+    ({"queries": ["x"], "top": 3}, "unknown_field", "top", "Extra inputs are not permitted"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "field", "message"), REFUSALS)
+def test_a_wrong_request_is_refused_with_code_field_message_and_hint(body, code, field, message) -> None:
+    reply = call(app(max_k=20, max_batch=2, max_query_chars=40), "POST", "/v1/search", body)
+    assert reply.status == 422
+    error = reply.body["error"]
+    assert (error["code"], error["field"].split(".")[0]) == (code, field.split(".")[0])
+    assert error["field"] == field or code == "wrong_type"
+    assert message in error["message"]
+    assert error["hint"]
+
+
+def test_what_is_no_json_is_refused() -> None:
+    reply = call(app(), "POST", "/v1/search", raw=b"{queries: 1")
+    assert (reply.status, reply.body["error"]["code"]) == (422, "not_json")
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+    reply = call(app(max_body_bytes=100), "POST", "/v1/search", {"queries": ["x" * 200]})
+    assert (reply.status, reply.body["error"]["code"]) == (413, "body_too_large")
+
+
+def test_an_answer_that_comes_too_late_is_a_timeout() -> None:
+    slow = Library()
+    slow.gate.clear()
+    threading.Timer(0.3, slow.gate.set).start()
+    reply = call(app(slow, timeout_ms=50), "POST", "/v1/search", {"queries": ["nile"]})
+    assert (reply.status, reply.body["error"]["code"]) == (504, "timeout")
+
+
+def test_ready_means_that_every_passage_was_searched() -> None:
+    assert call(app(), "GET", "/readyz").status == 200
+    reply = call(app(Library(missing=1)), "GET", "/readyz")
+    assert reply.status == 503
+    assert reply.body == {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
+
+
+def test_alive_says_so_without_a_search() -> None:
+    stuck = Library()
+    stuck.gate.clear()
+    assert call(app(stuck), "GET", "/livez").status == 200
+
+
+def test_missing_passages_are_told_in_the_answer() -> None:
+    reply = call(app(Library(missing=2)), "POST", "/v1/search", {"queries": ["nile"]})
+    assert (reply.body["passages_searched"], reply.body["passages_total"]) == (1, 3)
