@@ -1,6 +1,6 @@
 """Every file and folder name of a store, once.
 
-    <store>/corpora/<name>/part-*.arrow, corpus.json
+    <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
     <store>/questions/<name>.arrow
     <store>/encoders/<name>/<fingerprint>/
     <store>/indexes/<name>/versions/<n>.json
@@ -26,8 +26,13 @@ def corpus_json(name: str) -> str:
     return f"corpora/{name}/{CORPUS_JSON}"
 
 
-def corpus_part(name: str, shard: int) -> str:
-    return f"corpora/{name}/part-{shard:05d}.arrow"
+def corpus_part(shard: int, digest: str) -> str:
+    """A part's file name in its corpus folder: by content, so that a new corpus never overwrites a live one."""
+    return f"part-{shard:05d}-{digest[:16]}.arrow"
+
+
+def questions_dir() -> str:
+    return "questions"
 
 
 def questions(name: str) -> str:
@@ -60,6 +65,14 @@ def shard_dir(index: str, digest: str) -> str:
 
 def refined_queries(index: str, digest: str) -> str:
     return f"indexes/{index}/queries/{digest}.arrow"
+
+
+def refined_queries_dir(index: str) -> str:
+    return f"indexes/{index}/queries"
+
+
+def staging_root(index: str) -> str:
+    return f"indexes/{index}/staging"
 
 
 def staging_dir(index: str, key: str) -> str:

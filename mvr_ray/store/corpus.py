@@ -1,0 +1,292 @@
+"""Passages and questions at rest, as Arrow files.
+
+A corpus is `corpus.json` and one part a shard. A part holds its passages in id order and is named by its content;
+`corpus.json` names the parts, so replacing that one file replaces the corpus. A passage's shard is a hash of its id.
+"""
+
+import bisect
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Self
+
+import pyarrow as pa
+
+from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store, finished_file
+from mvr_ray.types import Passage, Question
+
+FORMAT_VERSION = 1
+BATCH_ROWS = 4096
+PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
+QUESTION_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), False),
+        pa.field("text", pa.string(), False),
+        pa.field("answers", pa.list_(pa.string()), False),
+        pa.field("positive_ids", pa.list_(pa.string()), False),
+        pa.field("hard_negative_ids", pa.list_(pa.string()), False),
+        pa.field("answer_starts", pa.list_(pa.int32()), False),
+    ]
+)
+
+
+def shard_of(passage_id: str, num_shards: int) -> int:
+    """The shard that keeps a passage, from its id alone."""
+    digest = hashlib.blake2b(passage_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % num_shards
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """One part of a corpus, as corpus.json describes it."""
+
+    file: str
+    num_passages: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """A file that a corpus was made from."""
+
+    path: str
+    format: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """What corpus.json holds. `digest` is that of the passages, whatever files they came from."""
+
+    name: str
+    digest: str
+    num_passages: int
+    parts: tuple[PartInfo, ...]
+    sources: tuple[SourceInfo, ...]
+    questions: dict[str, int]
+    counts: dict[str, int]
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Self:
+        try:
+            fields = json.loads(data)
+            if fields["format_version"] != FORMAT_VERSION:
+                raise StorageError(
+                    f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
+                    f"run `mvr-ray prepare CONFIG` again"
+                )
+            parts = tuple(PartInfo(**part) for part in fields.pop("parts"))
+            sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
+            return cls(parts=parts, sources=sources, **fields)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{where} is damaged ({error}); run `mvr-ray prepare CONFIG` again") from error
+
+
+def corpus_digest(parts: Iterable[PartInfo]) -> str:
+    """Digest of all passages and of how they are divided into parts, 32 hex digits."""
+    return hashlib.sha256("\n".join(part.sha256 for part in parts).encode()).hexdigest()[:32]
+
+
+class CorpusPart:
+    """The passages of one shard in id order, mapped from their file."""
+
+    def __init__(self, path: Path) -> None:
+        self._batches = _map_batches(path)
+        self._starts = [0]
+        for batch in self._batches:
+            self._starts.append(self._starts[-1] + batch.num_rows)
+        self._first_ids = [batch.column(0)[0].as_py() for batch in self._batches]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def passages(self, start: int = 0, stop: int | None = None) -> list[Passage]:
+        """Rows `start` up to `stop`, like a slice of a list."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        found: list[Passage] = []
+        for batch, first in zip(self._batches, self._starts):
+            low, high = max(start - first, 0), min(stop - first, batch.num_rows)
+            if low < high:
+                columns = batch.slice(low, high - low).columns
+                found += map(Passage, *(column.to_pylist() for column in columns))
+        return found
+
+    def ids(self) -> list[str]:
+        return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
+
+    def row(self, passage_id: str) -> int:
+        """Row of a passage, -1 when it is not in this part."""
+        which = bisect.bisect_right(self._first_ids, passage_id) - 1
+        if which < 0:
+            return -1
+        column = self._batches[which].column(0)
+        at = bisect.bisect_left(range(len(column)), passage_id, key=lambda row: column[row].as_py())
+        found = at < len(column) and column[at].as_py() == passage_id
+        return self._starts[which] + at if found else -1
+
+    def get(self, passage_id: str) -> Passage | None:
+        row = self.row(passage_id)
+        return self.passages(row, row + 1)[0] if row >= 0 else None
+
+
+class Corpus:
+    """A prepared corpus: `Corpus.open(store, name)`."""
+
+    def __init__(self, store: Store, info: CorpusInfo) -> None:
+        self.store = store
+        self.info = info
+        self._parts: dict[int, CorpusPart] = {}
+
+    @classmethod
+    def open(cls, store: Store, name: str) -> Self:
+        path = layout.corpus_json(name)
+        if not store.exists(path):
+            raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
+        return cls(store, CorpusInfo.from_json(store.read_bytes(path), store.where(path)))
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def digest(self) -> str:
+        return self.info.digest
+
+    @property
+    def num_passages(self) -> int:
+        return self.info.num_passages
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.info.parts)
+
+    def part(self, shard: int) -> CorpusPart:
+        if shard not in self._parts:
+            info = self.info.parts[shard]
+            path = self._part_path(info)
+            if self.store.size_bytes(path) != info.num_bytes:
+                raise StorageError(
+                    f"part {shard} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); "
+                    f"run `mvr-ray prepare CONFIG` again"
+                )
+            part = CorpusPart(self.store.local_path(path))
+            self._parts[shard] = part
+        return self._parts[shard]
+
+    def get(self, ids: Iterable[str]) -> dict[str, Passage]:
+        """The passages of these ids; ids that the corpus does not hold are absent."""
+        found = ((passage_id, self.part(shard_of(passage_id, self.num_shards)).get(passage_id)) for passage_id in ids)
+        return {passage_id: passage for passage_id, passage in found if passage is not None}
+
+    def __iter__(self) -> Iterator[Passage]:
+        """All passages, part by part."""
+        for shard in range(self.num_shards):
+            part = self.part(shard)
+            for start in range(0, len(part), BATCH_ROWS):
+                yield from part.passages(start, start + BATCH_ROWS)
+
+    @cached_property
+    def _articles(self) -> dict[str, list[str]]:
+        grouped: dict[str, list[str]] = {}
+        for passage in self:
+            grouped.setdefault(passage.title, []).append(passage.id)
+        return {title: sorted(grouped[title]) for title in sorted(grouped)}
+
+    def articles(self) -> dict[str, list[str]]:
+        """Ids of the passages of each title, all in order. Reads the whole corpus once and keeps the ids."""
+        return self._articles
+
+    def verify(self) -> None:
+        """DigestError naming the first part whose bytes are not those that were written."""
+        for shard, info in enumerate(self.info.parts):
+            path = self._part_path(info)
+            if self.store.size_bytes(path) != info.num_bytes or self.store.sha256(path) != info.sha256:
+                raise DigestError(
+                    f"part {shard} of corpus {self.name!r} is damaged ({self.store.where(path)}); "
+                    f"run `mvr-ray prepare CONFIG` again"
+                )
+
+    def _part_path(self, info: PartInfo) -> str:
+        return f"{layout.corpus_dir(self.name)}/{info.file}"
+
+
+def write_passages(path: Path, passages: Iterable[Passage]) -> int:
+    """Write one part's file; the rows must come in id order. Returns how many there were."""
+    return _write_rows(path, PASSAGE_SCHEMA, passages)
+
+
+def write_questions(store: Store, name: str, questions: Iterable[Question]) -> int:
+    """Store a question set under a name, replacing it in one step. Returns how many questions there were."""
+    with store.scratch() as folder:
+        file = folder / "questions.arrow"
+        count = write_question_file(file, name, questions)
+        store.put_file(file, layout.questions(name))
+    return count
+
+
+def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
+    return _write_rows(path, QUESTION_SCHEMA, (_checked_question(question, name) for question in questions))
+
+
+def read_questions(store: Store, name: str) -> list[Question]:
+    path = layout.questions(name)
+    if not store.exists(path):
+        known = question_sets(store)
+        raise MissingInputError(
+            f"question set {name!r} not found in {store.root}; there are: {', '.join(known) or 'none'}. "
+            f"`mvr-ray prepare CONFIG` stores the sets that prepare.sources and prepare.splits name"
+        )
+    rows: list[Question] = []
+    for batch in _map_batches(store.local_path(path)):
+        lists = [column.to_pylist() for column in batch.columns]
+        rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))
+    return rows
+
+
+def question_sets(store: Store) -> list[str]:
+    """Names of the stored question sets."""
+    return [name.removesuffix(".arrow") for name in store.list(layout.questions_dir()) if name.endswith(".arrow")]
+
+
+def _checked_question(question: Question, name: str) -> Question:
+    if not question.id or not question.text.strip():
+        raise DataError(f"question set {name!r}: question {question.id!r} has no id or no text")
+    if question.answer_starts and len(question.answer_starts) != len(question.answers):
+        raise DataError(
+            f"question set {name!r}: question {question.id!r} has {len(question.answers)} answers and "
+            f"{len(question.answer_starts)} answer starts; give one each, -1 where unknown"
+        )
+    return question
+
+
+def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[Passage] | Iterable[Question]) -> int:
+    count = 0
+    with finished_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
+        remaining = iter(rows)
+        while chunk := list(islice(remaining, BATCH_ROWS)):
+            columns = [pa.array(values, field.type) for values, field in zip(zip(*chunk), schema)]
+            file.write_batch(pa.record_batch(columns, schema=schema))
+            count += len(chunk)
+    return count
+
+
+def _map_batches(path: Path) -> list[pa.RecordBatch]:
+    """The non-empty record batches of a mapped Arrow file."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        return [batch for batch in batches if batch.num_rows]
+    except (pa.ArrowInvalid, FileNotFoundError) as error:
+        raise StorageError(f"{path} is missing or damaged ({error}); run `mvr-ray prepare CONFIG` again") from error

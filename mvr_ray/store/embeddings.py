@@ -1,0 +1,250 @@
+"""Embedding shards: every view of every passage of one shard, in id order, as an Arrow IPC file.
+
+One row a passage: `id` string, `view` list<int16>, `vector` list<fixed_size_list<halffloat|float>[D]>. Uncompressed, in
+record batches of 4,096 rows, so that a reader maps the file and copies nothing. The bytes depend on the rows alone,
+never on how they came: writers cut batches themselves.
+
+Shapes: P passages, N view vectors, D dimension.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.store.files import finished_file
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+Dtype = Literal["fp16", "fp32"]
+BATCH_PASSAGES = 4096
+_ARROW = {"fp16": pa.float16(), "fp32": pa.float32()}
+_NUMPY = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
+_FORMAT = b"mvr_ray.embeddings/1"
+
+
+class Views(NamedTuple):
+    """The views of one passage: numbers ascending, one vector each."""
+
+    view_numbers_N: IntArray
+    vectors_ND: FloatArray
+
+
+class EmbeddingWriter:
+    """Writes a shard aside and names it when the block ends well:
+
+    with EmbeddingWriter(path, dimension=384, num_views=8, dtype="fp16") as writer:
+        writer.write(block)
+    """
+
+    def __init__(self, path: Path, dimension: int, num_views: int, dtype: Dtype = "fp16") -> None:
+        self.path = path
+        self.dimension = dimension
+        self.dtype = dtype
+        self.num_passages = 0
+        self.num_vectors = 0
+        self._last_id: str | None = None
+        self._pending: list[EmbeddingBlock] = []
+        self._num_pending = 0
+        vectors = pa.list_(pa.field("item", pa.list_(pa.field("item", _ARROW[dtype], False), dimension), False))
+        fields = [
+            pa.field("id", pa.string(), False),
+            pa.field("view", pa.list_(pa.field("item", pa.int16(), False)), False),
+            pa.field("vector", vectors, False),
+        ]
+        self._schema = pa.schema(fields, {b"format": _FORMAT, b"num_views": str(num_views).encode()})
+
+    def __enter__(self) -> Self:
+        self._finished = finished_file(self.path)
+        self._sink = pa.OSFile(str(self._finished.__enter__()), "wb")
+        self._file = pa.ipc.new_file(self._sink, self._schema)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            if kind is None:
+                self._flush(self._num_pending)
+            self._file.close()
+        except BaseException as failed:
+            self._sink.close()
+            self._finished.__exit__(type(failed), failed, failed.__traceback__)
+            raise
+        self._sink.close()
+        return self._finished.__exit__(kind, error, trace)
+
+    def write(self, block: EmbeddingBlock) -> None:
+        """Add passages; ids ascend over the whole file, each passage has a view, every number is finite."""
+        if not block.ids:
+            return
+        self._check(block)
+        vectors_ND = np.ascontiguousarray(block.vectors_ND, dtype=_NUMPY[self.dtype])
+        if not np.isfinite(vectors_ND).all():
+            row = int(np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))[0])
+            owner = block.ids[int(np.searchsorted(block.row_ptr, row, side="right")) - 1]
+            raise StorageError(
+                f"{self.path}: a view of passage {owner!r} is not finite in {self.dtype}; "
+                f"use index.dtype=fp32 or encoder.normalize=true"
+            )
+        numbers_N = np.ascontiguousarray(block.view_numbers_N, dtype=np.int16)
+        row_ptr = np.asarray(block.row_ptr, dtype=np.int64)
+        self._pending.append(EmbeddingBlock(block.ids, row_ptr, numbers_N, vectors_ND))
+        self._num_pending += len(block.ids)
+        self.num_passages += len(block.ids)
+        self.num_vectors += len(numbers_N)
+        self._last_id = block.ids[-1]
+        if self._num_pending >= BATCH_PASSAGES:
+            self._flush(self._num_pending // BATCH_PASSAGES * BATCH_PASSAGES)
+
+    def _check(self, block: EmbeddingBlock) -> None:
+        ids = block.ids if self._last_id is None else [self._last_id, *block.ids]
+        for before, after in pairwise(ids):
+            if not before < after:
+                raise StorageError(f"{self.path}: passage id {after!r} after {before!r}; ids must ascend, none twice")
+        counts_P = np.diff(block.row_ptr)
+        if (counts_P < 1).any():
+            lost = block.ids[int(np.flatnonzero(counts_P < 1)[0])]
+            raise StorageError(f"{self.path}: passage {lost!r} has no view and could never be found")
+        num_vectors = int(block.row_ptr[-1])
+        expected = (num_vectors, self.dimension)
+        if block.vectors_ND.shape != expected or len(block.view_numbers_N) != num_vectors or block.row_ptr[0] != 0:
+            raise StorageError(
+                f"{self.path}: vectors of shape {block.vectors_ND.shape} with {len(block.view_numbers_N)} view "
+                f"numbers given where {expected} was expected"
+            )
+        steps_N = np.diff(block.view_numbers_N.astype(np.int32))
+        inside_N = np.ones(max(num_vectors - 1, 0), bool)
+        inside_N[np.asarray(block.row_ptr[1:-1], dtype=np.int64) - 1] = False
+        if (steps_N[inside_N] <= 0).any():
+            raise StorageError(f"{self.path}: view numbers of a passage must ascend, none twice")
+
+    def _flush(self, num_passages: int) -> None:
+        if not num_passages:
+            return
+        joined = _join(self._pending)
+        for start in range(0, num_passages, BATCH_PASSAGES):
+            batch = _cut(joined, start, min(start + BATCH_PASSAGES, num_passages))
+            self._file.write_batch(self._to_arrow(batch))
+        rest = _cut(joined, num_passages, len(joined.ids))
+        self._pending = [rest] if rest.ids else []
+        self._num_pending = len(rest.ids)
+
+    def _to_arrow(self, block: EmbeddingBlock) -> pa.RecordBatch:
+        offsets = pa.array(block.row_ptr.astype(np.int32), pa.int32())
+        id_type, view_type, vector_type = (field.type for field in self._schema)
+        flat = pa.array(block.vectors_ND.reshape(-1), vector_type.value_type.value_type)
+        columns = [
+            pa.array(block.ids, id_type),
+            pa.ListArray.from_arrays(offsets, pa.array(block.view_numbers_N, pa.int16()), type=view_type),
+            pa.ListArray.from_arrays(
+                offsets, pa.FixedSizeListArray.from_arrays(flat, type=vector_type.value_type), type=vector_type
+            ),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+
+class EmbeddingShard:
+    """A shard's embeddings, mapped from its file: nothing is read before it is used."""
+
+    def __init__(self, path: Path, reader: pa.RecordBatchFileReader) -> None:
+        schema = reader.schema
+        if (schema.metadata or {}).get(b"format") != _FORMAT:
+            raise StorageError(f"{path} is not an embeddings file of this version ({_FORMAT.decode()})")
+        self.path = path
+        inner = schema.field("vector").type.value_type
+        self.dimension: int = inner.list_size
+        self.dtype: Dtype = "fp16" if pa.types.is_float16(inner.value_type) else "fp32"
+        self.num_views = int(schema.metadata[b"num_views"])
+        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self.num_passages = sum(batch.num_rows for batch in self._batches)
+        self.num_vectors = sum(len(batch.column("view").values) for batch in self._batches)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        if not path.is_file():
+            raise MissingInputError(f"{path} does not exist; `mvr-ray index CONFIG` writes it")
+        try:
+            return cls(path, pa.ipc.open_file(pa.memory_map(str(path))))
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"{path} is not a whole embeddings file: {error}") from error
+
+    def blocks(self) -> list[EmbeddingBlock]:
+        """All rows, in batches of up to 4,096 passages; the vectors are views of the mapped file."""
+        return [self._block(batch) for batch in self._batches]
+
+    def ids(self) -> list[str]:
+        return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
+
+    def _block(self, batch: pa.RecordBatch) -> EmbeddingBlock:
+        vectors = batch.column("vector")
+        flat = vectors.values.values.to_numpy(zero_copy_only=True)
+        return EmbeddingBlock(
+            ids=batch.column("id").to_pylist(),
+            row_ptr=vectors.offsets.to_numpy().astype(np.int64),
+            view_numbers_N=batch.column("view").values.to_numpy(zero_copy_only=True),
+            vectors_ND=flat.reshape(-1, self.dimension),
+        )
+
+
+def rewrite(shard: EmbeddingShard, path: Path, changes: Mapping[int, Views | tuple[IntArray, FloatArray]]) -> None:
+    """Write a copy of a shard in which the rows of `changes` have the views given there, and no others."""
+    outside = [row for row in changes if not 0 <= row < shard.num_passages]
+    if outside:
+        raise StorageError(f"{shard.path} has rows 0 to {shard.num_passages - 1}, row {outside[0]} was to change")
+    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype) as writer:
+        first = 0
+        for block in shard.blocks():
+            writer.write(_changed(block, first, changes))
+            first += len(block.ids)
+
+
+def _changed(
+    block: EmbeddingBlock, first: int, changes: Mapping[int, Views | tuple[IntArray, FloatArray]]
+) -> EmbeddingBlock:
+    rows = [row for row in range(len(block.ids)) if first + row in changes]
+    if not rows:
+        return block
+    numbers: list[IntArray] = []
+    vectors: list[FloatArray] = []
+    counts_P = np.diff(block.row_ptr)
+    kept = 0
+    for row in rows:
+        view_numbers_N, vectors_ND = changes[first + row]
+        start, stop = int(block.row_ptr[row]), int(block.row_ptr[row + 1])
+        numbers += [block.view_numbers_N[kept:start], np.asarray(view_numbers_N, dtype=np.int16)]
+        vectors += [block.vectors_ND[kept:start], np.asarray(vectors_ND, dtype=block.vectors_ND.dtype)]
+        counts_P[row] = len(view_numbers_N)
+        kept = stop
+    numbers.append(block.view_numbers_N[kept:])
+    vectors.append(block.vectors_ND[kept:])
+    row_ptr = np.concatenate([[0], np.cumsum(counts_P)])
+    return EmbeddingBlock(block.ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
+
+
+def _join(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:
+    if len(blocks) == 1:
+        return blocks[0]
+    counts_P = np.concatenate([np.diff(block.row_ptr) for block in blocks])
+    return EmbeddingBlock(
+        ids=[passage_id for block in blocks for passage_id in block.ids],
+        row_ptr=np.concatenate([[0], np.cumsum(counts_P)]),
+        view_numbers_N=np.concatenate([block.view_numbers_N for block in blocks]),
+        vectors_ND=np.concatenate([block.vectors_ND for block in blocks]),
+    )
+
+
+def _cut(block: EmbeddingBlock, start: int, stop: int) -> EmbeddingBlock:
+    first, last = int(block.row_ptr[start]), int(block.row_ptr[stop])
+    return EmbeddingBlock(
+        ids=block.ids[start:stop],
+        row_ptr=block.row_ptr[start : stop + 1] - first,
+        view_numbers_N=block.view_numbers_N[first:last],
+        vectors_ND=block.vectors_ND[first:last],
+    )

@@ -1,0 +1,360 @@
+"""Bytes at rest under one root: a folder, or a bucket prefix (`s3://`, `gs://`).
+
+Every path is relative to the root with `/` between parts (names come from `layout`). A file appears whole or not at
+all: it is written aside, synced and renamed. A folder appears whole by one rename; on an object store its files are
+uploaded in name order with the JSON that describes them last. Whoever creates a name with `create_once` is alone.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pyarrow.fs
+
+from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.store.objects import ObjectFiles
+
+HASH_CHUNK_BYTES = 1 << 20
+SCRATCH = ".scratch"
+STALE_SCRATCH_S = 86_400
+
+
+class Store:
+    """All reading and writing of one store. Cheap to make, and safe to send to another process."""
+
+    def __init__(self, root: str | Path, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+        """`filesystem` stands in for the one that the root's scheme names; it then holds `root` as a plain path."""
+        self.root = str(root)
+        self._objects: ObjectFiles | None = None
+        if filesystem is not None:
+            self._objects = ObjectFiles(filesystem, self.root)
+        elif "://" in self.root:
+            with _told("open the store", self.root):
+                opened, prefix = pyarrow.fs.FileSystem.from_uri(self.root)
+            self._objects = ObjectFiles(opened, prefix)
+        self._folder = Path(self.root).expanduser()
+
+    def __repr__(self) -> str:
+        return f"Store({self.root!r})"
+
+    @property
+    def is_local(self) -> bool:
+        return self._objects is None
+
+    def where(self, path: str) -> str:
+        """How an error message names a path of this store."""
+        return f"{self.root.rstrip('/')}/{_checked(path)}"
+
+    def read_bytes(self, path: str) -> bytes:
+        try:
+            with _told("read", self.where(path)):
+                return self._objects.read(_checked(path)) if self._objects else self._local(path).read_bytes()
+        except FileNotFoundError:
+            raise MissingInputError(f"{self.where(path)} does not exist") from None
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Put `data` at `path`, replacing what is there in one step."""
+        with _told("write", self.where(path), len(data), self.free_bytes):
+            if self._objects:
+                self._objects.write(_checked(path), data)
+                return
+            with self._aside(path, data) as aside:
+                aside.replace(self._local(path))
+
+    def create_once(self, path: str, data: bytes) -> None:
+        """Put `data` at `path` unless something is there; then FileExistsError, and what is there stays."""
+        with _told("create", self.where(path), len(data), self.free_bytes):
+            if self._objects:
+                self._objects.create_once(_checked(path), data)
+                return
+            with self._aside(path, data) as aside:
+                try:
+                    os.link(aside, self._local(path))
+                except OSError as error:
+                    if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+                        raise
+                    self._create_claimed(aside, self._local(path))
+
+    def put_file(self, source: Path, path: str) -> None:
+        """Move a finished local file to `path`, replacing what is there in one step."""
+        with _told("write", self.where(path), source.stat().st_size, self.free_bytes):
+            if self._objects:
+                self._objects.upload(source, _checked(path))
+                source.unlink()
+                return
+            target = self._local(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = _beside(source, target)
+            sync_file(source)
+            source.replace(target)
+            sync_folder(target.parent)
+
+    def upload_dir(self, source: Path, path: str) -> bool:
+        """Move a finished local folder to `path`, whole. False when `path` is there already: it stays, the source goes.
+
+        Meant for folders named by their content, where being there means being equal.
+        """
+        if self.exists(path):
+            shutil.rmtree(source)
+            return False
+        num_bytes = sum(file.stat().st_size for file in _files_of(source))
+        with _told("write", self.where(path), num_bytes, self.free_bytes):
+            if self._objects:
+                for file in sorted(_files_of(source), key=lambda file: (file.suffix == ".json", str(file))):
+                    self._objects.upload(file, f"{_checked(path)}/{file.relative_to(source).as_posix()}")
+                shutil.rmtree(source)
+                return True
+            target = self._local(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source = _beside(source, target)
+            for file in _files_of(source):
+                sync_file(file)
+                sync_folder(file.parent)
+            try:
+                source.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                shutil.rmtree(source)
+                return False
+            sync_folder(target.parent)
+            return True
+
+    def local_path(self, path: str) -> Path:
+        """A local file or folder with the content of `path`: itself, or a copy kept in the cache."""
+        if self._objects is None:
+            return self._local(path)
+        try:
+            with _told("download", self.where(path)):
+                return self._objects.download(_checked(path), cache_dir() / _short_hash(self.root))
+        except FileNotFoundError:
+            raise MissingInputError(f"{self.where(path)} does not exist") from None
+
+    def exists(self, path: str) -> bool:
+        return self._objects.exists(_checked(path)) if self._objects else self._local(path).exists()
+
+    def list(self, path: str) -> list[str]:
+        """Names directly under `path`, sorted; empty when it is not there. Names that start with a dot are ours."""
+        if self._objects:
+            names = self._objects.list(_checked(path))
+        else:
+            folder = self._local(path)
+            names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        return sorted(name for name in names if not name.startswith("."))
+
+    def size_bytes(self, path: str) -> int:
+        """Size of the file at `path`, -1 when it is not there."""
+        if self._objects:
+            return self._objects.size_bytes(_checked(path))
+        file = self._local(path)
+        return file.stat().st_size if file.is_file() else -1
+
+    def age_s(self, path: str) -> float:
+        """Seconds since the newest file at or under `path` changed; 0 when there is none."""
+        if self._objects:
+            newest = self._objects.newest_s(_checked(path))
+        else:
+            root = self._local(path)
+            times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
+            newest = max(times, default=None)
+        return max(0.0, time.time() - newest) if newest is not None else 0.0
+
+    def touch(self, path: str) -> None:
+        """Make the folder at `path` young again, so that collection leaves it alone."""
+        if self._objects:
+            self._objects.touch(_checked(path))
+        else:
+            os.utime(self._local(path))
+
+    def delete(self, path: str) -> None:
+        """Remove the file at `path`, if there."""
+        with _told("delete", self.where(path)):
+            if self._objects:
+                self._objects.delete(_checked(path))
+            else:
+                self._local(path).unlink(missing_ok=True)
+
+    def delete_dir(self, path: str) -> None:
+        """Remove the folder at `path` and all below it, if there. It vanishes in one step on a local path."""
+        with _told("delete", self.where(path)):
+            if self._objects:
+                self._objects.delete_dir(_checked(path))
+                return
+            folder = self._local(path)
+            if folder.exists():
+                doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def sha256(self, path: str) -> str:
+        """Hex digest of the file at `path`, as it is in the store now."""
+        try:
+            with _told("read", self.where(path)):
+                if self._objects:
+                    return self._objects.sha256(_checked(path))
+                return sha256_of(self._local(path))
+        except FileNotFoundError:
+            raise MissingInputError(f"{self.where(path)} does not exist") from None
+
+    def free_bytes(self) -> int | None:
+        """Free space of the disk under a local root; None on an object store."""
+        if self._objects:
+            return None
+        place = self._folder
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for unfinished work, gone afterwards; on a local root it is on the store's own disk."""
+        if self._objects:
+            with tempfile.TemporaryDirectory(prefix="mvr_ray-") as name:
+                yield Path(name)
+            return
+        with _told("make a scratch folder in", self.root):
+            shelf = self._folder / SCRATCH
+            shelf.mkdir(parents=True, exist_ok=True)
+            for old in shelf.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - old.stat().st_mtime > STALE_SCRATCH_S:
+                        shutil.rmtree(old, ignore_errors=True)
+            folder = shelf / uuid.uuid4().hex
+            folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _local(self, path: str) -> Path:
+        return self._folder / _checked(path)
+
+    @contextlib.contextmanager
+    def _aside(self, path: str, data: bytes) -> Iterator[Path]:
+        """A synced file with `data` beside `path`, gone afterwards; the folder is synced last."""
+        target = self._local(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with aside.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield aside
+            sync_folder(target.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _create_claimed(self, aside: Path, target: Path) -> None:
+        """`create_once` for file systems without hard links: the claim is the lock, the rename is the creation."""
+        claim = target.with_name(f".{target.name}.claim")
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            raise FileExistsError(
+                errno.EEXIST, f"claimed by another writer; if none is running, delete {claim}", str(target)
+            ) from None
+        try:
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, "exists", str(target))
+            aside.rename(target)
+        finally:
+            claim.unlink(missing_ok=True)
+
+
+def cache_dir() -> Path:
+    """Where copies of object-store files are kept: `MVR_RAY_CACHE`, else a folder of the user's cache."""
+    named = os.environ.get("MVR_RAY_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "mvr_ray"
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a local file, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(HASH_CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Return when the file's bytes are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the folder's names are on the disk; some network file systems cannot, and say EINVAL."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def finished_file(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write to; it becomes `target`, synced, when the block ends well, else it goes."""
+    with _told("write", str(target)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            yield aside
+            sync_file(aside)
+            aside.replace(target)
+            sync_folder(target.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _checked(path: str) -> str:
+    pure = PurePosixPath(path)
+    assert path and not pure.is_absolute() and ".." not in pure.parts, f"not a path inside the store: {path!r}"
+    return str(pure)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _beside(source: Path, target: Path) -> Path:
+    """`source`, or a copy of it on `target`'s disk when it is on another one (then the source goes)."""
+    if source.stat().st_dev == target.parent.stat().st_dev:
+        return source
+    copy = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    if source.is_dir():
+        shutil.copytree(source, copy)
+        shutil.rmtree(source)
+    else:
+        shutil.copyfile(source, copy)
+        source.unlink()
+    return copy
+
+
+@contextlib.contextmanager
+def _told(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
+    """Turn the system's errors into ones that say what was being done, and what to do."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError, StorageError):
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        free = free_bytes() if full and callable(free_bytes) else None
+        room = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
+        cure = "free space and run the same command again" if full else "check the path and its permissions"
+        raise StorageError(f"cannot {action} {where}: {error.strerror or error}{room}; {cure}") from error

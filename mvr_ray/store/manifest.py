@@ -1,0 +1,364 @@
+"""Index versions: describe, publish, open, verify, roll back, collect.
+
+A manifest is the whole truth about one version: immutable, created once under its number, naming shards by their
+content. The live version is the highest. A shard folder is shared by all versions that name it and goes only when
+none is left. `publish` follows a parent, so of two publishers with the same parent exactly one wins.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store, sha256_of
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+DIGEST_HEX = 32
+
+
+class ShardMeta(NamedTuple):
+    """What a builder knows about the shard that it finished."""
+
+    shard: int
+    num_passages: int
+    num_vectors: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard of a version; `digest` names its folder and covers every file and count."""
+
+    shard: int
+    digest: str
+    num_passages: int
+    num_vectors: int
+    files: dict[str, FileEntry]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One index version. `version` 0 stands for one that is not published yet; `parent` 0 for no parent."""
+
+    index: str
+    operation: str
+    """index, refine or rollback."""
+    encoder_name: str
+    encoder_fingerprint: str
+    similarity: str
+    """cosine or inner_product."""
+    num_views: int
+    dimension: int
+    dtype: str
+    corpus: str
+    corpus_digest: str
+    index_params: dict[str, Any]
+    shards: tuple[ShardEntry, ...]
+    parent: int = 0
+    version: int = 0
+    created: str = ""
+    recall: float | None = None
+    """Measured share of exact search's passages that the index finds; None for an exact index."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    config_digest: str = ""
+    dirty_share: float | None = None
+    """Share of passages whose views the operation changed."""
+    refined_queries: dict[str, str] = field(default_factory=dict)
+    """Question set -> digest of its moved query vectors (`layout.refined_queries`)."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_passages(self) -> int:
+        return sum(shard.num_passages for shard in self.shards)
+
+    @property
+    def num_vectors(self) -> int:
+        return sum(shard.num_vectors for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    def content_digest(self) -> str:
+        """Equal for equal content, whenever and as whichever version it was published."""
+        left_out = {"version", "parent", "created", "operation"}
+        fields = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
+        return _digest(fields)
+
+    def to_json(self) -> bytes:
+        """The manifest with a digest over all of it, so that a damaged one is noticed."""
+        fields = dataclasses.asdict(self)
+        return (json.dumps({**fields, "digest": _digest(fields)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Self:
+        try:
+            fields = json.loads(data)
+            format_version, written = fields["format_version"], fields.pop("digest")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
+        if format_version != FORMAT_VERSION:
+            raise ManifestError(f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}")
+        if _digest(fields) != written:
+            raise DigestError(f"{where} is damaged: its digest is not {written}; publish again or roll back")
+        try:
+            shards = tuple(_shard_entry(shard) for shard in fields.pop("shards"))
+            return cls(shards=shards, **fields)
+        except (KeyError, TypeError) as error:
+            raise ManifestError(f"{where} lacks or misnames a field: {error}") from error
+
+
+class Problem(NamedTuple):
+    """A file of a version that is not what the manifest says."""
+
+    shard: int
+    path: str
+    reason: str
+
+
+class VerifyReport(NamedTuple):
+    num_files: int
+    num_bytes: int
+    problems: list[Problem]
+
+    def require(self) -> None:
+        """DigestError naming the first damaged file and its shard, if any."""
+        if self.problems:
+            first = self.problems[0]
+            raise DigestError(
+                f"{len(self.problems)} of {self.num_files} files damaged; first: {first.path} of shard {first.shard} "
+                f"{first.reason}; roll back, or build the shard again: mvr-ray index CONFIG"
+            )
+
+
+def add_shard(store: Store, index: str, folder: Path, meta: ShardMeta) -> ShardEntry:
+    """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
+
+    A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
+    """
+    (folder / layout.SHARD_JSON).unlink(missing_ok=True)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {name: FileEntry((folder / name).stat().st_size, sha256_of(folder / name)) for name in names}
+    described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
+    digest = _digest(described)[:DIGEST_HEX]
+    (folder / layout.SHARD_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
+    path = layout.shard_dir(index, digest)
+    if store.exists(path):
+        store.touch(path)
+        for problem in _check_shard(store, index, entry).problems:
+            log.warning("shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, *problem[1:])
+            store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
+        if not store.exists(f"{path}/{layout.SHARD_JSON}"):
+            store.put_file(folder / layout.SHARD_JSON, f"{path}/{layout.SHARD_JSON}")
+    store.upload_dir(folder, path)
+    return entry
+
+
+def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
+    """A local folder with the shard's files, each read once and found equal to its digest, else DigestError."""
+    remote = layout.shard_dir(index, entry.digest)
+    folder = store.local_path(remote)
+    for name, file in entry.files.items():
+        path = folder / name
+        if not store.is_local and path.is_file() and not _equals(path, file):
+            path.unlink()
+            store.local_path(f"{remote}/{name}")
+        if not _equals(path, file):
+            raise DigestError(
+                f"{path} of shard {entry.shard} is missing or damaged (its sha256 is not {file.sha256}); "
+                f"roll back, or build the shard again: mvr-ray index CONFIG"
+            )
+    return folder
+
+
+def add_refined_queries(store: Store, index: str, file: Path) -> str:
+    """Move a file of moved query vectors to the name that its content gives it; returns its digest."""
+    digest = sha256_of(file)[:DIGEST_HEX]
+    store.put_file(file, layout.refined_queries(index, digest))
+    return digest
+
+
+def list_versions(store: Store, index: str) -> list[int]:
+    """Numbers of the versions that are there, ascending. The last is live."""
+    stems = (name.removesuffix(".json") for name in store.list(layout.versions_dir(index)) if name.endswith(".json"))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def read(store: Store, index: str, version: int | None = None) -> Manifest:
+    """A version's manifest; the live one's when no version is named."""
+    versions = list_versions(store, index)
+    if not versions:
+        raise MissingInputError(f"index {index!r} has no version in {store.root}; make one: mvr-ray index CONFIG")
+    if version is not None and version not in versions:
+        raise MissingInputError(
+            f"index {index!r} has no version {version} in {store.root}; there are {', '.join(map(str, versions))}"
+        )
+    path = layout.manifest(index, versions[-1] if version is None else version)
+    return Manifest.from_json(store.read_bytes(path), store.where(path))
+
+
+def latest_version(store: Store, index: str) -> int:
+    """The live version's number, 0 where there is none."""
+    return max(list_versions(store, index), default=0)
+
+
+def publish(store: Store, manifest: Manifest) -> Manifest:
+    """Make a manifest the live version: number `parent + 1`, where `parent` must be live now.
+
+    PublishConflictError if another publisher was faster; then nothing of ours is visible, and its version stays.
+    """
+    index, version = manifest.index, manifest.parent + 1
+    live = latest_version(store, index)
+    if live != manifest.parent:
+        raise _conflict(index, version, live)
+    _require_files(store, manifest, version)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    published = dataclasses.replace(manifest, version=version, created=created)
+    path, data = layout.manifest(index, version), published.to_json()
+    try:
+        store.create_once(path, data)
+    except FileExistsError:
+        raise _conflict(index, version, latest_version(store, index)) from None
+    except ManifestError:
+        raise
+    except OSError as error:
+        # The write may have happened all the same: what is there decides, not the error.
+        if store.exists(path) and store.read_bytes(path) == data:
+            log.warning("published in spite of an error: index=%s version=%d error=%s", index, version, error)
+        else:
+            raise ManifestError(
+                f"index {index!r} version {version} not published, {live} stays live: {error}"
+            ) from error
+    log.info("published: index=%s version=%d passages=%d", index, version, published.num_passages)
+    return published
+
+
+def verify(store: Store, manifest: Manifest) -> VerifyReport:
+    """Read every file of a version and compare it with its digest."""
+    reports = [_check_shard(store, manifest.index, entry) for entry in manifest.shards]
+    num_files = sum(report.num_files for report in reports)
+    num_bytes = sum(report.num_bytes for report in reports)
+    problems = [problem for report in reports for problem in report.problems]
+    for digest in manifest.refined_queries.values():
+        path = layout.refined_queries(manifest.index, digest)
+        size = store.size_bytes(path)
+        num_files, num_bytes = num_files + 1, num_bytes + max(size, 0)
+        if size < 0:
+            problems.append(Problem(-1, path, "is missing"))
+        elif not store.sha256(path).startswith(digest):
+            problems.append(Problem(-1, path, f"has another sha256 than {digest}"))
+    return VerifyReport(num_files, num_bytes, problems)
+
+
+def rollback(store: Store, index: str, to: int) -> Manifest:
+    """Publish a new version with the content of version `to`."""
+    live = latest_version(store, index)
+    old = read(store, index, to)
+    return publish(store, dataclasses.replace(old, parent=live, operation="rollback"))
+
+
+def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
+    """Remove all but the newest `keep` versions, and what no remaining version names, if older than `grace_s`.
+
+    Unfinished work older than that goes too. Returns the removed paths.
+    """
+    assert keep >= 1, "the live version is always kept"
+    removed: list[str] = []
+    for version in list_versions(store, index)[:-keep]:
+        path = layout.manifest(index, version)
+        if store.age_s(path) > grace_s:
+            store.delete(path)
+            removed.append(path)
+    candidates = [layout.shard_dir(index, name) for name in store.list(layout.shards_dir(index))]
+    candidates += [f"{layout.refined_queries_dir(index)}/{n}" for n in store.list(layout.refined_queries_dir(index))]
+    candidates += [layout.staging_dir(index, key) for key in store.list(layout.staging_root(index))]
+    for path in candidates:
+        # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
+        if path not in _named(store, index) and store.age_s(path) > grace_s:
+            store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
+            removed.append(path)
+    return removed
+
+
+def _named(store: Store, index: str) -> set[str]:
+    manifests = [read(store, index, version) for version in list_versions(store, index)]
+    shards = {layout.shard_dir(index, shard.digest) for manifest in manifests for shard in manifest.shards}
+    queries = {
+        layout.refined_queries(index, digest) for manifest in manifests for digest in manifest.refined_queries.values()
+    }
+    return shards | queries
+
+
+def _require_files(store: Store, manifest: Manifest, version: int) -> None:
+    """Every file that the manifest names is there with its size; its folders are made young."""
+    wanted = [
+        (f"{layout.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
+        for shard in manifest.shards
+        for name, file in shard.files.items()
+    ]
+    missing = [path for path, num_bytes in wanted if store.size_bytes(path) != num_bytes]
+    if missing:
+        raise ManifestError(
+            f"index {manifest.index!r} version {version} not published: {len(missing)} of {len(wanted)} shard files "
+            f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
+        )
+    for shard in manifest.shards:
+        store.touch(layout.shard_dir(manifest.index, shard.digest))
+
+
+def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
+    problems: list[Problem] = []
+    for name, file in entry.files.items():
+        path = f"{layout.shard_dir(index, entry.digest)}/{name}"
+        size = store.size_bytes(path)
+        if size < 0:
+            problems.append(Problem(entry.shard, path, "is missing"))
+        elif size != file.num_bytes:
+            problems.append(Problem(entry.shard, path, f"has {size} bytes, not {file.num_bytes}"))
+        elif store.sha256(path) != file.sha256:
+            problems.append(Problem(entry.shard, path, f"has another sha256 than {file.sha256}"))
+    return VerifyReport(len(entry.files), entry.num_bytes, problems)
+
+
+def _equals(path: Path, file: FileEntry) -> bool:
+    return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+
+
+def _shard_entry(fields: Mapping[str, Any]) -> ShardEntry:
+    others = {name: value for name, value in fields.items() if name != "files"}
+    return ShardEntry(**others, files={name: FileEntry(**file) for name, file in fields["files"].items()})
+
+
+def _conflict(index: str, version: int, live: int) -> PublishConflictError:
+    return PublishConflictError(
+        f"index {index!r} version {version} not published: version {live} is live; another publisher was first, "
+        f"or this one started from an older version. Nothing was lost: run the same command again on version {live}"
+    )
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    """sha256 of the canonical JSON, which is the same before a value is written and after it is read."""
+    try:
+        text = json.dumps(fields, sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise ManifestError(f"a manifest holds finite numbers, texts, lists and objects only: {error}") from error
+    return hashlib.sha256(text.encode()).hexdigest()
