@@ -1,0 +1,214 @@
+"""One Ray session: join or start a cluster, say what it has, refuse what it cannot place.
+
+Ray waits in silence for what it can never place, so every stage states its needs before it starts: `require` raises
+where Ray would hang. One CPU always stays free, because reading data needs a place beside a pool of actors.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.errors import ResourceError
+
+log = logging.getLogger(__name__)
+
+_ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_USE_DATASOURCE_V2": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+MAX_TEMP_PATH = 40
+"""Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
+_FREE_CPUS = 1.0
+
+
+class Node(NamedTuple):
+    """What one machine of the cluster offers to tasks and actors."""
+
+    cpus: float
+    gpus: float
+    memory_bytes: int
+
+
+class ClusterInfo(NamedTuple):
+    """What the cluster has now. `private` when this process started it; `can_grow` when more nodes may come."""
+
+    cpus: float
+    gpus: float
+    memory_bytes: int
+    nodes: tuple[Node, ...]
+    private: bool = False
+    can_grow: bool = False
+
+
+class Need(NamedTuple):
+    """`count` processes that must run at the same time, each with so many CPUs, GPUs and bytes."""
+
+    what: str
+    count: int
+    cpus: float
+    gpus: float = 0.0
+    memory_bytes: int = 0
+
+
+@contextmanager
+def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[ClusterInfo]:
+    """Be in a Ray session: the one this process is in, the cluster of `address` or RAY_ADDRESS, else a private one.
+
+    Only what was started or joined here is left at the end, also after Ctrl-C. `dashboard` is for Ray Train and the
+    state API on a private cluster. Raises ResourceError when the cluster cannot be reached or started.
+    """
+    if ray.is_initialized():
+        yield describe(private=False, can_grow=resources.autoscaling)
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    address = resources.address or os.environ.get("RAY_ADDRESS")
+    with _joined(address) if address else _private(resources, dashboard):
+        yield describe(private=not address, can_grow=resources.autoscaling)
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
+    if address.startswith(("http://", "https://")):
+        raise ResourceError(
+            f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
+            f"stage as a job with RAY_API_SERVER_ADDRESS={address}"
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise ResourceError(
+            f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): {error}; "
+            f"check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    folder = _temporary_folder()
+    cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+        )
+        yield
+    except (OSError, ConnectionError) as error:
+        if ray.is_initialized():
+            raise
+        raise ResourceError(
+            f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: {error}; "
+            f"`mvr-ray doctor` names what this machine lacks"
+        ) from error
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder() -> Path:
+    for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108 - only where short
+        if parent and len(parent) <= MAX_TEMP_PATH - 20 and os.access(parent, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="mvr-", dir=parent))
+    raise ResourceError(
+        f"no writable temporary folder with a path under {MAX_TEMP_PATH - 20} characters; name one with RAY_TMPDIR"
+    )
+
+
+def _has_token() -> bool:
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
+
+
+def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
+    """What the live nodes of the session offer in all, whether in use or not."""
+    nodes = tuple(
+        Node(
+            float(node["Resources"].get("CPU", 0)),
+            float(node["Resources"].get("GPU", 0)),
+            int(node["Resources"].get("memory", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return ClusterInfo(
+        cpus=sum(node.cpus for node in nodes),
+        gpus=sum(node.gpus for node in nodes),
+        memory_bytes=sum(node.memory_bytes for node in nodes),
+        nodes=nodes,
+        private=private,
+        can_grow=can_grow,
+    )
+
+
+def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
+    """Refuse needs that this cluster can never place together with one free CPU. Raises ResourceError.
+
+    On a cluster that grows by itself (`resources.autoscaling`) a shortage is logged instead.
+    """
+    problems = [problem for need in needs if (problem := _misfit(info, need))]
+    cpus = sum(need.count * need.cpus for need in needs)
+    gpus = sum(need.count * need.gpus for need in needs)
+    memory = sum(need.count * need.memory_bytes for need in needs)
+    told = " + ".join(f"{need.count} {need.what} x {need.cpus:g} CPU" for need in needs)
+    if cpus > info.cpus - _FREE_CPUS:
+        problems.append(
+            f"{told} = {cpus:g} CPUs, the cluster has {info.cpus:g} and {_FREE_CPUS:g} must stay free for reading data"
+        )
+    if gpus > info.gpus:
+        problems.append(f"{gpus:g} GPUs asked for, the cluster has {info.gpus:g}")
+    if memory > info.memory_bytes:
+        problems.append(f"{memory / 2**30:.1f} GiB asked for, the cluster has {info.memory_bytes / 2**30:.1f} GiB")
+    if not problems:
+        return
+    advice = "lower the counts of the resources section, or raise resources.local_cpus on one machine"
+    if info.can_grow:
+        log.warning("waiting for the cluster to grow: %s", "; ".join(problems))
+        return
+    raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
+
+
+def _misfit(info: ClusterInfo, need: Need) -> str | None:
+    """Why the nodes, each whole, cannot hold the processes of one need; None when they can."""
+    places = 0
+    for node in info.nodes:
+        fits = [
+            have // want
+            for have, want in (
+                (node.cpus, need.cpus),
+                (node.gpus, need.gpus),
+                (node.memory_bytes, need.memory_bytes),
+            )
+            if want > 0
+        ]
+        places += int(min(fits)) if fits else need.count
+    if places >= need.count:
+        return None
+    return (
+        f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
+        f"but the {len(info.nodes)} nodes have room for {places}"
+    )
