@@ -14,13 +14,12 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.store.runs import record, to_plain
-from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, summary_table, table
+from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, print_shown, report_tables, table
 from mvr_ray.types import Progress
 
 app = typer.Typer(
@@ -82,12 +81,8 @@ def run_stage(name: str, run: RunConfig, work: Work, *, print_config: bool, as_j
     if as_json:
         print_json(plain)
         return
-    rows = plain.pop("rows", None)
-    if rows:
-        columns = list(rows[0])
-        _out(table(name, [c.replace("_", " ") for c in columns], [[row[c] for c in columns] for row in rows]))
-    if plain:
-        _out(summary_table(name, plain))
+    for drawn in report_tables(name, plain):
+        print_shown(drawn)
     _err(f"report: {run.store.path}/{kept.folder}/report.json")
 
 
@@ -211,9 +206,9 @@ def search(
         print_json(response.model_dump(mode="json"))
         return
     for rank, found in enumerate(response.results[0], 1):
-        _out(hit_text(rank, found))
+        print_shown(hit_text(rank, found))
     exact = "exact" if response.exact else f"approximate ({response.method})"
-    _out(
+    print_shown(
         f"index {response.index} version {response.version}, {response.passages_searched:,} of "
         f"{response.passages_total:,} passages searched, {exact}"
     )
@@ -250,17 +245,18 @@ def versions(
     numbers = [int(word) for word in rest or () if word.isdigit()]
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
+    from mvr_ray.store.manifest import VerifyReport
 
-    plain = to_plain(actions.act(run, action, numbers[0] if numbers else None))
+    done = actions.act(run, action, numbers[0] if numbers else None)
+    plain = to_plain(done)
     if as_json:
         print_json(plain)
-    elif action == "list":
-        columns = list(plain[0]) if plain else ["version"]
-        _out(table(f"index {run.index.name}", columns, [list(row.values()) for row in plain]))
     else:
-        _out(summary_table(f"index {run.index.name}", plain))
-    if action == "verify" and plain["damaged"]:
-        raise typer.Exit(1)
+        shown = {"versions": plain} if isinstance(plain, list) else plain
+        for drawn in report_tables(f"index {run.index.name}", shown):
+            print_shown(drawn)
+    if isinstance(done, VerifyReport):
+        done.require()
 
 
 @app.command()
@@ -285,7 +281,7 @@ def plan(
         lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]
         print_json({**made._asdict(), "lines": lines, "totals": totals})
     else:
-        _out(plan_table(made))
+        print_shown(plan_table(made))
 
 
 @app.command()
@@ -303,7 +299,7 @@ def doctor(
     if as_json:
         print_json(checks)
     else:
-        _out(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
+        print_shown(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
     if not all(check["ok"] for check in checks):
         raise typer.Exit(1)
 
@@ -325,7 +321,7 @@ def compare(
         print_json(rows)
     else:
         columns = ["metric", "first", "second", "difference", "p", "questions"]
-        _out(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
+        print_shown(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
 
 
 @app.command()
@@ -340,10 +336,6 @@ def _print_config(run: RunConfig, as_json: bool) -> None:
         print_json(plain)
     else:
         sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
-
-
-def _out(shown: Any) -> None:
-    Console(highlight=False, soft_wrap=isinstance(shown, str)).print(shown)
 
 
 def _err(line: str) -> None:

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
 
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
@@ -129,9 +131,6 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
         raise ConfigError(f"--passages must be positive, not {passages}")
     if passages:
         return passages
-    from mvr_ray.store.corpus import Corpus
-    from mvr_ray.store.files import Store
-
     try:
         return Corpus.open(Store(run.store.path), run.prepare.corpus).num_passages
     except MissingInputError:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mvr_ray.plan import Plan
+from mvr_ray.serving.service import FoundPassage
 
 INTERVAL_S = 10.0
 
@@ -97,29 +98,17 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
 
 
-class Found(NamedTuple):
-    """One hit as shown: `snippet` is the character span of the winning view in `text`, None for the whole passage."""
-
-    passage_id: str
-    title: str
-    text: str
-    score: float
-    view: int
-    snippet: tuple[int, int] | None
-    feedback: bool
-
-
-def hit_text(rank: int, found: Found) -> Text:
-    text = Text(f"{rank:>2}. ", style="bold")
-    text.append(f"{found.title or found.passage_id}", style="bold")
+def hit_text(rank: int, found: FoundPassage) -> Text:
+    """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal."""
+    text = Text(f"{rank:>2}. {found.title or found.id}", style="bold")
     told = "feedback view" if found.feedback else f"view {found.view}"
-    text.append(f"  [{found.passage_id}] score {found.score:.4f}, {told}\n", style="dim")
-    start, stop = found.snippet or (0, 0)
-    text.append(found.text[:start])
-    marked = found.text[start:stop]
-    text.append(f"»{marked}«" if marked else "", style="bold reverse")
-    text.append(found.text[stop:])
-    return text
+    text.append(f"  [{found.id}] score {found.score:.4f}, {told}\n", style="dim")
+    body, snippet = found.text or "", found.snippet
+    if snippet is None:
+        return text.append(body, style="not bold")
+    text.append(body[: snippet.start], style="not bold")
+    text.append(f"»{snippet.text}«", style="reverse")
+    return text.append(body[snippet.stop :], style="not bold")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -139,6 +128,10 @@ def cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(part) for part in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -153,15 +146,32 @@ def plan_table(made: Plan) -> Table:
     return table(title, ("kind", "what", "each", "count", "all", "how"), rows)
 
 
-def summary_table(title: str, report: Mapping[str, Any]) -> Table:
-    """A report of plain values as two columns; nested values as JSON."""
-    rows = [
-        (name.replace("_", " "), value if isinstance(value, str | int | float | bool | None) else json.dumps(value))
-        for name, value in report.items()
-        if value not in (None, [], {})
-    ]
-    return table(title, ("", ""), [(name, cell(value)) for name, value in rows])
+def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
+    """A report of plain values: its single values as two columns, each list of records as a table of its own."""
+    single: list[tuple[str, str]] = []
+    tables: list[Table] = []
+    for name, value in report.items():
+        label = name.replace("_", " ")
+        if name == "shards" and isinstance(value, list):
+            single.append((label, f"{len(value):,}"))
+        elif isinstance(value, dict) and "shards" in value:
+            single.append((label, f"version {value['version']} of index {value['index']}"))
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            columns = list(value[0])
+            rows = [[row.get(column) for column in columns] for row in value]
+            tables.append(table(label, [column.replace("_", " ") for column in columns], rows))
+        elif value not in (None, "", [], {}):
+            single.append((label, cell(value)))
+    return [*([table(title, ("", ""), single)] if single else []), *tables]
 
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_shown(shown: Table | Text | str) -> None:
+    """Results for people, on stdout; a file or pipe gets lines of 160 characters."""
+    console = Console(highlight=False, soft_wrap=not isinstance(shown, Table))
+    if not console.is_terminal:
+        console.width = 160
+    console.print(shown)

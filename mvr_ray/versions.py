@@ -15,14 +15,22 @@ class VersionLine(NamedTuple):
     """One version in a list."""
 
     version: int
-    parent: int | None
+    parent: int
     operation: str
     created: str
     passages: int
     vectors: int
     shards: int
     encoder: str
+    content: str
     live: bool
+
+
+class Collected(NamedTuple):
+    """Paths that were removed, and the versions that stay."""
+
+    removed: list[str]
+    versions: list[int]
 
 
 def act(run: RunConfig, action: str, version: int | None) -> Any:
@@ -34,10 +42,10 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
     if not numbers:
         raise MissingInputError(f"index {index!r} in {run.store.path} has no version; run `mvr-ray index CONFIG`")
     if version is not None and version not in numbers:
-        raise ConfigError(f"versions: index {index!r} has no version {version}; it has {_spoken(numbers)}")
+        raise ConfigError(f"versions: index {index!r} has no version {version}; there are {_spoken(numbers)}")
     match action:
         case "list":
-            return [version_line(manifest.read(store, index, n), n == max(numbers)) for n in sorted(numbers)]
+            return [version_line(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
         case "show":
             return manifest.read(store, index, version)
         case "verify":
@@ -48,7 +56,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
             return version_line(manifest.rollback(store, index, version), live=True)
         case _:
             removed = manifest.collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
-            return {"removed": removed, "kept_versions": run.index.keep_versions}
+            return Collected(removed, manifest.list_versions(store, index))
 
 
 def version_line(described: Manifest, live: bool) -> VersionLine:
@@ -57,10 +65,11 @@ def version_line(described: Manifest, live: bool) -> VersionLine:
         parent=described.parent,
         operation=described.operation,
         created=described.created,
-        passages=sum(shard.passages for shard in described.shards),
-        vectors=sum(shard.vectors for shard in described.shards),
+        passages=described.num_passages,
+        vectors=described.num_vectors,
         shards=len(described.shards),
         encoder=f"{described.encoder_name}/{described.encoder_fingerprint}",
+        content=described.content_digest()[:16],
         live=live,
     )
 
