@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer, PunktTrainer
 
@@ -25,9 +26,78 @@ from mvr_ray.errors import EncoderError
 Span = tuple[int, int]
 
 KNOWN_ABBREVIATIONS = frozenset(
-    "a.d a.m adm al apr approx aug ave b.c blvd bros ca capt cf cmdr co col corp d.c dec dept dr e.g ed eds esq est etc "
-    "feb fig figs ft gen gov hon i.e inc jan jr lt ltd maj mr mrs ms mt mts no nos nov oct p.m ph.d pp prof rep rev sen "
-    "sept sgt sr st u.k u.n u.s vol vols vs".split()
+    # fmt: off
+    (
+        "a.d",
+        "a.m",
+        "adm",
+        "al",
+        "apr",
+        "approx",
+        "aug",
+        "ave",
+        "b.c",
+        "blvd",
+        "bros",
+        "ca",
+        "capt",
+        "cf",
+        "cmdr",
+        "co",
+        "col",
+        "corp",
+        "d.c",
+        "dec",
+        "dept",
+        "dr",
+        "e.g",
+        "ed",
+        "eds",
+        "esq",
+        "est",
+        "etc",
+        "feb",
+        "fig",
+        "figs",
+        "ft",
+        "gen",
+        "gov",
+        "hon",
+        "i.e",
+        "inc",
+        "jan",
+        "jr",
+        "lt",
+        "ltd",
+        "maj",
+        "mr",
+        "mrs",
+        "ms",
+        "mt",
+        "mts",
+        "no",
+        "nos",
+        "nov",
+        "oct",
+        "p.m",
+        "ph.d",
+        "pp",
+        "prof",
+        "rep",
+        "rev",
+        "sen",
+        "sept",
+        "sgt",
+        "sr",
+        "st",
+        "u.k",
+        "u.n",
+        "u.s",
+        "vol",
+        "vols",
+        "vs",
+    )
+    # fmt: on
 )
 """Taken to be abbreviations whatever the training text says."""
 
@@ -102,7 +172,10 @@ def load_punkt(params: PunktParams | None = None) -> Splitter:
 
 
 def train_punkt(texts: Iterable[str]) -> PunktParams:
-    """Learn parameters from running text (Kiss and Strunk, 2006), about 8 s a million words. Same texts, same result."""
+    """Learn parameters from running text (Kiss and Strunk, 2006); a million words take about 8 s.
+
+    The same texts give the same parameters.
+    """
     trainer = PunktTrainer()
     for text in texts:
         trainer.train(text, finalize=False)
@@ -169,7 +242,7 @@ def equal_splits(text: str, num: int) -> list[Span]:
     bounds = [0]
     for piece in range(num):
         bounds.append(bounds[-1] + len(words) // num + (piece < len(words) % num))
-    return [(words[first][0], words[last - 1][1]) for first, last in zip(bounds, bounds[1:])]
+    return [(words[first][0], words[last - 1][1]) for first, last in pairwise(bounds)]
 
 
 def find_snippet(spans: Sequence[Span], offset: int) -> int:

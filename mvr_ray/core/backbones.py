@@ -1,0 +1,198 @@
+"""Pretrained backbones: which are supported, how each counts positions, and one tower around one of them.
+
+A tower is a transformer, its tokenizer and, where the strategy has viewers, their embeddings. Viewers have the ids after
+the last of the vocabulary: `num_words` is the query's, `num_words + 1 + i` that of view i.
+
+Shapes: B texts in a batch, T tokens, D dimension.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from mvr_ray.errors import EncoderError
+
+VIEWERS_FILE = "viewers.safetensors"
+VIEWER_STD = 0.02
+"""Spread of random viewer embeddings."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_ARCHITECTURE = (
+    "model_type",
+    "hidden_act",
+    "activation",
+    "layer_norm_eps",
+    "num_attention_heads",
+    "n_heads",
+    "num_hidden_layers",
+    "n_layers",
+    "max_position_embeddings",
+    "pad_token_id",
+    "relative_attention_num_buckets",
+)
+"""Settings of a backbone that change its output without changing its weights."""
+
+
+@dataclass(frozen=True)
+class BackboneKind:
+    """How one model type counts positions.
+
+    `offset`: the table's first rows that no token uses. `separators`: how many stand between the two texts of a pair.
+    `absolute`: order enters by position ids alone, so that several tokens can share a position.
+    """
+
+    offset: bool = False
+    separators: int = 1
+    absolute: bool = True
+    pooler: bool = True
+
+
+KINDS = {
+    "bert": BackboneKind(),
+    "distilbert": BackboneKind(pooler=False),
+    "mpnet": BackboneKind(offset=True, separators=2, absolute=False),
+    "roberta": BackboneKind(offset=True, separators=2),
+    "xlm-roberta": BackboneKind(offset=True, separators=2),
+}
+
+
+class Tower(nn.Module):
+    """One transformer with its tokenizer and viewers."""
+
+    def __init__(self, backbone: nn.Module, tokenizer: Any, model_type: str) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.viewers: nn.Embedding | None = None
+        self.tokenizer = tokenizer
+        self.kind = KINDS[model_type]
+        config: Any = backbone.config
+        self.dimension = int(config.hidden_size)
+        self.num_words = int(self._words.num_embeddings)
+        positions: Any = backbone.embeddings.position_embeddings  # type: ignore[union-attr]
+        self.first_position = int(positions.padding_idx) + 1 if self.kind.offset else 0
+        self.num_positions = int(positions.num_embeddings) - self.first_position
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+
+    @property
+    def _words(self) -> nn.Embedding:
+        return self.backbone.get_input_embeddings()  # type: ignore[operator]
+
+    def add_viewers(self, num_views: int, init: str, seed: int) -> None:
+        """Give the query and each of `num_views` views a viewer: random, or noisy copies of [CLS].
+
+        The query's viewer is always a copy of [CLS]: there is one, so it has nothing to become equal to.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1 + num_views, self.dimension, generator=generator) * VIEWER_STD
+        copies = slice(None) if init == "cls" else slice(0, 1)
+        weight[copies] += self._words.weight[self.tokenizer.cls_token_id].detach().cpu()
+        weight[0] = self._words.weight[self.tokenizer.cls_token_id].detach().cpu()
+        self.viewers = nn.Embedding.from_pretrained(weight, freeze=False)
+
+    def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
+        """Token states_BTD. `real_BT` is false on padding."""
+        words = self._words
+        if self.viewers is None:
+            embeddings_BTD = words(ids_BT)
+        else:
+            embeddings_BTD = words(ids_BT.clamp(max=self.num_words - 1))
+            viewers_BTD = self.viewers((ids_BT - self.num_words).clamp(min=0))
+            embeddings_BTD = torch.where((ids_BT >= self.num_words)[..., None], viewers_BTD, embeddings_BTD)
+        out = self.backbone(inputs_embeds=embeddings_BTD, attention_mask=real_BT.long(), position_ids=positions_BT)
+        return out.last_hidden_state
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _quiet():
+            self.backbone.save_pretrained(folder)  # type: ignore[operator]
+            self.tokenizer.save_pretrained(folder)
+        if self.viewers is not None:
+            save_file({"weight": self.viewers.weight.detach().float().cpu().contiguous()}, folder / VIEWERS_FILE)
+
+    def load_viewers(self, folder: Path) -> None:
+        if (folder / VIEWERS_FILE).is_file():
+            self.viewers = nn.Embedding.from_pretrained(load_file(folder / VIEWERS_FILE)["weight"], freeze=False)
+
+    def digest(self) -> bytes:
+        """Of the weights, the tokenizer and the architecture; the same wherever and however often it is loaded."""
+        hasher = hashlib.blake2b(digest_size=32)
+        config = self.backbone.config
+        known = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}  # type: ignore[arg-type]
+        hasher.update(json.dumps(known, sort_keys=True).encode())
+        hasher.update(self.tokenizer.backend_tokenizer.to_str().encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            plain = tensor.detach().cpu().contiguous()
+            hasher.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+            hasher.update(memoryview(plain.view(torch.uint8).reshape(-1).numpy()))
+        return hasher.digest()
+
+
+def open_tower(folder: str) -> Tower:
+    """Load a backbone from a Hugging Face folder, or by its name from the hub or its cache. Weights become float32.
+
+    Raises EncoderError naming the folder and what is wrong with it.
+    """
+    if not Path(folder).is_dir() and not _HUB_NAME.fullmatch(folder):
+        raise EncoderError(
+            f"backbone folder {folder} does not exist; give a folder with config.json, model.safetensors and "
+            f"tokenizer.json, or the name of a model on the Hugging Face hub"
+        )
+    try:
+        model_type = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    except OSError as error:
+        raise EncoderError(f"backbone {folder} has no readable config.json: {_first_line(error)}") from None
+    if model_type not in KINDS:
+        raise EncoderError(f"backbone {folder} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
+    pooling = {"add_pooling_layer": False} if KINDS[model_type].pooler else {}
+    try:
+        with _quiet():
+            backbone, info = AutoModel.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **pooling
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise EncoderError(
+            f"backbone {folder} cannot be loaded: {_first_line(error)}; it needs model.safetensors and tokenizer.json"
+        ) from None
+    if missing := sorted(info["missing_keys"]):
+        raise EncoderError(
+            f"backbone {folder} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
+            f"they would be random, so take a complete checkpoint"
+        )
+    if not tokenizer.is_fast:
+        raise EncoderError(f"backbone {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
+    for name in ("cls_token_id", "sep_token_id", "pad_token_id"):
+        if getattr(tokenizer, name) is None:
+            raise EncoderError(f"the tokenizer of backbone {folder} has no {name[:3].upper()} token, which is needed")
+    return Tower(backbone, tokenizer, model_type)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and printing loading reports: what matters in them is checked."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

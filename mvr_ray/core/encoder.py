@@ -1,0 +1,371 @@
+"""The dual encoder: questions to vectors, passages to views.
+
+What each strategy puts in and reads out is in `views`; the transformers are in `backbones`. Vectors come out in
+float32, of length 1 where the settings say so; `score_scale` belongs to the loss and never touches them.
+
+Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mvr_ray.core import metrics
+from mvr_ray.core.backbones import Tower, open_tower
+from mvr_ray.core.snippets import PunktParams, Span, find_snippet, load_punkt, snippet_spans
+from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
+from mvr_ray.errors import EncoderError, FingerprintError
+from mvr_ray.types import FloatArray, Passage
+
+__all__ = ["Collapse", "DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage", "collapse_report"]
+
+ENCODER_FILE = "encoder.json"
+PUNKT_FILE = "punkt.json"
+FORMAT_VERSION = 1
+
+
+class PassageViews(NamedTuple):
+    """views_PVD float32, zero where missing; mask_PV true where a view is. Every passage has at least one."""
+
+    views_PVD: Tensor
+    mask_PV: Tensor
+
+
+class EmbeddedViews(NamedTuple):
+    """PassageViews as numpy arrays."""
+
+    views_PVD: FloatArray
+    mask_PV: np.ndarray
+
+
+class DualEncoder(nn.Module):
+    """Two towers, or one for both sides. Make it with `from_backbone` or `load`."""
+
+    def __init__(self, spec: EncoderSpec, towers: Sequence[Tower], punkt: PunktParams | None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.towers = nn.ModuleDict(zip(("shared",) if spec.tied else ("question", "passage"), towers))
+        self.splitter = load_punkt(punkt)
+        tower = self.passage_tower
+        special = tower.tokenizer
+        self.layout = Layout(
+            cls_id=special.cls_token_id,
+            sep_id=special.sep_token_id,
+            first_position=tower.first_position,
+            num_positions=tower.num_positions,
+            first_viewer=tower.num_words,
+            separators=tower.kind.separators,
+            absolute=tower.kind.absolute,
+        )
+
+    @classmethod
+    def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
+        """An untrained encoder. `punkt` is needed when `spec.sentences` is corpus; otherwise None is the packaged one."""
+        if spec.has_snippets and spec.sentences == "corpus" and punkt is None:
+            raise EncoderError(
+                "encoder.sentences is corpus, but no Punkt parameters were given; "
+                "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
+            )
+        towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
+        for tower in towers:
+            if spec.has_viewers:
+                tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
+        encoder = cls(spec, towers, punkt)
+        encoder.layout.check(spec, folder)
+        return encoder.eval()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "DualEncoder":
+        """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
+        folder = Path(folder)
+        try:
+            saved = json.loads((folder / ENCODER_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise EncoderError(f"{folder} is no encoder snapshot: it has no {ENCODER_FILE}") from None
+        except ValueError as error:
+            raise EncoderError(f"{folder / ENCODER_FILE} is not JSON: {error}") from None
+        version = saved.get("format_version") if isinstance(saved, dict) else None
+        if version != FORMAT_VERSION:
+            raise EncoderError(
+                f"encoder snapshot {folder} has format {version}, this mvr_ray reads {FORMAT_VERSION}; "
+                f"train or save it again with this version"
+            )
+        unknown = set(saved["spec"]) - {field.name for field in fields(EncoderSpec)}
+        if unknown:
+            raise EncoderError(f"encoder snapshot {folder} has unknown settings: {', '.join(sorted(unknown))}")
+        spec = EncoderSpec(**saved["spec"])
+        towers = []
+        for name in ("shared",) if spec.tied else ("question", "passage"):
+            tower = open_tower(str(folder / name))
+            tower.load_viewers(folder / name)
+            towers.append(tower)
+        punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
+        encoder = cls(spec, towers, punkt).eval()
+        if encoder.fingerprint != saved["fingerprint"]:
+            raise FingerprintError(
+                f"encoder snapshot {folder} was saved as {saved['fingerprint']} but loads as {encoder.fingerprint}: "
+                f"its files have changed; copy or train it again"
+            )
+        return encoder
+
+    def save(self, folder: str | Path) -> None:
+        """Write a snapshot: a Hugging Face folder per tower, the Punkt parameters and `encoder.json`, written last."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tower in self.towers.items():
+            _tower(tower).save(folder / name)
+        (folder / PUNKT_FILE).write_text(self.splitter.params.to_json(), encoding="utf-8")
+        described = {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "dimension": self.dimension,
+            "num_views": self.num_views,
+            "spec": asdict(self.spec),
+        }
+        (folder / ENCODER_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @property
+    def question_tower(self) -> Tower:
+        return _tower(self.towers["shared" if self.spec.tied else "question"])
+
+    @property
+    def passage_tower(self) -> Tower:
+        return _tower(self.towers["shared" if self.spec.tied else "passage"])
+
+    @property
+    def dimension(self) -> int:
+        return self.passage_tower.dimension
+
+    @property
+    def num_views(self) -> int:
+        return self.spec.effective_views
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over all that changes an embedding. Reads every weight (about a second a gigabyte): keep it."""
+        hasher = hashlib.blake2b(digest_size=8)
+        hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
+        for tower in (self.question_tower, self.passage_tower):
+            hasher.update(tower.digest())
+        if self.spec.has_snippets:
+            hasher.update(self.splitter.params.to_json().encode())
+        return hasher.hexdigest()
+
+    def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
+        """Cut to `max_query_tokens`. Raises EncoderError for a query without a word."""
+        for at, text in enumerate(texts):
+            if not text.strip():
+                raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
+        return [self.layout.query(self.spec, tokens.ids) for tokens in _tokens(self.question_tower, texts)]
+
+    def tokenize_passages(self, passages: Sequence[Passage]) -> list[TokenizedPassage]:
+        """The tokens of each passage and where its views are read. Needs no accelerator; same passages, same arrays."""
+        texts = _tokens(self.passage_tower, [passage.text for passage in passages])
+        titles = [Tokens([], [])] * len(passages)
+        if self.spec.use_title:
+            titles = _tokens(self.passage_tower, [passage.title.strip() for passage in passages])
+        return [
+            self.layout.passage(self.spec, title.ids, text, self.snippets(passage))
+            for passage, title, text in zip(passages, titles, texts)
+        ]
+
+    def snippets(self, passage: Passage) -> list[Span]:
+        """Character spans of the passage's snippets, before any is lost to truncation; empty without snippets."""
+        if not self.spec.has_snippets:
+            return []
+        return snippet_spans(passage.text, self.spec.num_views, self.splitter)
+
+    def view_spans(self, passage: Passage) -> list[Span | None]:
+        """The characters of each view's snippet; None where the view is missing or reads the whole passage."""
+        spans: list[Span | None] = [None] * self.num_views
+        there = set(self.tokenize_passages([passage])[0].view_T.tolist())
+        for view, span in enumerate(self.snippets(passage)):
+            if view in there:
+                spans[view] = span
+        return spans
+
+    def view_of_offset(self, passage: Passage, char_offset: int) -> int:
+        """The view whose snippet holds this character of the text; -1 if there is none (CAMVR's answer view)."""
+        spans = self.view_spans(passage)
+        return find_snippet([span or (0, 0) for span in spans], char_offset)
+
+    def forward(self, texts: Sequence[str], tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, PassageViews]:
+        """Both sides in one call, as wrappers that watch `forward` need (DistributedDataParallel)."""
+        return self.encode_queries(texts), self.encode_passages(tokenized)
+
+    def encode_queries(self, texts: Sequence[str]) -> Tensor:
+        """queries_QD, differentiable."""
+        return self._read(self.question_tower, self.tokenize_queries(texts), 1).views_PVD[:, 0]
+
+    def encode_passages(self, tokenized: Sequence[TokenizedPassage]) -> PassageViews:
+        """Views of a batch, differentiable. Pads to the batch's longest; padding changes nothing but rounding."""
+        return self._read(self.passage_tower, tokenized, self.num_views)
+
+    def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
+        """The backbone's own reading, targets_QD of a warm start: the mean of all states of `[CLS] question [SEP]`, not
+        normalised, without dropout or gradient, by the weights of this moment."""
+        return self._mean_pool(self.question_tower, self.tokenize_queries(texts))
+
+    def mean_pool_passages(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out."""
+        return self._mean_pool(self.passage_tower, tokenized)
+
+    def embed_queries(self, texts: Sequence[str], batch_size: int = 64) -> FloatArray:
+        """queries_QD as float32, for searching."""
+        if not len(texts):
+            return np.zeros((0, self.dimension), np.float32)
+        with _Inference(self):
+            batches = [self.encode_queries(texts[at : at + batch_size]) for at in range(0, len(texts), batch_size)]
+        return torch.cat(batches).cpu().numpy()
+
+    def embed_passages(self, tokenized: Sequence[TokenizedPassage]) -> EmbeddedViews:
+        """Views of one batch as float32, for indexing."""
+        with _Inference(self):
+            views = self.encode_passages(tokenized)
+        return EmbeddedViews(views.views_PVD.cpu().numpy(), views.mask_PV.cpu().numpy())
+
+    def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        viewers: list[nn.Parameter] = []
+        for name, parameter in self.named_parameters():
+            group = viewers if ".viewers." in name else matrices if parameter.ndim > 1 else vectors
+            group.append(parameter)
+        groups = [
+            {"name": "matrices", "params": matrices, "lr": lr, "weight_decay": weight_decay},
+            {"name": "vectors", "params": vectors, "lr": lr, "weight_decay": 0.0},
+            {"name": "viewers", "params": viewers, "lr": lr * viewer_lr_factor, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def set_dropout(self, share: float) -> None:
+        """Set every dropout, attention's too."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = share
+
+    def set_gradient_checkpointing(self, on: bool) -> None:
+        """Trade a second forward pass for the memory of activations, in training."""
+        for tower in self.towers.values():
+            backbone: Any = _tower(tower).backbone
+            if on:
+                backbone.gradient_checkpointing_enable({"use_reentrant": False})
+            else:
+                backbone.gradient_checkpointing_disable()
+
+    def _read(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> PassageViews:
+        if not tokenized:
+            empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
+            return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
+        padded = _pad(tower, tokenized)
+        states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
+        member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=self.device)[:, None]
+        count_PV = member_PVT.sum(-1)
+        weights_PVT = member_PVT.to(states_PTD.dtype) / count_PV.clamp(min=1)[..., None]
+        views_PVD = torch.bmm(weights_PVT.to(states_PTD.dtype), states_PTD).float()
+        if self.spec.normalize:
+            views_PVD = F.normalize(views_PVD, dim=-1)
+        return PassageViews(views_PVD, count_PV > 0)
+
+    def _mean_pool(self, tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+        plain = []
+        for passage in tokenized:
+            words = passage.input_ids[passage.input_ids < tower.num_words]
+            if self.spec.has_viewers:
+                words = np.concatenate([np.asarray([self.layout.cls_id], words.dtype), words])[: tower.num_positions]
+            positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
+            plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
+        with _Inference(self):
+            padded = _pad(tower, plain)
+            states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT).float()
+            return (states_PTD * padded.real_PT[..., None]).sum(1) / padded.real_PT.sum(1, keepdim=True)
+
+
+class _Padded(NamedTuple):
+    ids_PT: Tensor
+    positions_PT: Tensor
+    views_PT: Tensor
+    real_PT: Tensor
+
+
+def _pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> _Padded:
+    shape = (len(tokenized), max(passage.num_tokens for passage in tokenized))
+    ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
+    positions = np.full(shape, max(0, tower.first_position - 1), np.int64)
+    views = np.full(shape, -1, np.int64)
+    real = np.zeros(shape, bool)
+    for row, passage in enumerate(tokenized):
+        end = passage.num_tokens
+        ids[row, :end], positions[row, :end], views[row, :end] = passage
+        real[row, :end] = True
+    device = next(tower.parameters()).device
+    return _Padded(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
+
+
+def _tokens(tower: Tower, texts: Sequence[str]) -> list[Tokens]:
+    encodings = tower.tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    return [Tokens(encoding.ids, [end for _, end in encoding.offsets]) for encoding in encodings]
+
+
+def _tower(module: nn.Module) -> Tower:
+    assert isinstance(module, Tower)
+    return module
+
+
+class _Inference:
+    """Evaluation mode and no gradient, put back afterwards."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self._encoder, self._grad = encoder, torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._training = self._encoder.training
+        self._encoder.eval()
+        self._grad.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._grad.__exit__(None, None, None)
+        self._encoder.train(self._training)
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """Whether a passage's views have become one vector. `lv` and the cosine are None without two views to compare."""
+
+    mean_pair_cosine: float | None
+    lv: float | None
+    collapsed: bool
+    reason: str
+
+
+def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor) -> Collapse:
+    """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
+
+    Local variation is of cosines, as `metrics.lv`; each passage is asked by the mean view of the passage after it.
+    """
+    views_PVD = np.asarray(views_PVD.detach().cpu() if isinstance(views_PVD, Tensor) else views_PVD, np.float32)
+    mask_PV = np.asarray(mask_PV.detach().cpu() if isinstance(mask_PV, Tensor) else mask_PV, bool)
+    cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
+    if cosine is None:
+        return Collapse(None, None, False, f"none of {len(views_PVD)} passages has two views to compare")
+    means_PD = (views_PVD * mask_PV[..., None]).sum(1) / mask_PV.sum(1, keepdims=True)
+    lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV)
+    assert lv is not None
+    several = int((mask_PV.sum(1) > 1).sum())
+    what = f"over {several} passages, two views of one have mean cosine {cosine:.4f} and local variation is {lv:.4f}"
+    if cosine > 0.999 or lv < 0.001:
+        return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, collapse")
+    return Collapse(cosine, lv, False, what)

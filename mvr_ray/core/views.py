@@ -1,0 +1,247 @@
+"""From text to tokens, and from token states to views: what the six strategies differ in.
+
+    cls            [CLS] (title [SEP]) text [SEP]              the one view is the state of [CLS]        (DPR)
+    mean           the same                                    the one view is the mean of all states
+    first_k        the same                                    view i is the state of token i            (ME-BERT)
+    snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
+    viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
+    snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means (CAMVR)
+
+So every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
+[SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0.
+
+Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
+of the longest snippets. A title keeps at most a quarter of the tokens.
+
+Shapes: T tokens, V views.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from mvr_ray.core.snippets import Span
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import IntArray
+
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """How texts become vectors. `mvr_ray.config.EncoderConfig` says what each setting means."""
+
+    strategy: Strategy = "snippet_means"
+    num_views: int = 8
+    tied: bool = True
+    readout: Literal["viewer", "snippet_mean"] = "viewer"
+    viewer_position: Literal["zero", "own"] = "zero"
+    viewer_init: Literal["random", "cls"] = "random"
+    use_title: bool = True
+    max_query_tokens: int = 64
+    max_passage_tokens: int = 256
+    normalize: bool = True
+    score_scale: float = 20.0
+    sentences: Literal["packaged", "corpus"] = "packaged"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = (
+            ("strategy", get_args(Strategy)),
+            ("readout", ("viewer", "snippet_mean")),
+            ("viewer_position", ("zero", "own")),
+            ("viewer_init", ("random", "cls")),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(known)}")
+        if self.num_views < 1:
+            raise EncoderError(f"encoder num_views is {self.num_views}; a passage has 1 view or more")
+
+    @property
+    def effective_views(self) -> int:
+        return 1 if self.strategy in ("cls", "mean") else self.num_views
+
+    @property
+    def has_viewers(self) -> bool:
+        return self.strategy in ("viewers", "snippets")
+
+    @property
+    def has_snippets(self) -> bool:
+        return self.strategy in ("snippets", "snippet_means")
+
+    def settings(self) -> dict[str, str | int | bool]:
+        """What changes an embedding and is not in the weights: nothing else may enter the fingerprint."""
+        settings: dict[str, str | int | bool] = {
+            "strategy": self.strategy,
+            "num_views": self.effective_views,
+            "use_title": self.use_title,
+            "max_query_tokens": self.max_query_tokens,
+            "max_passage_tokens": self.max_passage_tokens,
+            "normalize": self.normalize,
+        }
+        if self.strategy == "viewers":
+            settings["viewer_position"] = self.viewer_position
+        if self.strategy == "snippets":
+            settings["readout"] = self.readout
+        return settings
+
+
+class TokenizedPassage(NamedTuple):
+    """One text as tokens. Plain arrays, cheap to ship.
+
+    input_ids     int32 [T], viewers beyond the vocabulary (`backbones.Tower`)
+    position_ids  int32 [T], rows of the backbone's position table
+    view_T        int16 [T], the view whose mean this token's state enters, -1: none
+    """
+
+    input_ids: IntArray
+    position_ids: IntArray
+    view_T: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's token ids and where each ends in the text."""
+
+    ids: list[int]
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What laying out tokens needs of a backbone: special ids, the position table, the first viewer's id."""
+
+    cls_id: int
+    sep_id: int
+    first_position: int
+    num_positions: int
+    first_viewer: int
+    separators: int
+    absolute: bool
+
+    def check(self, spec: EncoderSpec, backbone: str) -> None:
+        """Raise EncoderError where this backbone cannot express what is asked."""
+        own = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
+        for name, tokens, taken in (("query", spec.max_query_tokens, 0), ("passage", spec.max_passage_tokens, own)):
+            if tokens > self.num_positions - taken:
+                less = f", {taken} of them kept for viewers" if taken else ""
+                raise EncoderError(
+                    f"max_{name}_tokens is {tokens}, but backbone {backbone} has {self.num_positions} positions{less}; "
+                    f"lower max_{name}_tokens to {self.num_positions - taken} or less"
+                )
+        if spec.strategy == "viewers" and not self.absolute:
+            raise EncoderError(
+                f"strategy 'viewers' puts all viewers at one position, but backbone {backbone} adds a bias by relative "
+                f"order that cannot be set; take strategy 'snippets' or 'snippet_means', or another backbone"
+            )
+        wanted = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
+        needed = -(-4 * wanted // 3)
+        if spec.max_passage_tokens < needed:
+            raise EncoderError(
+                f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
+                f"{spec.strategy!r}; give at least {needed} or lower num_views"
+            )
+
+    def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
+        first = self.first_viewer if spec.has_viewers else self.cls_id
+        all_ids = [first, *ids[: spec.max_query_tokens - 2], self.sep_id]
+        if spec.strategy in ("mean", "snippet_means"):
+            view_T = [0] * len(all_ids)
+        elif spec.strategy == "snippets" and spec.readout == "snippet_mean":
+            view_T = [-1] + [0] * (len(all_ids) - 1)
+        else:
+            view_T = [0] + [-1] * (len(all_ids) - 1)
+        return self._arrays(all_ids, range(len(all_ids)), view_T)
+
+    def passage(
+        self, spec: EncoderSpec, title: Sequence[int], text: Tokens, snippets: Sequence[Span]
+    ) -> TokenizedPassage:
+        """`title` is empty where there is none; `snippets` where the strategy has none."""
+        head: list[int] = []
+        if title:
+            head = [*title[: spec.max_passage_tokens // 4 - self.separators], *[self.sep_id] * self.separators]
+        if spec.strategy == "snippets":
+            return self._snippets(spec, head, text, snippets)
+        if spec.strategy == "viewers":
+            return self._viewers(spec, head, text)
+        kept = text.ids[: spec.max_passage_tokens - 2 - len(head)]
+        ids = [self.cls_id, *head, *kept, self.sep_id]
+        view_T = [-1] * len(ids)
+        if spec.strategy == "cls":
+            view_T[0] = 0
+        elif spec.strategy == "mean":
+            view_T = [0] * len(ids)
+        elif spec.strategy == "first_k":
+            first = min(spec.num_views, len(ids))
+            view_T[:first] = range(first)
+        elif kept:
+            start = 1 + len(head)
+            view_T[start : start + len(kept)] = snippet_of_token(text.ends[: len(kept)], snippets)
+        else:
+            view_T = [0] * len(ids)
+        return self._arrays(ids, range(len(ids)), view_T)
+
+    def _viewers(self, spec: EncoderSpec, head: list[int], text: Tokens) -> TokenizedPassage:
+        """MVR: viewers first, all at position 0 or each at its own at the table's end; the text from position 1."""
+        num = spec.num_views
+        kept = text.ids[: spec.max_passage_tokens - num - 1 - len(head)]
+        rest = [*head, *kept, self.sep_id]
+        viewers = [self.first_viewer + 1 + view for view in range(num)]
+        places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
+        positions = [*places, *range(1, 1 + len(rest))]
+        return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
+
+    def _snippets(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
+        """CAMVR: a viewer before each snippet, ordinary positions."""
+        of_token = snippet_of_token(text.ends, snippets)
+        pieces: dict[int, list[int]] = {}
+        for token, view in zip(text.ids, of_token):
+            pieces.setdefault(view, []).append(token)
+        budget = spec.max_passage_tokens - 1 - len(head) - max(1, len(pieces))
+        kept = shorten([len(piece) for piece in pieces.values()], budget)
+        ids, view_T = list(head), [-1] * len(head)
+        by_viewer = spec.readout == "viewer"
+        for (view, piece), length in zip((pieces or {0: []}).items(), kept or [0]):
+            ids += [self.first_viewer + 1 + view, *piece[:length]]
+            view_T += [view if by_viewer or not length else -1, *[-1 if by_viewer else view] * length]
+        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
+
+    def _arrays(self, ids: Sequence[int], positions: Sequence[int], view_T: Sequence[int]) -> TokenizedPassage:
+        return TokenizedPassage(
+            np.asarray(ids, np.int32),
+            np.asarray(positions, np.int32) + np.int32(self.first_position),
+            np.asarray(view_T, np.int16),
+        )
+
+
+def snippet_of_token(ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
+    """The snippet that holds each token's last character; a token between snippets belongs to the one before it."""
+    starts = [start for start, _ in snippets] or [0]
+    return [max(0, int(at) - 1) for at in np.searchsorted(starts, np.asarray(ends, np.int64) - 1, side="right")]
+
+
+def shorten(lengths: Sequence[int], budget: int) -> list[int]:
+    """Cut the longest until all fit the budget: every piece keeps min(its length, one common length), and what is then
+    left over goes to the first pieces, one each."""
+    if sum(lengths) <= budget:
+        return list(lengths)
+    left, level = budget, 0
+    for done, length in enumerate(sorted(lengths)):
+        level = left // (len(lengths) - done)
+        if length > level:
+            break
+        left -= length
+    kept = [min(length, level) for length in lengths]
+    spare = budget - sum(kept)
+    for at, length in enumerate(lengths):
+        if spare and length > kept[at]:
+            kept[at] += 1
+            spare -= 1
+    return kept
