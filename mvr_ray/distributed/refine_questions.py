@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,16 +45,32 @@ class QuestionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RefineQuestions:
-    """The table of all questions, the first `num_labelled` of them labelled; groups to measure; outside labels."""
+    """The table of all questions, the first `num_labelled` of them labelled; groups to measure; outside labels.
+
+    The first group is the labelled questions, the next `num_gates` decide, the rest only report.
+    """
 
     table: tuple[Question, ...]
     num_labelled: int
     groups: tuple[QuestionGroup, ...]
-    feedback: tuple[FeedbackLabel, ...] | None
+    num_gates: int
+    feedback: tuple[FeedbackLabel, ...] | None = None
 
-    def of(self, protocol: Protocol) -> list[int]:
-        """Table rows of every question measured under this protocol, each once, ascending."""
-        return sorted({row for group in self.groups if group.protocol == protocol for row in group.members})
+    @property
+    def gates(self) -> tuple[QuestionGroup, ...]:
+        return self.groups[1 : 1 + self.num_gates]
+
+    def gate_rows(self) -> list[int]:
+        """Table rows of every question that decides, each once, ascending."""
+        return sorted({row for group in self.gates for row in group.members})
+
+    def other_rows(self) -> list[int]:
+        """Table rows of the questions that are only reported on."""
+        return sorted(set(range(self.num_labelled, len(self.table))).difference(self.gate_rows()))
+
+    def digest(self) -> str:
+        """Changes with every word that refinement learns from or is judged by."""
+        return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
 
 
 def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
@@ -93,7 +109,7 @@ def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
     if refine.feedback is None:
         return questions
     feedback = tuple(FeedbackLabel(kept[q], passage, good) for q, passage, good in judged if q in kept)
-    return RefineQuestions(questions.table, questions.num_labelled, questions.groups, feedback)
+    return replace(questions, feedback=feedback)
 
 
 def arrange(
@@ -134,6 +150,7 @@ def arrange(
             f"name a held-out set"
         )
 
+    num_gates = len(groups) - 1
     for report, questions in reports:
         split: dict[Protocol, list[int]] = {"transductive": [], "gate": [], "held-out": []}
         for question in questions:
@@ -153,7 +170,7 @@ def arrange(
             for protocol, members in split.items()
             if members and (report, protocol) not in known
         ]
-    return RefineQuestions(tuple(table), len(labelled), tuple(groups), None)
+    return RefineQuestions(tuple(table), len(labelled), tuple(groups), num_gates)
 
 
 def read_feedback(path: Path, stored: Sequence[Question]) -> list[tuple[Question, str, bool]]:

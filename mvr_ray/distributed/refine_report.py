@@ -75,6 +75,17 @@ class RefineReport:
         plain["published"] = self.published.version if self.published else None
         return json.dumps(plain, indent=1, sort_keys=True)
 
+    @classmethod
+    def from_json(cls, text: str) -> "RefineReport":
+        """The report as saved, `published` left empty."""
+        plain = json.loads(text)
+        rows = [
+            Accuracy(**{**row, "before": tuple(row["before"]), "after": tuple(row["after"])})
+            for row in plain.pop("accuracy")
+        ]
+        rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
+        return cls(**{**plain, "accuracy": tuple(rows), "rounds": rounds, "published": None})
+
     def lines(self) -> list[str]:
         """What a user reads: one line per group and kind, then the outcome."""
         width = max((len(row.group) for row in self.accuracy), default=0)

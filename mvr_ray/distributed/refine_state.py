@@ -45,6 +45,12 @@ class ShardState:
         order = np.argsort(rows_F, kind="stable")
         return ShardState(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
 
+    def feedback_changes(self, other: "ShardState") -> IntArray:
+        """Passages whose feedback view differs between two states: there in one only, or another vector."""
+        common, mine, theirs = np.intersect1d(self.feedback_F, other.feedback_F, True, return_indices=True)
+        differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
+        return np.union1d(np.setxor1d(self.feedback_F, other.feedback_F, True), common[differs])
+
     def to_bytes(self) -> bytes:
         buffer = io.BytesIO()
         np.savez(
@@ -93,21 +99,37 @@ class ShardViews:
         out_MD[found_M] = state.moved_MD[np.searchsorted(state.moved_M, slots_M[found_M])]
         return out_MD
 
-    def own_norms(self, rows_F: IntArray, num_views: int) -> FloatArray:
-        """Mean norm of each passage's own views (feedback views left out), float32 [F]."""
-        norms_F = np.empty(len(rows_F), np.float32)
-        for at, row in enumerate(rows_F):
-            numbers, vectors = self.passage(int(row))
-            own_VD = np.asarray(vectors[numbers < num_views], np.float32)
-            norms_F[at] = np.linalg.norm(own_VD, axis=1).mean()
-        return norms_F
+    def rows(self, slots_M: IntArray) -> IntArray:
+        """The passage of each vector."""
+        return self.keys_N[slots_M] // VIEW_BASE
 
-    def passage(self, row: int) -> tuple[IntArray, FloatArray]:
-        """View numbers and stored vectors of one passage."""
-        number = int(np.searchsorted(self.row_start, row, side="right")) - 1
-        block, at = self.blocks[number], row - self.row_start[number]
-        span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
-        return block.view_numbers_N[span], block.vectors_ND[span]
+    def ids(self, rows: Sequence[int]) -> dict[int, str]:
+        """Passage ids by row."""
+        at = np.searchsorted(self.row_start, rows, side="right") - 1
+        return {row: self.blocks[number].ids[row - self.row_start[number]] for row, number in zip(rows, at)}
+
+    def drift(self, state: ShardState) -> FloatArray:
+        """Distance of each moved view from where the version has it, float64 [M]."""
+        stored_MD = self.vectors(state.moved_M, ShardState.untouched(state.moved_MD.shape[1]))
+        return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
+
+    def gather(self, rows_F: IntArray) -> EmbeddingBlock:
+        """Copies of some passages (ascending) as one block."""
+        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
+        counts_F = np.searchsorted(self.keys_N, (rows_F + 1) * VIEW_BASE) - first_F
+        row_ptr = np.concatenate([[0], np.cumsum(counts_F)]).astype(np.int64)
+        slots = np.repeat(first_F - row_ptr[:-1], counts_F) + np.arange(row_ptr[-1])
+        at = np.searchsorted(self.vector_start, slots, side="right") - 1
+        parts = [
+            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in np.unique(at)
+        ]
+        ids = self.ids(rows_F.tolist())
+        return EmbeddingBlock(
+            ids=[ids[row] for row in rows_F.tolist()],
+            row_ptr=row_ptr,
+            view_numbers_N=(self.keys_N[slots] % VIEW_BASE).astype(np.int16),
+            vectors_ND=np.concatenate(parts) if parts else self.blocks[0].vectors_ND[:0],
+        )
 
     def current(self, state: ShardState, num_views: int) -> list[EmbeddingBlock]:
         """The blocks with the state laid over them; a block without a change is the stored one, not a copy."""
@@ -144,12 +166,16 @@ class ShardViews:
 
     def changes(self, state: ShardState, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
         """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
-        now = ShardViews(self.current(state, num_views))
-        moved_rows = self.keys_N[state.moved_M] // VIEW_BASE
+        rows = np.unique(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
+        old, new = self.gather(rows), ShardViews(self.current(state, num_views)).gather(rows)
         changed = {}
-        for row in np.unique(np.concatenate([moved_rows, state.feedback_F])).tolist():
-            old_numbers, old_vectors = self.passage(row)
-            numbers, vectors = now.passage(row)
-            if not np.array_equal(old_numbers, numbers) or old_vectors.tobytes() != vectors.tobytes():
-                changed[row] = (numbers, vectors)
+        for at, row in enumerate(rows.tolist()):
+            before, after = _passage(old, at), _passage(new, at)
+            if not np.array_equal(before[0], after[0]) or before[1].tobytes() != after[1].tobytes():
+                changed[row] = after
         return changed
+
+
+def _passage(block: EmbeddingBlock, at: int) -> tuple[IntArray, FloatArray]:
+    span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
+    return block.view_numbers_N[span], block.vectors_ND[span]

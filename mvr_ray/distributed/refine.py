@@ -1,0 +1,162 @@
+"""The refinement loop: retrieve, label, move or add views, measure, decide, publish (AOpt; feedback views).
+
+    round r:  hits of the labelled questions -> labels -> step -> hits again -> held-out accuracy -> next_action
+
+`refine_policy` decides from numbers; this module acts. Each round's state is at rest in the staging folder before the
+round counts, so the same command continues a killed run and ends with the same bytes. The best acceptable round is
+restored, the shards that it changed are rewritten and indexed, and a version is published that shares the others.
+
+Shapes: T questions in the table, L labelled ones (the first of the table), K hits, D dimension.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.refine_policy import Reject, Stop
+from mvr_ray.distributed import router, session
+from mvr_ray.distributed.refine_fleet import QUERY_BLOCK, HitTable, Refiners, fill
+from mvr_ray.distributed.refine_journal import Journal
+from mvr_ray.distributed.refine_loop import MOVES_QUERIES, RefinementLoop, least_harmful
+from mvr_ray.distributed.refine_publish import describe, save_queries
+from mvr_ray.distributed.refine_questions import RefineQuestions, gather
+from mvr_ray.distributed.refine_report import REPORT_DEPTHS, RefineReport
+from mvr_ray.distributed.refine_shards import RefinerTask
+from mvr_ray.errors import CoverageError, DataError, FingerprintError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray, Progress, no_progress
+
+
+def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
+    """Refine the live version of `index.name` and publish the result, unless it costs too much held-out accuracy.
+
+    Raises MissingInputError (no index, no question set), ConfigError, DataError (feedback), FingerprintError,
+    CoverageError, ResourceError, PublishConflictError (another version was published meanwhile).
+    """
+    store = Store(run.store.path)
+    base = manifest.read(store, run.index.name)
+    corpus = _same_corpus(store, base)
+    questions = gather(store, run.refine)
+    if finished := _finished_by(store, base, run, questions):
+        return finished
+    journal = Journal(store, base, run, questions)
+    queries_TD = embed_questions(store, base, questions, run.resources.torch_threads, progress)
+    count = min(run.resources.refiners, len(base.shards))
+    with session.connect(run.resources) as info:
+        session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
+        first = None
+        if not journal.rounds:
+            first = _routed_hits(run, base, queries_TD[: questions.num_labelled], progress)
+        task = RefinerTask(run.store.path, base, journal.folder)
+        with Refiners(task, corpus.num_shards, count, run.resources.cpus_per_searcher) as refiners:
+            loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress)
+            end = loop.run(first)
+            report, refined = _conclude(run, store, base, loop, end)
+    if refined is not None:
+        journal.save_report(report)
+        report = dataclasses.replace(report, published=manifest.publish(store, refined))
+    journal.delete()
+    return report
+
+
+def _conclude(
+    run: RunConfig, store: Store, base: Manifest, loop: RefinementLoop, end: Stop | Reject
+) -> tuple[RefineReport, Manifest | None]:
+    """The report, and the manifest to publish if there is anything worth publishing."""
+    shown = end.best_round if isinstance(end, Stop) else least_harmful(loop.state())
+    accuracy = loop.accuracies(shown)
+    report = RefineReport(
+        index=base.index,
+        base_version=base.version,
+        method=run.refine.method,
+        rounds=tuple(done.report for done in loop.journal.rounds),
+        best_round=end.best_round if isinstance(end, Stop) else 0,
+        accuracy=tuple(accuracy),
+        dirty_share=0.0,
+        rewritten_shards=0,
+        published=None,
+        reason=end.reason,
+    )
+    if isinstance(end, Reject) or end.best_round == 0:
+        return report, None
+    refined, rewritten = describe(run, base, loop.refiners, loop.views_at(end.best_round), accuracy)
+    report = dataclasses.replace(report, dirty_share=refined.dirty_share or 0.0, rewritten_shards=rewritten)
+    if run.refine.method in MOVES_QUERIES:
+        labelled = loop.questions.table[: loop.questions.num_labelled]
+        digest = save_queries(store, base.index, labelled, loop.queries_at(end.best_round))
+        refined = dataclasses.replace(refined, refined_queries={loop.questions.groups[0].name: digest})
+    elif not rewritten:
+        return dataclasses.replace(report, reason=f"{end.reason}; no stored byte changed"), None
+    return report, refined
+
+
+def _same_corpus(store: Store, base: Manifest) -> Corpus:
+    """The corpus that the version was made from. Answers are looked for in its texts."""
+    corpus = Corpus.open(store, base.corpus)
+    if corpus.digest != base.corpus_digest:
+        raise DataError(
+            f"corpus {base.corpus!r} was prepared again since index {base.index!r} version {base.version} was made "
+            f"(digest {corpus.digest}, the index has {base.corpus_digest}); index it first: mvr-ray index CONFIG"
+        )
+    return corpus
+
+
+def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:
+    """The outcome of this same command if it was killed after its publish, before it could say so."""
+    if live.operation != f"refine:{run.refine.method}" or live.parent not in manifest.list_versions(store, live.index):
+        return None
+    journal = Journal(store, manifest.read(store, live.index, live.parent), run, questions)
+    report = journal.saved_report()
+    if report is None:
+        return None
+    journal.delete()
+    return dataclasses.replace(report, published=live)
+
+
+def embed_questions(
+    store: Store, base: Manifest, questions: RefineQuestions, threads: int, progress: Progress
+) -> FloatArray:
+    """Every question by the encoder that made the version."""
+    import torch
+
+    torch.set_num_threads(threads)
+    folder = store.local_path(layout.encoder_dir(base.encoder_name, base.encoder_fingerprint))
+    encoder = DualEncoder.load(folder)
+    if encoder.fingerprint != base.encoder_fingerprint:
+        raise FingerprintError(
+            f"index {base.index!r} version {base.version} was made by encoder {base.encoder_fingerprint}, but {folder} "
+            f"holds {encoder.fingerprint}; restore that snapshot, or index again"
+        )
+    texts = [question.text for question in questions.table]
+    blocks = []
+    for low in range(0, len(texts), QUERY_BLOCK):
+        blocks.append(encoder.embed_queries(texts[low : low + QUERY_BLOCK]))
+        progress("embed questions", min(low + QUERY_BLOCK, len(texts)), len(texts))
+    return np.concatenate(blocks)
+
+
+def _routed_hits(run: RunConfig, base: Manifest, queries_LD: FloatArray, progress: Progress) -> HitTable | None:
+    """What the published version answers to the labelled questions; None where its index is only approximate."""
+    k = min(max(run.refine.depth, *REPORT_DEPTHS), base.num_passages)
+    entries = sorted(base.shards, key=lambda entry: entry.shard)
+    start = dict(zip((e.shard for e in entries), np.cumsum([0, *(e.num_passages for e in entries)]).tolist()))
+    hits = HitTable(np.full((len(queries_LD), k), -1, np.int64), np.full((len(queries_LD), k), -1, np.int16))
+    with router.open_router(run, base.version) as opened:
+        for low in range(0, len(queries_LD), QUERY_BLOCK):
+            block = slice(low, low + QUERY_BLOCK)
+            answer = opened.search(queries_LD[block], k)
+            if answer.coverage_share < 1:
+                raise CoverageError(
+                    f"refinement needs every passage, but {answer.passages_searched} of {answer.passages_total} "
+                    f"were searched; see which searcher died, then run the same command again"
+                )
+            if not answer.exact.certified:
+                return None
+            fill(answer.hits, hits.passage_QK[block], hits.view_QK[block], lambda hit: start[hit.shard] + hit.row)
+            progress("refine: first retrieval", min(block.stop, len(queries_LD)), len(queries_LD))
+    return hits
