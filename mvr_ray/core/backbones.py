@@ -1,7 +1,7 @@
 """Pretrained backbones: which are supported, how each counts positions, and one tower around one of them.
 
-A tower is a transformer, its tokenizer and, where the strategy has viewers, their embeddings. Viewers have the ids after
-the last of the vocabulary: `num_words` is the query's, `num_words + 1 + i` that of view i.
+A tower is a transformer, its tokenizer and, where the strategy has viewers, their embeddings. The ids of viewers begin
+after the vocabulary's: `num_words` is the query's, `num_words + 1 + i` that of view i.
 
 Shapes: B texts in a batch, T tokens, D dimension.
 """
@@ -172,7 +172,7 @@ def open_tower(folder: str) -> Tower:
             f"backbone {folder} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
             f"they would be random, so take a complete checkpoint"
         )
-    if not tokenizer.is_fast:
+    if tokenizer is None or not tokenizer.is_fast:
         raise EncoderError(f"backbone {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
     for name in ("cls_token_id", "sep_token_id", "pad_token_id"):
         if getattr(tokenizer, name) is None:

@@ -9,7 +9,6 @@ Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core import metrics
 from mvr_ray.core.backbones import Tower, open_tower
+from mvr_ray.core.collapse import Collapse, collapse_report
+from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
 from mvr_ray.core.snippets import PunktParams, Span, find_snippet, load_punkt, snippet_spans
 from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
 from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import FloatArray, Passage
 
 __all__ = ["Collapse", "DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage", "collapse_report"]
-
-ENCODER_FILE = "encoder.json"
-PUNKT_FILE = "punkt.json"
-FORMAT_VERSION = 1
 
 
 class PassageViews(NamedTuple):
@@ -52,7 +48,7 @@ class DualEncoder(nn.Module):
     def __init__(self, spec: EncoderSpec, towers: Sequence[Tower], punkt: PunktParams | None) -> None:
         super().__init__()
         self.spec = spec
-        self.towers = nn.ModuleDict(zip(("shared",) if spec.tied else ("question", "passage"), towers))
+        self.towers = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
         self.splitter = load_punkt(punkt)
         tower = self.passage_tower
         special = tower.tokenizer
@@ -68,7 +64,7 @@ class DualEncoder(nn.Module):
 
     @classmethod
     def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
-        """An untrained encoder. `punkt` is needed when `spec.sentences` is corpus; otherwise None is the packaged one."""
+        """An untrained encoder. `punkt` is needed when `spec.sentences` is corpus; else None: the packaged one."""
         if spec.has_snippets and spec.sentences == "corpus" and punkt is None:
             raise EncoderError(
                 "encoder.sentences is corpus, but no Punkt parameters were given; "
@@ -85,52 +81,19 @@ class DualEncoder(nn.Module):
     @classmethod
     def load(cls, folder: str | Path) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
-        folder = Path(folder)
-        try:
-            saved = json.loads((folder / ENCODER_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise EncoderError(f"{folder} is no encoder snapshot: it has no {ENCODER_FILE}") from None
-        except ValueError as error:
-            raise EncoderError(f"{folder / ENCODER_FILE} is not JSON: {error}") from None
-        version = saved.get("format_version") if isinstance(saved, dict) else None
-        if version != FORMAT_VERSION:
-            raise EncoderError(
-                f"encoder snapshot {folder} has format {version}, this mvr_ray reads {FORMAT_VERSION}; "
-                f"train or save it again with this version"
-            )
-        unknown = set(saved["spec"]) - {field.name for field in fields(EncoderSpec)}
-        if unknown:
-            raise EncoderError(f"encoder snapshot {folder} has unknown settings: {', '.join(sorted(unknown))}")
-        spec = EncoderSpec(**saved["spec"])
-        towers = []
-        for name in ("shared",) if spec.tied else ("question", "passage"):
-            tower = open_tower(str(folder / name))
-            tower.load_viewers(folder / name)
-            towers.append(tower)
-        punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
-        encoder = cls(spec, towers, punkt).eval()
-        if encoder.fingerprint != saved["fingerprint"]:
+        snapshot = read_snapshot(Path(folder))
+        encoder = cls(snapshot.spec, snapshot.towers, snapshot.punkt).eval()
+        if encoder.fingerprint != snapshot.fingerprint:
             raise FingerprintError(
-                f"encoder snapshot {folder} was saved as {saved['fingerprint']} but loads as {encoder.fingerprint}: "
-                f"its files have changed; copy or train it again"
+                f"encoder snapshot {folder} was saved as {snapshot.fingerprint} but loads as {encoder.fingerprint}: "
+                f"its files have changed; copy or make it again"
             )
         return encoder
 
     def save(self, folder: str | Path) -> None:
-        """Write a snapshot: a Hugging Face folder per tower, the Punkt parameters and `encoder.json`, written last."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, tower in self.towers.items():
-            _tower(tower).save(folder / name)
-        (folder / PUNKT_FILE).write_text(self.splitter.params.to_json(), encoding="utf-8")
-        described = {
-            "format_version": FORMAT_VERSION,
-            "fingerprint": self.fingerprint,
-            "dimension": self.dimension,
-            "num_views": self.num_views,
-            "spec": asdict(self.spec),
-        }
-        (folder / ENCODER_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        """Write a snapshot, laid out as `snapshot` says."""
+        towers = {name: _tower(tower) for name, tower in self.towers.items()}
+        write_snapshot(Path(folder), self.spec, towers, self.splitter.params, self.fingerprint)
 
     @property
     def question_tower(self) -> Tower:
@@ -274,8 +237,9 @@ class DualEncoder(nn.Module):
         states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
         member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=self.device)[:, None]
         count_PV = member_PVT.sum(-1)
-        weights_PVT = member_PVT.to(states_PTD.dtype) / count_PV.clamp(min=1)[..., None]
-        views_PVD = torch.bmm(weights_PVT.to(states_PTD.dtype), states_PTD).float()
+        with torch.autocast(self.device.type, enabled=False):
+            weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
+            views_PVD = torch.bmm(weights_PVT, states_PTD.float())
         if self.spec.normalize:
             views_PVD = F.normalize(views_PVD, dim=-1)
         return PassageViews(views_PVD, count_PV > 0)
@@ -339,33 +303,3 @@ class _Inference:
     def __exit__(self, *error: object) -> None:
         self._grad.__exit__(None, None, None)
         self._encoder.train(self._training)
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """Whether a passage's views have become one vector. `lv` and the cosine are None without two views to compare."""
-
-    mean_pair_cosine: float | None
-    lv: float | None
-    collapsed: bool
-    reason: str
-
-
-def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor) -> Collapse:
-    """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
-
-    Local variation is of cosines, as `metrics.lv`; each passage is asked by the mean view of the passage after it.
-    """
-    views_PVD = np.asarray(views_PVD.detach().cpu() if isinstance(views_PVD, Tensor) else views_PVD, np.float32)
-    mask_PV = np.asarray(mask_PV.detach().cpu() if isinstance(mask_PV, Tensor) else mask_PV, bool)
-    cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
-    if cosine is None:
-        return Collapse(None, None, False, f"none of {len(views_PVD)} passages has two views to compare")
-    means_PD = (views_PVD * mask_PV[..., None]).sum(1) / mask_PV.sum(1, keepdims=True)
-    lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV)
-    assert lv is not None
-    several = int((mask_PV.sum(1) > 1).sum())
-    what = f"over {several} passages, two views of one have mean cosine {cosine:.4f} and local variation is {lv:.4f}"
-    if cosine > 0.999 or lv < 0.001:
-        return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, collapse")
-    return Collapse(cosine, lv, False, what)
