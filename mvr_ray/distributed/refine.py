@@ -89,7 +89,9 @@ def _conclude(
     if run.refine.method in MOVES_QUERIES:
         labelled = loop.questions.table[: loop.questions.num_labelled]
         digest = save_queries(store, base.index, labelled, loop.queries_at(end.best_round))
-        refined = dataclasses.replace(refined, refined_queries={loop.questions.groups[0].name: digest})
+        refined = dataclasses.replace(
+            refined, refined_queries={**base.refined_queries, loop.questions.groups[0].name: digest}
+        )
     elif not rewritten:
         return dataclasses.replace(report, reason=f"{end.reason}; no stored byte changed"), None
     return report, refined

@@ -98,7 +98,8 @@ class ShardRefiner:
         self.store = Store(task.store)
         self.manifest = task.manifest
         self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.shards}
-        self.views = {shard: ShardViews(self._embeddings(shard).blocks()) for shard in task.shards}
+        self.stored = {shard: self._embeddings(shard) for shard in task.shards}
+        self.views = {shard: ShardViews(stored.blocks()) for shard, stored in self.stored.items()}
         self.states: dict[int, tuple[int, ShardState]] = {}
         self.indexes: dict[int, tuple[int, ShardIndex]] = {}
         self.parts: dict[int, CorpusPart] = {}
@@ -188,7 +189,7 @@ class ShardRefiner:
             return WrittenShard(self.entries[shard], 0)
         with tempfile.TemporaryDirectory(prefix="mvr-ray-refine-") as folder:
             file = Path(folder) / layout.EMBEDDINGS
-            embeddings.rewrite(self._embeddings(shard), file, changes)
+            embeddings.rewrite(self.stored[shard], file, changes)
             return WrittenShard(build_shard(self.store, self.manifest, shard, Path(folder)), len(changes))
 
     def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:

@@ -1,0 +1,214 @@
+"""Refinement without Ray: changes laid over a shard, who learns and who is held out, feedback files, the label cache."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.refine_policy import RefineState
+from mvr_ray.distributed.refine_fleet import LabelCache
+from mvr_ray.distributed.refine_loop import least_harmful
+from mvr_ray.distributed.refine_questions import arrange, read_feedback
+from mvr_ray.distributed.refine_report import Accuracy, RefineReport, RoundReport
+from mvr_ray.distributed.refine_state import ShardState, ShardViews
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.types import EmbeddingBlock, Question
+
+NUM_VIEWS, DIMENSION = 3, 4
+
+
+def random_blocks(seed: int, num_blocks: int = 3) -> list[EmbeddingBlock]:
+    """Blocks of random size; each passage has 1..3 own views, and one in three a feedback view."""
+    rng = np.random.default_rng(seed)
+    blocks, row = [], 0
+    for _ in range(num_blocks):
+        numbers = []
+        for _ in range(int(rng.integers(1, 6))):
+            own = np.sort(rng.permutation(NUM_VIEWS)[: rng.integers(1, NUM_VIEWS + 1)])
+            numbers.append([*own, *([NUM_VIEWS] if rng.random() < 0.3 else [])])
+        row_ptr = np.cumsum([0, *map(len, numbers)])
+        vectors_ND = rng.standard_normal((row_ptr[-1], DIMENSION)).astype(np.float16)
+        ids = [f"p{row + i:04d}" for i in range(len(numbers))]
+        row += len(numbers)
+        blocks.append(EmbeddingBlock(ids, row_ptr, np.concatenate(numbers).astype(np.int16), vectors_ND))
+    return blocks
+
+
+def as_dicts(blocks: list[EmbeddingBlock]) -> list[dict[int, bytes]]:
+    """Every passage as {view number: bytes}, the plainest form."""
+    return [
+        {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in range(*block.row_ptr[i : i + 2])}
+        for block in blocks
+        for i in range(len(block.ids))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000))
+def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed):
+    rng = np.random.default_rng(seed)
+    blocks = random_blocks(seed)
+    views = ShardViews(blocks)
+    expected = as_dicts(blocks)
+    moved = rng.permutation(len(views.keys_N))[: rng.integers(0, len(views.keys_N))]
+    vectors = rng.standard_normal((len(moved), DIMENSION)).astype(np.float32)
+    rows = rng.permutation(len(expected))[: rng.integers(0, len(expected))]
+    feedback = rng.standard_normal((len(rows), DIMENSION)).astype(np.float32)
+    state = ShardState.untouched(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
+
+    slots = [(row, view) for row, passage in enumerate(expected) for view in passage]
+    for slot, vector in zip(moved, vectors):
+        row, view = slots[slot]
+        expected[row][view] = vector.astype(np.float16).tobytes()
+    for row, vector in zip(rows, feedback):
+        expected[row][NUM_VIEWS] = vector.astype(np.float16).tobytes()
+    current = views.current(state, NUM_VIEWS)
+    assert as_dicts(current) == expected
+    assert all(np.array_equal(np.sort(c.view_numbers_N[a:b]), c.view_numbers_N[a:b])
+               for c in current for a, b in zip(c.row_ptr, c.row_ptr[1:]))  # fmt: skip
+
+    changed = views.changes(state, NUM_VIEWS)
+    assert sorted(changed) == [row for row, before in enumerate(as_dicts(blocks)) if before != expected[row]]
+    for row, (numbers, stored) in changed.items():
+        assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in stored))) == expected[row]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000))
+def test_a_state_survives_the_disk_and_later_moves_win(seed):
+    rng = np.random.default_rng(seed)
+    views = ShardViews(random_blocks(seed))
+    state, expected = ShardState.untouched(DIMENSION), {}
+    for _ in range(3):
+        slots = rng.permutation(len(views.keys_N))[: rng.integers(0, 4)]
+        vectors = rng.standard_normal((len(slots), DIMENSION)).astype(np.float32)
+        state = ShardState.from_bytes(state.with_moved(slots, vectors).to_bytes())
+        expected.update(zip(slots.tolist(), vectors.tolist()))
+    assert state.moved_M.tolist() == sorted(expected)
+    assert state.moved_MD.tolist() == [expected[slot] for slot in sorted(expected)]
+    every = np.arange(len(views.keys_N))
+    stored = np.concatenate([block.vectors_ND for block in views.blocks]).astype(np.float32)
+    stored[sorted(expected)] = state.moved_MD
+    assert np.array_equal(views.vectors(every, state), stored)
+
+
+def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
+    views = ShardViews(random_blocks(1))
+    state = ShardState.untouched(DIMENSION).with_moved(np.array([0]), np.ones((1, DIMENSION), np.float32))
+    current = views.current(state, NUM_VIEWS)
+    assert current[0] is not views.blocks[0]
+    assert current[1] is views.blocks[1]
+
+
+def test_a_move_too_small_for_the_stored_type_makes_nothing_dirty():
+    views = ShardViews(random_blocks(2))
+    stored = views.vectors(np.array([0]), ShardState.untouched(DIMENSION))
+    state = ShardState.untouched(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
+    assert views.changes(state, NUM_VIEWS) == {}
+
+
+def test_feedback_that_stays_the_same_has_not_changed():
+    one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
+    base = ShardState.untouched(DIMENSION)
+    had = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
+    assert had.feedback_changes(had).tolist() == []
+    assert had.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
+
+
+def question(text: str, number: int = 0) -> Question:
+    return Question(f"{text}-{number}", text, ("a",))
+
+
+def test_no_question_stands_under_two_protocols():
+    known, gate, unseen = [question("k1"), question("k2")], [question("g1"), question("k2", 9)], [question("u1")]
+    everything = [*known, question("g1"), *unseen, question("k1", 7)]
+    made = arrange("known", known, [("gate", gate)], [("all", everything), ("known", known)])
+    by_text = {}
+    for group in made.groups:
+        for row in group.members:
+            by_text.setdefault(made.table[row].text, set()).add(group.protocol)
+    assert by_text == {"k1": {"transductive"}, "k2": {"transductive"}, "g1": {"gate"}, "u1": {"held-out"}}
+    assert [(group.name, group.protocol, len(group.members)) for group in made.groups] == [
+        ("known", "transductive", 2),
+        ("gate", "gate", 1),
+        ("all", "transductive", 3),
+        ("all", "gate", 1),
+        ("all", "held-out", 1),
+    ]
+    assert len(made.table) == 4  # a question asked again is not searched for again
+    assert [made.table[row].text for row in made.gate_rows()] == ["g1"]
+    assert [made.table[row].text for row in made.other_rows()] == ["u1"]
+
+
+def test_a_gate_of_labelled_questions_only_is_refused():
+    with pytest.raises(ConfigError, match="every question of refine.gate .gate. is also a labelled question"):
+        arrange("known", [question("k")], [("gate", [question("k", 1)])], [])
+
+
+def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_path):
+    stored = [Question("q1", "who is it?", ("x",)), Question("q2", "and where?", ())]
+    rows = [("q1", "p1", 1), ("and where?", "p2", -1), ("a new one", "p9", 1), ("a new one", "p3", 1), ("q1", "p1", 1)]
+    file = tmp_path / "clicks.jsonl"
+    file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows) + "\n\n")
+    judged = read_feedback(file, stored)
+    assert [(q.text, p, good) for q, p, good in judged] == [
+        ("who is it?", "p1", True),
+        ("and where?", "p2", False),
+        ("a new one", "p9", True),
+        ("a new one", "p3", True),
+    ]
+    assert judged[0][0] is stored[0]
+    assert judged[2][0].positive_ids == ("p3", "p9")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", r"clicks.jsonl:2: not JSON"),
+        ('{"question": "q", "label": 1}', r"clicks.jsonl:2: a line is"),
+        ('{"question": "q", "passage_id": "p", "label": 0}', r"clicks.jsonl:2: label is 1 .* given 0"),
+        ('{"question": " ", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question and passage_id"),
+        ('{"question": "good", "passage_id": "p", "label": -1}', r"clicks.jsonl:2: .* judged both 1 and -1"),
+    ],
+)
+def test_a_bad_feedback_line_is_named(tmp_path, line, told):
+    file = tmp_path / "clicks.jsonl"
+    file.write_text('{"question": "good", "passage_id": "p", "label": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=told):
+        read_feedback(file, [])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, 60), st.booleans(), max_size=20), max_size=5))
+def test_the_label_cache_equals_a_dictionary(batches):
+    cache, known = LabelCache(10), {}
+    for batch in batches:
+        keys = np.array(sorted(batch), np.int64)
+        missing = cache.missing(keys)
+        assert missing.tolist() == [key for key in keys.tolist() if key not in known]
+        cache.add(missing, np.array([batch[key] for key in missing.tolist()], bool))
+        known.update({key: batch[key] for key in missing.tolist()})
+        assert cache.get(keys).tolist() == [known[key] for key in keys.tolist()]
+
+
+def test_the_least_harmful_round_is_that_whose_worst_gate_set_lost_least():
+    state = RefineState(((60.0, 60.0), (70.0, 50.0), (55.0, 55.0), (55.0, 56.0)), 9, 9, 1.0)
+    assert least_harmful(state) == 2
+
+
+def test_a_report_survives_the_disk():
+    report = RefineReport(
+        index="i",
+        base_version=3,
+        method="linear",
+        rounds=(RoundReport(1, 0.0, 5, 6, 0.1, 0.2, 0.3, 1, 2, 3, 0.5, 0.5, 0.5, 0.5),),
+        best_round=1,
+        accuracy=(Accuracy("known", "transductive", "gold", 7, (0.1, 0.2, 0.3, 0.4), (0.2, 0.3, 0.4, 0.5)),),
+        dirty_share=0.25,
+        rewritten_shards=2,
+        published=None,
+        reason="1 of 1 rounds done",
+    )
+    assert RefineReport.from_json(report.to_json()) == report
