@@ -193,15 +193,17 @@ def search(
     if print_config:
         _print_config(run, as_json)
         return
-    from mvr_ray.distributed.router import open_router
-    from mvr_ray.serving.service import RequestError, SearchRequest, SearchService
+    from mvr_ray.serving.service import RequestError, SearchRequest, SearchService, check_request
 
-    with Reporter() as progress, open_router(run, version) as router:
-        progress("opening the index", 1, 1)
-        try:
-            response = SearchService(router, run.serve).search(SearchRequest(queries=[question], k=k))
-        except RequestError as error:
-            raise ConfigError(f"{error.message}; {error.hint}") from None
+    request = SearchRequest(queries=[question], k=k)
+    try:
+        check_request(request, run.serve)
+    except RequestError as error:
+        raise ConfigError(f"search: {error.message}; {error.hint}") from None
+    from mvr_ray.distributed.router import open_router
+
+    with open_router(run, version) as router:
+        response = SearchService(router, run.serve).search(request)
     if as_json:
         print_json(response.model_dump(mode="json"))
         return

@@ -81,7 +81,7 @@ def test_hnswlib_itself_agrees_with_the_size(tmp_path) -> None:
 
 @pytest.mark.parametrize("factory", ["IVF16", "Nonsense", "IVF16,PQ8x4,Rubbish9", ""])
 def test_an_unknown_factory_string_is_refused_by_name(factory: str) -> None:
-    with pytest.raises(ConfigError, match="index.factory"):
+    with pytest.raises(ConfigError, match=r"index\.factory"):
         faiss_bytes(factory, 10, 64)
 
 

@@ -127,37 +127,11 @@ class SearchService:
         return self.router.search(probe_QD, 1)
 
     def _checked(self, request: SearchRequest) -> tuple[list[str], FloatArray | None]:
-        limits = self.limits
-        if not 1 <= request.k <= limits.max_k:
-            raise RequestError(
-                422, "k_out_of_range", "k", f"k is {request.k}", f"ask for 1 to {limits.max_k} passages (serve.max_k)"
-            )
-        if len(request.queries) > limits.max_batch:
-            raise RequestError(
-                422,
-                "too_many_queries",
-                "queries",
-                f"{len(request.queries)} queries in one request",
-                f"send at most {limits.max_batch} (serve.max_batch)",
-            )
+        check_request(request, self.limits)
         texts = [query for query in request.queries if isinstance(query, str)]
         if texts:
-            for i, query in enumerate(texts):
-                self._check_text(i, query)
             return texts, None
         return [], self._vectors([query for query in request.queries if not isinstance(query, str)])
-
-    def _check_text(self, i: int, query: str) -> None:
-        if not query.strip():
-            raise RequestError(422, "empty_query", f"queries.{i}", "the query is empty", "send a text with words in it")
-        if len(query) > self.limits.max_query_chars:
-            raise RequestError(
-                422,
-                "query_too_long",
-                f"queries.{i}",
-                f"the query has {len(query)} characters",
-                f"send at most {self.limits.max_query_chars} (serve.max_query_chars)",
-            )
 
     def _vectors(self, queries: list[list[float]]) -> FloatArray:
         for i, query in enumerate(queries):
@@ -177,6 +151,28 @@ class SearchService:
                 422, "not_finite", f"queries.{at}", "the vector holds a number that is not finite", "send float32"
             )
         return queries_QD
+
+
+def check_request(request: SearchRequest, limits: ServeConfig) -> None:
+    """What can be refused before any index is open. Raises RequestError."""
+    if not 1 <= request.k <= limits.max_k:
+        hint = f"ask for 1 to {limits.max_k} passages (serve.max_k)"
+        raise RequestError(422, "k_out_of_range", "k", f"k is {request.k}", hint)
+    if len(request.queries) > limits.max_batch:
+        hint, said = (
+            f"send at most {limits.max_batch} (serve.max_batch)",
+            f"{len(request.queries)} queries in one request",
+        )
+        raise RequestError(422, "too_many_queries", "queries", said, hint)
+    for i, query in enumerate(request.queries):
+        if isinstance(query, str) and not query.strip():
+            raise RequestError(422, "empty_query", f"queries.{i}", "the query is empty", "send a text with words in it")
+        if isinstance(query, str) and len(query) > limits.max_query_chars:
+            hint, said = (
+                f"send at most {limits.max_query_chars} (serve.max_query_chars)",
+                f"has {len(query)} characters",
+            )
+            raise RequestError(422, "query_too_long", f"queries.{i}", f"the query {said}", hint)
 
 
 def bare(hit: Hit, num_views: int) -> FoundPassage:

@@ -1,0 +1,194 @@
+"""The command line as a user meets it: exit status, what stands on stderr, and what on stdout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.exceptions import RayTaskError
+
+from mvr_ray.cli import main, run_stage, told
+from mvr_ray.config import RunConfig, load_run
+from mvr_ray.errors import DataError, MvrRayError
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]):
+    """Runs `mvr-ray` with these words; gives (exit status, stdout, stderr)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"store: {{path: {tmp_path / 'store'}}}\nprepare: {{corpus: small}}\nindex: {{name: small}}\n")
+    return str(path)
+
+
+STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_shows_its_resolved_run_and_does_nothing(said, run_file: str, tmp_path: Path, stage: str) -> None:
+    status, out, _ = said(stage, run_file, "train.epochs=7", "--print-config")
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(out)
+    assert status == 0
+    assert load_run(shown) == load_run(run_file, ["train.epochs=7"])
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "plan", "serve"])
+def test_every_stage_refuses_a_run_file_that_does_not_exist(said, stage: str) -> None:
+    assert said(stage, "nowhere.yaml") == (
+        2,
+        "",
+        "mvr-ray: run file nowhere.yaml does not exist; the shipped ones are in configs/\n"
+        if stage != "retrieve"
+        else "mvr-ray: retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
+        "format=dpr|trec|parquet|jsonl\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "train.epoch: unknown key; did you mean 'epochs'?"),
+        (
+            "train.epochs=many",
+            "train.epochs: Input should be a valid integer, unable to parse string as an integer (given: 'many')",
+        ),
+        (
+            "encoder.num_views=65",
+            "encoder.num_views: Input should be less than or equal to 64 (given: 65)",
+        ),
+        ("retrieve.k=0", "retrieve.k: Input should be greater than or equal to 1 (given: 0)"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_name(said, run_file: str, override: str, message: str) -> None:
+    assert said("index", run_file, override) == (2, "", f"mvr-ray: {run_file}: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("a question", "-k", "0"), "search: k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (("a question", "-k", "1001"), "search: k is 1001; ask for 1 to 1000 passages (serve.max_k)"),
+        (("  ",), "search: the query is empty; send a text with words in it"),
+        (
+            ("word " * 10_000,),
+            "search: the query has 50000 characters; send at most 20000 (serve.max_query_chars)",
+        ),
+    ],
+)
+def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
+    said, run_file: str, words: tuple[str, ...], message: str
+) -> None:
+    assert said("search", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("questions=q.jsonl",), "retrieve: output=... is missing"),
+        (("questions=q", "output=o", "format=xml"), "retrieve: format=xml is not one of dpr, trec, parquet, jsonl"),
+        (("question=q", "output=o"), "retrieve: question=... is not known"),
+    ],
+)
+def test_retrieve_says_what_it_lacks(said, run_file: str, words: tuple[str, ...], message: str) -> None:
+    status, out, err = said("retrieve", run_file, *words)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"mvr-ray: {message}")
+
+
+@pytest.mark.parametrize("action", ["list", "show", "verify", "rollback", "collect"])
+def test_versions_of_an_index_that_is_not_there_name_the_command_that_makes_it(said, run_file: str, action) -> None:
+    status, _, err = said("versions", run_file, action)
+    assert status == 1
+    assert "index 'small'" in err
+    assert err.endswith("has no version; run `mvr-ray index CONFIG`\n")
+
+
+def test_versions_refuse_an_unknown_action(said, run_file: str) -> None:
+    message = "mvr-ray: versions: 'purge' is not one of list, show, verify, rollback, collect\n"
+    assert said("versions", run_file, "purge") == (2, "", message)
+
+
+def test_plan_without_a_corpus_says_what_to_run(said, run_file: str) -> None:
+    status, _, err = said("plan", run_file)
+    assert status == 1
+    assert "run `mvr-ray prepare CONFIG` first, or say how many with --passages N" in err
+
+
+def test_plan_totals_are_the_sums_of_their_lines(said, run_file: str) -> None:
+    _, out, _ = said("plan", run_file, "--passages", "1000", "--json")
+    made = json.loads(out)
+    for kind, total in made["totals"].items():
+        assert total == sum(line["bytes_each"] * line["count"] for line in made["lines"] if line["kind"] == kind)
+
+
+def test_an_interrupt_is_one_line_and_status_130(capsys) -> None:
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Exception) as ended:
+        told(command)()
+    assert ended.value.exit_code == 130
+    assert capsys.readouterr().err == "mvr-ray: interrupted; the same command continues where it stopped\n"
+
+
+def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys) -> None:
+    def command() -> None:
+        raise RayTaskError(
+            "read_rows", "a long traceback", DataError("file.tsv:3: row has 2 columns")
+        ).as_instanceof_cause()
+
+    with pytest.raises(Exception) as ended:
+        told(command)()
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == "mvr-ray: file.tsv:3: row has 2 columns\n"
+
+
+def only_record(store: Path) -> Path:
+    [folder] = (store / "runs").iterdir()
+    return folder
+
+
+def test_a_stage_leaves_the_run_as_it_was_and_its_report(tmp_path: Path, capsys) -> None:
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "train": {"lr": 1e-5}})
+    run_stage("index", run, lambda _run, _progress: {"passages": 3}, print_config=False, as_json=True)
+    folder = only_record(tmp_path)
+    report = json.loads((folder / "report.json").read_text())
+    assert folder.name.endswith("-index")
+    assert RunConfig.model_validate(yaml.safe_load((folder / "config.yaml").read_text())) == run
+    assert (report["outcome"], report["report"]) == ("done", {"passages": 3})
+    assert json.loads(capsys.readouterr().out) == {"passages": 3}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "kept"),
+    [(MvrRayError("no room"), "failed", "MvrRayError: no room"), (KeyboardInterrupt(), "interrupted", None)],
+)
+def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseException, outcome: str, kept) -> None:
+    def work(_run, _progress) -> None:
+        raise error
+
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+    with pytest.raises(type(error)):
+        run_stage("train", run, work, print_config=False, as_json=False)
+    report = json.loads((only_record(tmp_path) / "report.json").read_text())
+    assert (report["outcome"], report["error"]) == (outcome, kept)
+
+
+def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+    for _ in range(3):
+        run_stage("mine", run, lambda _run, _progress: {}, print_config=False, as_json=True)
+    assert len(list((tmp_path / "runs").iterdir())) == 3

@@ -1,0 +1,64 @@
+"""Two rankings compared question by question, against counting by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.comparison import compare
+from mvr_ray.errors import ConfigError, DataError
+
+
+def ranking(path: Path, ranks: list[int | None]) -> Path:
+    """A DPR ranking of five passages a question, whose answer stands at this rank (None: nowhere)."""
+    rows = [
+        {
+            "question": f"q{i}",
+            "answers": ["a"],
+            "ctxs": [{"id": str(j), "title": "", "text": "", "score": "1", "has_answer": j == at} for j in range(1, 6)],
+        }
+        for i, at in enumerate(ranks)
+    ]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_accuracies_and_difference_are_counted_by_hand(tmp_path: Path) -> None:
+    first = ranking(tmp_path / "a.json", [1, 2, None, 1])
+    second = ranking(tmp_path / "b.json", [1, 1, 5, 3])
+    top1, top5 = compare(first, second, [1, 5])
+    assert (top1.first, top1.second, top1.difference, top1.questions) == (50, 50, 0, 4)
+    assert (top5.first, top5.second, top5.difference) == (75, 100, 25)
+
+
+def test_a_ranking_differs_from_itself_by_nothing(tmp_path: Path) -> None:
+    same = ranking(tmp_path / "a.json", [1, 2, None] * 20)
+    assert [(row.difference, row.p) for row in compare(same, same, [1, 5])] == [(0, 1), (0, 1)]
+
+
+def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
+    first, second = ranking(tmp_path / "a.json", [2] * 60), ranking(tmp_path / "b.json", [1] * 50 + [2] * 10)
+    [row] = compare(first, second, [1])
+    assert row.p < 0.001
+    [back] = compare(second, first, [1])
+    assert back.p == pytest.approx(row.p, abs=1e-3)
+
+
+def test_rankings_of_different_questions_are_refused(tmp_path: Path) -> None:
+    first, second = ranking(tmp_path / "a.json", [1, 1]), ranking(tmp_path / "b.json", [1])
+    with pytest.raises(DataError, match="rank different questions: 1 stand in only one of them"):
+        compare(first, second, [1])
+
+
+def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "w.json"
+    wrong.write_text('[{"question": "q"}]')
+    with pytest.raises(DataError, match="entry 1: not a ranking"):
+        compare(wrong, wrong, [1])
+    with pytest.raises(DataError, match="does not exist"):
+        compare(tmp_path / "none.json", wrong, [1])
+    with pytest.raises(ConfigError, match="-k is 0"):
+        compare(wrong, wrong, [0])
+    (tmp_path / "run.trec").write_text("1 Q0 2 1 0.5 tag\n")
+    with pytest.raises(ConfigError, match="ir-measures"):
+        compare(tmp_path / "run.trec", wrong, [1])

@@ -1,0 +1,80 @@
+"""What a user reads: progress lines, sizes, tables of reports, hits with the snippet marked."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mvr_ray.serving.service import FoundPassage, Snippet
+from mvr_ray.terminal import Reporter, duration, hit_text, progress_line, report_tables, size
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "rate", "line"),
+    [
+        (1024, 4096, 32.0, "encode: 1,024 of 4,096 (25 %), 32/s, 1 min 36 s left"),
+        (4096, 4096, 512.0, "encode: 4,096 of 4,096 (100 %), 512/s"),
+        (0, 4096, 0.0, "encode: 0 of 4,096 (0 %)"),
+        (7, 0, 0.5, "encode: 7, 0.5/s"),
+    ],
+)
+def test_a_progress_line_tells_share_rate_and_time_left(done: int, total: int, rate: float, line: str) -> None:
+    assert progress_line("encode", done, total, rate).removesuffix(", 0 s left") == line
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")])
+def test_durations_are_said_in_two_units(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"), [(0, "0 B"), (999, "999 B"), (64.6e9, "64.6 GB"), (1.5e6, "1.5 MB"), (2.58e14, "258 TB")]
+)
+def test_sizes_are_said_in_thousands(num_bytes: float, said: str) -> None:
+    assert size(num_bytes) == said
+
+
+def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interval() -> None:
+    stream = io.StringIO()
+    with Reporter(stream, interval_s=3600) as progress:
+        for done in range(101):
+            progress("encode", done, 100)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("encode: 0 of 100")
+    assert lines[1].startswith("encode: 100 of 100 (100 %)")
+
+
+def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
+    text = "The Nile is long. The Rhine is shorter. So it goes."
+    found = FoundPassage(
+        id="p1",
+        score=0.5,
+        view=1,
+        feedback=False,
+        title="Rivers",
+        text=text,
+        snippet=Snippet(start=18, stop=39, text=text[18:39]),
+    )
+    head, body = hit_text(1, found).plain.split("\n")
+    assert head == " 1. Rivers  [p1] score 0.5000, view 1"
+    assert body == "The Nile is long. »The Rhine is shorter.« So it goes."
+    assert hit_text(1, found.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
+
+
+def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> None:
+    report = {
+        "digest": "ab",
+        "empty": [],
+        "rounds": [{"number": 1, "shares": [0.5, 0.25]}],
+        "published": {"version": 3, "index": "squad", "shards": [{"shard": 0}]},
+    }
+    stream = io.StringIO()
+    tables = report_tables("refine", report)
+    for drawn in tables:
+        Console(file=stream, width=120).print(drawn)
+    said = stream.getvalue()
+    assert len(tables) == 2
+    assert "version 3 of index squad" in said
+    assert "0.5, 0.25" in said
+    assert "empty" not in said
