@@ -1,0 +1,135 @@
+"""Training losses of DPR, MVR and CAMVR on a joined batch.
+
+With f_v = scale x <q, p_v> for each view that the passage has, and f = max_v f_v (MVR eq. 4):
+
+    DPR    (MVR eq. 2)   -log( exp(f(q,p+) / t) / sum over passages exp(f(q,p) / t) ), passages of one view
+    MVR    (MVR eq. 5)   global + lambda x local
+           (MVR eq. 6)   global: the same softmax over the passages, each by its best view
+           (MVR eq. 7)   local:  -log( exp(f / t) / sum_v exp(f_v / t) ) over the positive's own views
+           (MVR eq. 8)   t = max(floor, exp(-decay x epoch)), in both
+    CAMVR  (CAMVR 13)    global, but f(q,p+) = f_a, a the view of the snippet that holds the answer
+
+Everything is a mean over the questions. All passages of the batch that are not the question's positive are negatives,
+save those told to be positives too. A row of `mask_PV` with no view at all is padding: its passage takes no part.
+
+Shapes: Q questions, P passages, V views per passage, D dimension.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LossTerms(NamedTuple):
+    """`total` = `global_` + lambda x `local`, each a scalar; the last two are detached."""
+
+    total: Tensor
+    global_: Tensor
+    local: Tensor
+
+
+def temperature(epoch: float, decay: float, floor: float) -> float:
+    """MVR eq. 8: 1 at the start, `floor` at last."""
+    return max(floor, math.exp(-decay * epoch))
+
+
+def pairwise_scores(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> Tensor:
+    """scores_QPV, every question with every view; -inf where a view is missing."""
+    scores_QPV = torch.einsum("qd,pvd->qpv", queries_QD, views_PVD)
+    return scores_QPV.masked_fill(~mask_PV, -torch.inf)
+
+
+def dpr_loss(
+    queries_QD: Tensor,
+    views_PVD: Tensor,
+    mask_PV: Tensor,
+    positive_Q: Tensor,
+    *,
+    tau: float = 1.0,
+    scale: float = 1.0,
+    local_weight: float = 0.0,
+    answer_view_Q: Tensor | None = None,
+    known_QP: Tensor | None = None,
+) -> LossTerms:
+    """MVR eq. 2. Takes what the other losses take; the local weight and the answer's view mean nothing here.
+
+    positive_Q holds the row of each question's positive; known_QP is true where a passage is another positive of the
+    question, which is then no negative.
+    """
+    scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
+    best_QP = scores_QPV.amax(-1)
+    global_ = _softmax_loss(best_QP, _positive(best_QP, positive_Q), positive_Q, known_QP)
+    return _terms(global_, global_.new_zeros(()), 0.0)
+
+
+def mvr_loss(
+    queries_QD: Tensor,
+    views_PVD: Tensor,
+    mask_PV: Tensor,
+    positive_Q: Tensor,
+    *,
+    tau: float = 1.0,
+    scale: float = 1.0,
+    local_weight: float = 0.01,
+    answer_view_Q: Tensor | None = None,
+    known_QP: Tensor | None = None,
+) -> LossTerms:
+    """MVR eqs. 5-7; the answer's view means nothing here."""
+    scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
+    best_QP = scores_QPV.amax(-1)
+    positive = _positive(best_QP, positive_Q)
+    global_ = _softmax_loss(best_QP, positive, positive_Q, known_QP)
+    local = (_own_views(scores_QPV, positive_Q).logsumexp(-1) - positive).mean()
+    return _terms(global_, local, local_weight)
+
+
+def camvr_loss(
+    queries_QD: Tensor,
+    views_PVD: Tensor,
+    mask_PV: Tensor,
+    positive_Q: Tensor,
+    *,
+    tau: float = 1.0,
+    scale: float = 1.0,
+    local_weight: float = 0.01,
+    answer_view_Q: Tensor | None = None,
+    known_QP: Tensor | None = None,
+) -> LossTerms:
+    """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one.
+
+    Where answer_view_Q is -1 or a view that its passage lacks (cut off by truncation), the best view stands in.
+    """
+    scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
+    best_QP = scores_QPV.amax(-1)
+    own_QV = _own_views(scores_QPV, positive_Q)
+    positive = _positive(best_QP, positive_Q)
+    if answer_view_Q is not None:
+        answer = own_QV.gather(1, answer_view_Q.clamp(min=0)[:, None])[:, 0]
+        positive = torch.where((answer_view_Q >= 0) & answer.isfinite(), answer, positive)
+    global_ = _softmax_loss(best_QP, positive, positive_Q, known_QP)
+    local = (own_QV.logsumexp(-1) - positive).mean()
+    return _terms(global_, local, local_weight)
+
+
+def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_QP: Tensor | None) -> Tensor:
+    """Mean of -log softmax of the positive's score among it and the negatives' best ones."""
+    others_QP = torch.zeros_like(best_QP, dtype=torch.bool) if known_QP is None else known_QP.clone()
+    others_QP.scatter_(1, positive_Q[:, None], True)
+    negatives_QP = best_QP.masked_fill(others_QP, -torch.inf)
+    everything = torch.cat([positive[:, None], negatives_QP], dim=1).logsumexp(-1)
+    return (everything - positive).mean()
+
+
+def _positive(best_QP: Tensor, positive_Q: Tensor) -> Tensor:
+    return best_QP.gather(1, positive_Q[:, None])[:, 0]
+
+
+def _own_views(scores_QPV: Tensor, positive_Q: Tensor) -> Tensor:
+    """The scores of each question with its own positive's views, QV."""
+    return scores_QPV[torch.arange(len(positive_Q), device=scores_QPV.device), positive_Q]
+
+
+def _terms(global_: Tensor, local: Tensor, local_weight: float) -> LossTerms:
+    return LossTerms(global_ + local_weight * local, global_.detach(), local.detach())

@@ -1,0 +1,159 @@
+"""The losses against slow transcriptions of the papers' equations, and their gradients."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.losses import camvr_loss, dpr_loss, mvr_loss, pairwise_scores, temperature
+
+LOSSES = [dpr_loss, mvr_loss, camvr_loss]
+
+
+class Batch:
+    """Random float64 inputs: passages of unequal views, several questions on one passage, known other positives."""
+
+    def __init__(
+        self, seed: int, num_questions: int = 5, num_passages: int = 7, num_views: int = 4, dimension: int = 6
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        self.queries = torch.randn(num_questions, dimension, generator=generator, dtype=torch.float64)
+        self.views = torch.randn(num_passages, num_views, dimension, generator=generator, dtype=torch.float64)
+        self.mask = torch.rand(num_passages, num_views, generator=generator) < 0.6
+        self.mask[torch.arange(num_passages), torch.randint(num_views, (num_passages,), generator=generator)] = True
+        self.positive = torch.randint(num_passages, (num_questions,), generator=generator)
+        self.answer = torch.randint(-1, num_views, (num_questions,), generator=generator)
+        self.known = torch.rand(num_questions, num_passages, generator=generator) < 0.2
+
+
+def slow(name: str, batch: Batch, tau: float, scale: float, weight: float) -> tuple[float, float, float]:
+    """The equations, one question, passage and view at a time."""
+    global_terms, local_terms = [], []
+    for q, query in enumerate(batch.queries.tolist()):
+        scores = []
+        for p, views in enumerate(batch.views.tolist()):
+            scores.append(
+                {
+                    v: scale * sum(a * b for a, b in zip(query, view))
+                    for v, view in enumerate(views)
+                    if bool(batch.mask[p, v])
+                }
+            )
+        positive = int(batch.positive[q])
+        own = scores[positive]
+        chosen = max(own.values())
+        if name == "camvr_loss" and int(batch.answer[q]) in own:
+            chosen = own[int(batch.answer[q])]
+        below = math.exp(chosen / tau)
+        for p, other in enumerate(scores):
+            if p != positive and not bool(batch.known[q, p]) and other:
+                below += math.exp(max(other.values()) / tau)
+        global_terms.append(-math.log(math.exp(chosen / tau) / below))
+        local_terms.append(-math.log(math.exp(chosen / tau) / sum(math.exp(f / tau) for f in own.values())))
+    global_, local = (sum(terms) / len(terms) for terms in (global_terms, local_terms))
+    if name == "dpr_loss":
+        return global_, global_, 0.0
+    return global_ + weight * local, global_, local
+
+
+def run(loss, batch: Batch, **kwargs):
+    return loss(
+        batch.queries,
+        batch.views,
+        batch.mask,
+        batch.positive,
+        answer_view_Q=batch.answer,
+        known_QP=batch.known,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(
+    seed=st.integers(0, 10_000),
+    tau=st.floats(0.3, 1.0),
+    scale=st.sampled_from([1.0, 5.0]),
+    weight=st.sampled_from([0.0, 0.01, 1.0]),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_loss_is_the_papers_equation(loss, seed, tau, scale, weight):
+    batch = Batch(seed)
+    terms = run(loss, batch, tau=tau, scale=scale, local_weight=weight)
+    assert [term.item() for term in terms] == pytest.approx(
+        slow(loss.__name__, batch, tau, scale, weight), rel=1e-9, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gradient_is_that_of_the_loss(loss, seed):
+    batch = Batch(seed, num_questions=3, num_passages=4, num_views=3, dimension=3)
+    batch.queries.requires_grad_()
+    batch.views.requires_grad_()
+
+    def total(queries, views):
+        batch.queries, batch.views = queries, views
+        return run(loss, batch, tau=0.7, scale=2.0, local_weight=0.3).total
+
+    assert torch.autograd.gradcheck(total, (batch.queries, batch.views))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_missing_views_and_padding_passages_take_no_part_in_loss_or_gradient(loss):
+    batch = Batch(3)
+    batch.known[:] = False
+    plain = run(loss, batch, tau=0.5)
+    padded = Batch(3)
+    noise = torch.full((2, *batch.views.shape[1:]), 1e3, dtype=torch.float64)
+    padded.views = torch.cat([torch.where(batch.mask[..., None], batch.views, 1e3), noise]).requires_grad_()
+    padded.mask = torch.cat([batch.mask, torch.zeros(2, batch.mask.shape[1], dtype=torch.bool)])
+    padded.known = torch.zeros(len(batch.queries), len(padded.views), dtype=torch.bool)
+    terms = run(loss, padded, tau=0.5)
+    assert [term.item() for term in terms] == pytest.approx([term.item() for term in plain], rel=1e-12)
+    (gradient,) = torch.autograd.grad(terms.total, padded.views)
+    assert torch.isfinite(gradient).all()
+    assert (gradient[~padded.mask] == 0).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_order_of_passages_does_not_matter(loss):
+    batch = Batch(5)
+    before = run(loss, batch).total
+    order = torch.randperm(len(batch.views), generator=torch.Generator().manual_seed(0))
+    batch.views, batch.mask, batch.known = batch.views[order], batch.mask[order], batch.known[:, order]
+    batch.positive = torch.argsort(order)[batch.positive]
+    assert float(run(loss, batch).total) == pytest.approx(float(before), rel=1e-12)
+
+
+def test_equal_views_make_the_local_loss_ln_v():
+    batch = Batch(1, num_views=8)
+    batch.views = batch.views[:, :1].expand(-1, 8, -1)
+    batch.mask[:] = True
+    assert float(run(mvr_loss, batch).local) == pytest.approx(math.log(8), rel=1e-12)
+
+
+def test_with_one_view_every_loss_is_dpr():
+    batch = Batch(2, num_views=1)
+    totals = [float(run(loss, batch, tau=0.4, scale=3.0).total) for loss in LOSSES]
+    assert totals == pytest.approx([totals[0]] * 3, rel=1e-12)
+
+
+def test_camvr_without_answer_views_is_mvr():
+    batch = Batch(4)
+    batch.answer[:] = -1
+    assert float(run(camvr_loss, batch).total) == pytest.approx(float(run(mvr_loss, batch).total), rel=1e-12)
+
+
+def test_scores_of_missing_views_are_minus_infinity():
+    batch = Batch(6)
+    scores = pairwise_scores(batch.queries, batch.views, batch.mask)
+    assert (scores.isneginf() == ~batch.mask.expand_as(scores)).all()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"), [(0, 1.0), (1, math.exp(-0.1)), (5, math.exp(-0.5)), (13, 0.3), (99, 0.3)]
+)
+def test_temperature_falls_from_one_to_its_floor(epoch, expected):
+    assert temperature(epoch, 0.1, 0.3) == pytest.approx(expected)
