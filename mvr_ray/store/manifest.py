@@ -277,7 +277,7 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
-    """Remove all but the newest `keep` versions, and what no remaining version names, if older than `grace_s`.
+    """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
 
     Unfinished work older than that goes too. Returns the removed paths.
     """
@@ -285,7 +285,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     removed: list[str] = []
     for version in list_versions(store, index)[:-keep]:
         path = layout.manifest(index, version)
-        if store.age_s(path) > grace_s:
+        if store.age_s(path) >= grace_s:
             store.delete(path)
             removed.append(path)
     candidates = [layout.shard_dir(index, name) for name in store.list(layout.shards_dir(index))]
@@ -293,7 +293,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     candidates += [layout.staging_dir(index, key) for key in store.list(layout.staging_root(index))]
     for path in candidates:
         # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
-        if path not in _named(store, index) and store.age_s(path) > grace_s:
+        if path not in _named(store, index) and store.age_s(path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removed.append(path)
     return removed

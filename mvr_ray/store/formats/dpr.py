@@ -1,0 +1,115 @@
+"""DPR's files: passage TSV, training JSON (array or lines) and question CSV."""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.records import (
+    BadRow,
+    DroppedRow,
+    Record,
+    passage_record,
+    plain_apostrophes,
+    question_record,
+    slug,
+)
+from mvr_ray.store.formats.text_files import Row, json_lines, open_text, tsv_rows
+
+CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+
+
+def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
+    """`id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it."""
+    for row in tsv_rows(path, 3):
+        if isinstance(row, BadRow):
+            yield row
+        elif row.values[0] != "id":
+            id_, text, title = row.values
+            yield passage_record(id_, title, text, row.where, prefix)
+
+
+def read_dpr_json(path: Path, prefix: str = "") -> Iterator[Record]:
+    """The training array, one row at a time."""
+    with open_text(path) as file:
+        reader = JsonReader(file, str(path))
+        for number, row in enumerate(reader.items()):
+            yield from _training_row(row, number, path, f"{path}:{reader.line} (row {number})", prefix)
+        reader.finish()
+
+
+def read_dpr_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
+    """The training rows, one a line."""
+    for number, row in enumerate(json_lines(path)):
+        if isinstance(row, BadRow):
+            yield row
+        else:
+            yield from _training_row(row.values, number, path, row.where, prefix)
+
+
+def read_qas_csv(path: Path, prefix: str = "") -> Iterator[Record]:
+    """`question`, then its answers as a Python list, tab-separated. The list is parsed as a literal, never run."""
+    for number, row in enumerate(tsv_rows(path, 2)):
+        if isinstance(row, Row):
+            text, literal = row.values
+            answers = _literal_list(literal)
+            if answers is None:
+                yield BadRow(row.where, f"the answers are not a Python list of texts: {literal!r:.80}")
+            else:
+                yield question_record(question_id(path, number), plain_apostrophes(text), row.where, answers)
+        else:
+            yield row
+
+
+def question_id(path: Path, number: int) -> str:
+    """The id of a question that its file gives none: the file's name up to the first dot, and the row from 0."""
+    return f"{slug(path.name.partition('.')[0])}-{number}"
+
+
+def context_id(context: dict[str, Any]) -> Any:
+    """The id of a DPR context: as given, else made from title and text."""
+    for key in ("passage_id", "psg_id", "id"):
+        if context.get(key) not in (None, ""):
+            return context[key]
+    content = f"{context.get('title') or ''}\0{context.get('text') or ''}"
+    return f"ctx-{hashlib.blake2b(content.encode(errors='replace'), digest_size=8).hexdigest()}"
+
+
+def _training_row(row: Any, number: int, path: Path, where: str, prefix: str) -> Iterator[Record]:
+    if not isinstance(row, dict):
+        yield BadRow(where, "a row is not an object")
+        return
+    ids: dict[str, list[Any]] = {}
+    for kind in CONTEXTS:
+        contexts = row.get(kind) or []
+        if not isinstance(contexts, list) or not all(isinstance(context, dict) for context in contexts):
+            yield BadRow(where, f"{kind} is not a list of objects")
+            return
+        ids[kind] = [context_id(context) for context in contexts]
+    for kind in CONTEXTS:
+        for context, id_ in zip(row.get(kind) or [], ids[kind]):
+            yield passage_record(id_, context.get("title"), context.get("text"), where, prefix, repeats=True)
+    if not ids["positive_ctxs"]:
+        yield DroppedRow(where, "DPR training row without a positive passage")
+        return
+    yield question_record(
+        row.get("id") or question_id(path, number),
+        plain_apostrophes(row.get("question")),
+        where,
+        answers=row.get("answers") or row.get("answer"),
+        positive_ids=ids["positive_ctxs"],
+        hard_negative_ids=ids["hard_negative_ctxs"] or ids["negative_ctxs"],
+        prefix=prefix,
+    )
+
+
+def _literal_list(text: str) -> list[str] | None:
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        return None
+    return list(value)

@@ -1,0 +1,126 @@
+"""JSON read piece by piece: the memory is that of the largest item, not of the file.
+
+    reader = JsonReader(file, "train.json")
+    for row in reader.items():          an array, item by item
+    for key in reader.members():        an object, key by key; read each value before the next key
+
+A broken file is a DataError with the line at which it breaks.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from mvr_ray.errors import DataError
+
+READ_CHARS = 1 << 16
+MAX_ITEM_CHARS = 1 << 28
+NEAR_END_CHARS = 16
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\n\r"
+
+
+class JsonReader:
+    """Reads one JSON text. `line` is where the next thing to be read stands."""
+
+    def __init__(self, file: TextIO, name: str) -> None:
+        self.name = name
+        self.line = 1
+        self._file = file
+        self._buffer = ""
+        self._at = 0
+        self._ended = False
+
+    def peek(self) -> str:
+        """The next character that is not white space; empty at the end of the file."""
+        while True:
+            stop = self._at
+            while stop < len(self._buffer) and self._buffer[stop] in _SPACE:
+                stop += 1
+            self._advance(stop)
+            if stop < len(self._buffer):
+                return self._buffer[stop]
+            if not self._more(READ_CHARS):
+                return ""
+
+    def value(self) -> Any:
+        """The next value, whole."""
+        self.peek()
+        num_chars = READ_CHARS
+        while True:
+            try:
+                value, stop = _DECODER.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
+                if not cut or not self._more(num_chars):
+                    raise self._broken(error.msg, error.pos) from None
+            except RecursionError:
+                raise self._broken("nested too deeply", self._at) from None
+            else:
+                # A number that touches the end of the buffer may go on.
+                if stop < len(self._buffer) or not self._more(num_chars):
+                    self._advance(stop)
+                    return value
+            num_chars *= 2
+            if len(self._buffer) - self._at > MAX_ITEM_CHARS:
+                raise self._broken(f"one item is longer than {MAX_ITEM_CHARS} characters", self._at)
+
+    def items(self) -> Iterator[Any]:
+        """The items of an array. While one is in hand, `line` is where it ended."""
+        self._take("[")
+        if self.peek() == "]":
+            self._take("]")
+            return
+        while True:
+            yield self.value()
+            if self.peek() == "]":
+                break
+            self._take(",")
+        self._take("]")
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object; the caller reads each key's value before asking for the next."""
+        self._take("{")
+        if self.peek() == "}":
+            self._take("}")
+            return
+        while True:
+            key = self.value()
+            if not isinstance(key, str):
+                raise self._broken(f"a key is {key!r:.40}, not a text", self._at)
+            self._take(":")
+            yield key
+            if self.peek() == "}":
+                break
+            self._take(",")
+        self._take("}")
+
+    def finish(self) -> None:
+        """Make sure that nothing follows."""
+        if rest := self.peek():
+            raise self._broken(f"the JSON text ends, but {rest!r} follows", self._at)
+
+    def _take(self, char: str) -> None:
+        found = self.peek()
+        if found != char:
+            raise self._broken(f"{char!r} expected, {found!r} found" if found else f"{char!r} expected", self._at)
+        self._advance(self._at + 1)
+
+    def _advance(self, to: int) -> None:
+        self.line += self._buffer.count("\n", self._at, to)
+        self._at = to
+
+    def _more(self, num_chars: int) -> bool:
+        """Drop what was read and take in more; False at the end of the file."""
+        if self._ended:
+            return False
+        piece = self._file.read(num_chars)
+        self._ended = not piece
+        self._buffer = self._buffer[self._at :] + piece
+        self._at = 0
+        return bool(piece)
+
+    def _broken(self, reason: str, position: int) -> DataError:
+        line = self.line + self._buffer.count("\n", self._at, position)
+        end = " (the file ends here)" if self._ended and position >= len(self._buffer) - 1 else ""
+        return DataError(f"{self.name}:{line}: not valid JSON: {reason}{end}")

@@ -1,0 +1,196 @@
+"""Rankings written for others to read: DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines, Parquet.
+
+A file appears whole when its last row is written.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mvr_ray.errors import DataError
+from mvr_ray.store.files import finished_file
+from mvr_ray.store.formats.trec import run_lines
+from mvr_ray.types import Question
+
+RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
+PARQUET_QUESTIONS = 256
+
+
+class RankedPassage(NamedTuple):
+    """One hit, ready to be written. `has_answer` None: the question's answers are not known."""
+
+    id: str
+    title: str
+    text: str
+    score: float
+    has_answer: bool | None = None
+    view: int = -1
+    snippet: str = ""
+
+
+class RankedQuestion(NamedTuple):
+    """A question and its hits, best first."""
+
+    question: Question
+    passages: Sequence[RankedPassage]
+
+
+PARQUET_SCHEMA = pa.schema(
+    [
+        ("question_id", pa.string()),
+        ("question", pa.string()),
+        ("rank", pa.int32()),
+        ("passage_id", pa.string()),
+        ("title", pa.string()),
+        ("text", pa.string()),
+        ("score", pa.float32()),
+        ("has_answer", pa.bool_()),
+        ("view", pa.int16()),
+        ("snippet", pa.string()),
+    ]
+)
+
+
+def write_ranking(
+    rows: Iterable[RankedQuestion], path: Path, format: RankingFormat, *, tag: str = "mvr_ray", extras: bool = False
+) -> int:
+    """Write rankings as they come; returns how many questions there were.
+
+    `extras` adds view and snippet to the DPR JSON, which DPR's own reader then refuses. `tag` names a TREC run.
+    """
+    if format not in get_args(RankingFormat):
+        raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
+    counted = _Counted(rows)
+    with finished_file(path) as aside:
+        if format == "parquet":
+            _write_parquet(counted, aside)
+        else:
+            with aside.open("w", encoding="utf-8", newline="\n") as file:
+                _text_writer(format, tag, extras)(counted, file)
+    return counted.count
+
+
+class _Counted:
+    def __init__(self, rows: Iterable[RankedQuestion]) -> None:
+        self._rows = rows
+        self.count = 0
+
+    def __iter__(self) -> Iterator[RankedQuestion]:
+        for row in self._rows:
+            self.count += 1
+            yield row
+
+
+def _text_writer(format: RankingFormat, tag: str, extras: bool) -> Callable[[Iterable[RankedQuestion], TextIO], None]:
+    match format:
+        case "dpr":
+            return lambda rows, file: _write_dpr(rows, file, extras)
+        case "trec":
+            return lambda rows, file: _write_trec(rows, file, tag)
+        case "msmarco":
+            return _write_msmarco
+        case "pyserini":
+            return _write_pyserini
+        case _:
+            return _write_jsonl
+
+
+def _write_dpr(rows: Iterable[RankedQuestion], file: TextIO, extras: bool) -> None:
+    """An array of {question, answers, ctxs}; a ctx has exactly id, title, text, score (a text) and has_answer."""
+
+    def context(hit: RankedPassage) -> dict[str, Any]:
+        five = {
+            "id": hit.id,
+            "title": hit.title,
+            "text": hit.text,
+            "score": _float32_text(hit.score),
+            "has_answer": bool(hit.has_answer),
+        }
+        return {**five, "view": hit.view, "snippet": hit.snippet} if extras else five
+
+    separator = "[\n"
+    for question, hits in rows:
+        row = {"question": question.text, "answers": list(question.answers), "ctxs": [context(hit) for hit in hits]}
+        file.write(separator + json.dumps(row, ensure_ascii=False, indent=4))
+        separator = ",\n"
+    file.write("[]\n" if separator == "[\n" else "\n]\n")
+
+
+def _write_pyserini(rows: Iterable[RankedQuestion], file: TextIO) -> None:
+    """An object by question id of {question, answers, contexts}; a context's text is title, newline, body."""
+    separator = "{\n"
+    for question, hits in rows:
+        contexts = [
+            {
+                "docid": hit.id,
+                "score": _float32_text(hit.score),
+                "text": f"{hit.title}\n{hit.text}",
+                "has_answer": bool(hit.has_answer),
+            }
+            for hit in hits
+        ]
+        row = {"question": question.text, "answers": list(question.answers), "contexts": contexts}
+        file.write(f"{separator}{json.dumps(question.id)}: {json.dumps(row, ensure_ascii=False)}")
+        separator = ",\n"
+    file.write("{}\n" if separator == "{\n" else "\n}\n")
+
+
+def _write_trec(rows: Iterable[RankedQuestion], file: TextIO, tag: str) -> None:
+    for question, hits in rows:
+        file.writelines(run_lines(question.id, ((hit.id, hit.score) for hit in hits), tag))
+
+
+def _write_msmarco(rows: Iterable[RankedQuestion], file: TextIO) -> None:
+    for question, hits in rows:
+        for rank, hit in enumerate(hits, 1):
+            if "\t" in question.id + hit.id or "\n" in question.id + hit.id:
+                raise DataError(f"id {question.id!r} or {hit.id!r} holds a tab or newline; an MS MARCO run cannot")
+            file.write(f"{question.id}\t{hit.id}\t{rank}\n")
+
+
+def _write_jsonl(rows: Iterable[RankedQuestion], file: TextIO) -> None:
+    for question, hits in rows:
+        described = [
+            {
+                "rank": rank,
+                "id": hit.id,
+                "title": hit.title,
+                "text": hit.text,
+                "score": float(_float32_text(hit.score)),
+                "has_answer": hit.has_answer,
+                "view": hit.view,
+                "snippet": hit.snippet,
+            }
+            for rank, hit in enumerate(hits, 1)
+        ]
+        row = {"id": question.id, "question": question.text, "answers": list(question.answers), "hits": described}
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _write_parquet(rows: Iterable[RankedQuestion], path: Path) -> None:
+    with pq.ParquetWriter(path, PARQUET_SCHEMA) as writer:
+        pending: list[tuple[Any, ...]] = []
+        for number, (question, hits) in enumerate(rows, 1):
+            for rank, hit in enumerate(hits, 1):
+                place = (question.id, question.text, rank)
+                pending.append((*place, hit.id, hit.title, hit.text, hit.score, hit.has_answer, hit.view, hit.snippet))
+            if number % PARQUET_QUESTIONS == 0:
+                _write_table(writer, pending)
+                pending = []
+        _write_table(writer, pending)
+
+
+def _write_table(writer: pq.ParquetWriter, rows: list[tuple[Any, ...]]) -> None:
+    if rows:
+        columns = [pa.array(values, field.type) for values, field in zip(zip(*rows), PARQUET_SCHEMA)]
+        writer.write_table(pa.table(columns, schema=PARQUET_SCHEMA))
+
+
+def _float32_text(score: float) -> str:
+    """The shortest text that reads back as the same 32-bit score."""
+    return str(np.float32(score))

@@ -1,0 +1,134 @@
+"""What a source file yields, one at a time, each with the place where it stands."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mvr_ray.types import Passage, Question
+
+
+class PassageRecord(NamedTuple):
+    """`repeats` marks sources in which one passage stands many times, as in DPR's training files."""
+
+    passage: Passage
+    where: str
+    repeats: bool = False
+
+
+class QuestionRecord(NamedTuple):
+    question: Question
+    where: str
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used: malformed, empty, or naming what is not there."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+class DroppedRow(NamedTuple):
+    """A sound row that the format's own convention leaves out, such as a query without judgements."""
+
+    where: str
+    reason: str
+
+
+Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
+
+
+class _Wrong(Exception):
+    """Why a row is bad; never leaves this module."""
+
+
+def passage_record(
+    id_: Any, title: Any, text: Any, where: str, prefix: str = "", repeats: bool = False
+) -> PassageRecord | BadRow:
+    """A passage from raw values, or why it is none. The text is kept to the letter, so that offsets stay true."""
+    try:
+        name = prefix + _id(id_)
+        body = _text(text, "text")
+        heading = _text(title, "title", may_be_empty=True)
+    except _Wrong as wrong:
+        return BadRow(where, str(wrong))
+    return PassageRecord(Passage(name, heading, body), where, repeats)
+
+
+def question_record(
+    id_: Any,
+    text: Any,
+    where: str,
+    answers: Any = (),
+    positive_ids: Any = (),
+    hard_negative_ids: Any = (),
+    answer_starts: Any = (),
+    prefix: str = "",
+) -> QuestionRecord | BadRow:
+    """A question from raw values, or why it is none. `prefix` goes before the passage ids."""
+    try:
+        starts = tuple(answer_starts or ())
+        found = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
+        if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
+            raise _Wrong(f"answer_starts holds something other than whole numbers: {starts!r}")
+        if starts and len(starts) != len(found):
+            raise _Wrong(f"{len(found)} answers and {len(starts)} answer starts")
+        question = Question(
+            id=_id(id_),
+            text=_text(text, "question").strip(),
+            answers=found,
+            positive_ids=_ids(positive_ids, "positive_ids", prefix),
+            hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids", prefix),
+            answer_starts=starts,
+        )
+    except _Wrong as wrong:
+        return BadRow(where, str(wrong))
+    return QuestionRecord(question, where)
+
+
+def plain_apostrophes(text: Any) -> Any:
+    """DPR's reading of questions: a typographic apostrophe becomes the plain one."""
+    return text.replace("\u2019", "'") if isinstance(text, str) else text
+
+
+def slug(text: str) -> str:
+    """A name without white space, as ids must be for TREC files."""
+    return "_".join(text.split())
+
+
+def _id(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise _Wrong(f"id is {value!r}, not a text or a whole number" if value not in ("", None) else "id is missing")
+    return _unicode(str(value), "id")
+
+
+def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
+    if value is None and may_be_empty:
+        return ""
+    if not isinstance(value, str):
+        raise _Wrong(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
+    if not may_be_empty and not value.strip():
+        raise _Wrong(f"{name} is empty")
+    return _unicode(value, name)
+
+
+def _unicode(value: str, name: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Wrong(f"{name} is not valid UTF-8: {value!r:.60}") from None
+    return value
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise _Wrong(f"{name} is {value!r:.60}, not a list")
+    return value
+
+
+def _ids(values: Any, name: str, prefix: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(prefix + _id(value) for value in _list(values, name)))

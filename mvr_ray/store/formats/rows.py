@@ -1,0 +1,97 @@
+"""Row files of our own shape (JSON lines, Parquet), NQ-open lines, and summaries.
+
+A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
+answer_starts. Any other row is a passage: id (or _id), title, text (or contents).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.store.formats.dpr import question_id
+from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.records import (
+    BadRow,
+    Record,
+    passage_record,
+    plain_apostrophes,
+    question_record,
+    slug,
+)
+from mvr_ray.store.formats.text_files import json_lines, open_text
+
+PARQUET_ROWS = 1024
+
+
+def read_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
+    for number, row in enumerate(json_lines(path)):
+        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, prefix)
+
+
+def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
+    """Rows are named by number from 0, since Parquet has no lines."""
+    if not path.is_file():
+        raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
+    try:
+        with pq.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    yield _record(row, number, path, f"{path}:row {number}", prefix)
+                    number += 1
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+
+
+def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
+    """`{"question": ..., "answer": [...]}` a line; no passages."""
+    for number, row in enumerate(json_lines(path)):
+        if isinstance(row, BadRow):
+            yield row
+        else:
+            text = plain_apostrophes(row.values.get("question"))
+            yield question_record(question_id(path, number), text, row.where, row.values.get("answer"))
+
+
+def read_summaries(path: Path, prefix: str = "") -> Iterator[Record]:
+    """A JSON object of {title, extract, description}: the extract is a passage, the description asks for it.
+
+    The passage's id is its key with white space as `_`, the question's is `about:` and that. Several summaries may
+    share a description ("American actor"): each keeps its own question, whose one positive is its own passage.
+    """
+    with open_text(path) as file:
+        reader = JsonReader(file, str(path))
+        for key in reader.members():
+            where = f"{path}:{reader.line} ({key})"
+            summary = reader.value()
+            if not isinstance(summary, dict):
+                yield BadRow(where, "a summary is not an object")
+                continue
+            name = slug(key)
+            yield passage_record(name, summary.get("title") or key, summary.get("extract"), where, prefix)
+            description = summary.get("description")
+            if isinstance(description, str) and description.strip():
+                yield question_record(f"about:{name}", description, where, positive_ids=[name], prefix=prefix)
+        reader.finish()
+
+
+def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: str) -> Record:
+    if row.get("question") is not None:
+        answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
+        return question_record(
+            row.get("id") if row.get("id") not in (None, "") else question_id(path, number),
+            row["question"],
+            where,
+            answers=answers,
+            positive_ids=row.get("positive_ids"),
+            hard_negative_ids=row.get("hard_negative_ids"),
+            answer_starts=row.get("answer_starts"),
+            prefix=prefix,
+        )
+    id_ = row["id"] if row.get("id") is not None else row.get("_id")
+    text = row["text"] if row.get("text") is not None else row.get("contents")
+    return passage_record(id_, row.get("title"), text, where, prefix)

@@ -1,0 +1,92 @@
+"""TREC files: runs and judgements.
+
+trec_eval ignores ranks: it sorts by score (as a 32-bit float) and ties by id, descending. The run writer therefore
+lowers a score that ties with the one above by the least amount that `%.6f` and 32 bits can show, so that trec_eval's
+order is ours.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats.text_files import open_text
+
+MILLION = 1_000_000
+
+
+class RunLine(NamedTuple):
+    question_id: str
+    passage_id: str
+    rank: int
+    score: float
+    tag: str
+
+
+def run_lines(question_id: str, scored: Iterable[tuple[str, float]], tag: str) -> Iterator[str]:
+    """Lines of one question's ranking, best first, ranks from 1."""
+    above: int | None = None
+    for rank, (passage_id, score) in enumerate(scored, 1):
+        _refuse_spaces(question_id, "question")
+        _refuse_spaces(passage_id, "passage")
+        if not math.isfinite(score):
+            raise DataError(f"question {question_id!r}: passage {passage_id!r} has score {score}, not a number")
+        millionths = _below(above, round(float(score) * MILLION))
+        yield f"{question_id} Q0 {passage_id} {rank} {millionths / MILLION:.6f} {tag}\n"
+        above = millionths
+
+
+def read_trec_run(path: Path) -> Iterator[RunLine]:
+    """Lines of a run in the file's order; DataError names the first that is none."""
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            parts = line.split()
+            if not parts:
+                continue
+            if len(parts) != 6:
+                raise DataError(f"{path}:{number}: {len(parts)} columns, not the 6 of a TREC run")
+            question_id, _, passage_id, rank, score, tag = parts
+            try:
+                yield RunLine(question_id, passage_id, int(rank), float(score), tag)
+            except ValueError:
+                raise DataError(f"{path}:{number}: rank {rank!r} or score {score!r} is not a number") from None
+
+
+def read_qrels(path: Path) -> dict[str, dict[str, int]]:
+    """Judgements by question: TREC's four columns, or BEIR's three under a header line."""
+    judged: dict[str, dict[str, int]] = {}
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            parts = line.split("\t") if "\t" in line else line.split()
+            parts = [part.strip() for part in parts]
+            if not any(parts) or (number == 1 and parts[0] == "query-id"):
+                continue
+            if len(parts) not in (3, 4):
+                raise DataError(f"{path}:{number}: {len(parts)} columns; qrels have 4, or 3 in BEIR")
+            try:
+                judged.setdefault(parts[0], {})[parts[-2]] = int(float(parts[-1]))
+            except (ValueError, OverflowError):
+                raise DataError(f"{path}:{number}: grade {parts[-1]!r} is not a number") from None
+    return judged
+
+
+def _below(above: int | None, millionths: int) -> int:
+    """The highest number of millionths up to `millionths` that shows as less than `above`, also in 32 bits."""
+    if above is None:
+        return millionths
+    lower = min(millionths, above - 1)
+    limit = np.float32(above / MILLION)
+    while np.float32(lower / MILLION) >= limit:
+        lower -= max(1, int(abs(float(np.spacing(limit))) * MILLION) // 2)
+    return lower
+
+
+def _refuse_spaces(id_: str, what: str) -> None:
+    if not id_ or any(char.isspace() for char in id_):
+        raise DataError(
+            f"{what} id {id_!r} is empty or holds white space, which a TREC run cannot express; "
+            f"write the ranking as dpr, jsonl or parquet, or give the source ids without white space"
+        )
