@@ -1,0 +1,81 @@
+"""Passages cut into chunks, and questions carried over to the chunks that answer them.
+
+Chunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, to the letter.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mvr_ray.types import Passage, Question
+
+_WORD = re.compile(r"\S+")
+
+
+class Chunk(NamedTuple):
+    """A piece of a passage; `start` is its first character's offset there."""
+
+    passage: Passage
+    start: int
+
+
+class Located(NamedTuple):
+    """Where a question's answers stand in one passage: the chunks that answer it, and offsets in the first."""
+
+    title: str
+    chunk_ids: tuple[str, ...]
+    answer_starts: tuple[int, ...]
+
+
+def chunk(passage: Passage, chunk_words: int) -> list[Chunk]:
+    """The passage's chunks in order; 0 words: the passage itself."""
+    if not chunk_words:
+        return [Chunk(passage, 0)]
+    spans = [match.span() for match in _WORD.finditer(passage.text)]
+    chunks = []
+    for number, first in enumerate(range(0, len(spans), chunk_words)):
+        start, stop = spans[first][0], spans[min(first + chunk_words, len(spans)) - 1][1]
+        piece = Passage(f"{passage.id}#{number}", passage.title, passage.text[start:stop])
+        chunks.append(Chunk(piece, start))
+    return chunks
+
+
+def locate(text: str, chunks: Sequence[Chunk], answers: Sequence[str], starts: Sequence[int]) -> Located:
+    """Carry answers at `starts` of `text` (-1: look for the first place) over to the chunks.
+
+    The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
+    known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
+    """
+    given = list(starts) or [-1] * len(answers)
+    absolute = [start if start >= 0 else _first_place(text, answer) for answer, start in zip(answers, given)]
+    spots = [(_holder(chunks, start), start, len(answer)) for start, answer in zip(absolute, answers) if start >= 0]
+    whole = [number for number, start, length in spots if start + length <= _end(chunks[number])]
+    numbers = list(dict.fromkeys(whole)) or [number for number, _, _ in spots][:1] or [0]
+    home = chunks[numbers[0]]
+    rebased = tuple(
+        start - home.start if home.start <= start and start + len(answer) <= _end(home) else -1
+        for answer, start in zip(answers, absolute)
+    )
+    return Located(home.passage.title, tuple(chunks[number].passage.id for number in numbers), rebased)
+
+
+def carried(question: Question, located: Sequence[Located], hard_negative_ids: tuple[str, ...]) -> Question:
+    """The question over chunks; `located` has one entry for each of its positive ids, in their order."""
+    positives = dict.fromkeys(chunk_id for place in located for chunk_id in place.chunk_ids)
+    return question._replace(
+        positive_ids=tuple(positives),
+        hard_negative_ids=tuple(name for name in hard_negative_ids if name not in positives),
+        answer_starts=located[0].answer_starts if located else (-1,) * len(question.answers),
+    )
+
+
+def _first_place(text: str, answer: str) -> int:
+    return text.find(answer) if answer.strip() else -1
+
+
+def _holder(chunks: Sequence[Chunk], start: int) -> int:
+    return max((number for number, piece in enumerate(chunks) if piece.start <= start), default=0)
+
+
+def _end(piece: Chunk) -> int:
+    return piece.start + len(piece.passage.text)
