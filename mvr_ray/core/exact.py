@@ -1,0 +1,164 @@
+"""What a score is, and the exact ranking of a few candidates.
+
+    s(q, p_v) = fl32( sum_d q_d p_vd )        products and sum in float64, one rounding to float32
+    s(q, p)   = max_v s(q, p_v)               a passage scores as its best view (MVR, eq. 4)
+
+A product of two float32 numbers is exact in float64, and the sum is a fixed tree of additions over the last axis alone.
+So a score depends on its two vectors and on nothing else: no batch shape, no thread, no library version.
+
+Shapes: Q queries, C candidates per query, M (query, passage) pairs, N vectors, P passages, D dimension.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+VECTORS_AT_ONCE = 4096
+LARGEST = 1e38  # |q| |v| beyond this could overflow float32 in some order of summation
+
+
+class Pairs(NamedTuple):
+    """Candidates: passage `row_M` of the shard for query `query_M`."""
+
+    query_M: IntArray
+    row_M: IntArray
+
+
+class Scored(NamedTuple):
+    """Pairs with their exact score and the view number that won (lowest on ties)."""
+
+    query_M: IntArray
+    row_M: IntArray
+    score_M: FloatArray
+    view_M: IntArray
+
+    def take(self, chosen: IntArray) -> "Scored":
+        return Scored(self.query_M[chosen], self.row_M[chosen], self.score_M[chosen], self.view_M[chosen])
+
+
+def join_scored(parts: Sequence[Scored]) -> Scored:
+    """At least one part, one after the other."""
+    return Scored(
+        np.concatenate([part.query_M for part in parts]),
+        np.concatenate([part.row_M for part in parts]),
+        np.concatenate([part.score_M for part in parts]),
+        np.concatenate([part.view_M for part in parts]),
+    )
+
+
+def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32]:
+    """Inner products over the last axis; the leading axes broadcast, as in `exact_scores(q_QD[:, None], v_QCD)`.
+
+    The sum adds the upper half of the products onto the lower half until one is left. Elementwise additions of float64
+    have one right answer each, so the result is the same on every machine.
+    """
+    if queries.shape[-1] != vectors.shape[-1]:
+        raise ShardIndexError(
+            f"cannot score: queries have dimension {queries.shape[-1]}, vectors have {vectors.shape[-1]}"
+        )
+    terms = queries.astype(np.float64) * vectors.astype(np.float64)
+    left = terms.shape[-1]
+    if not left:
+        return np.zeros(terms.shape[:-1], np.float32)
+    while left > 1:
+        half = (left + 1) // 2
+        terms[..., : left - half] += terms[..., half:left]
+        left = half
+    return (terms[..., 0] + 0.0).astype(np.float32)  # + 0.0 makes every zero the positive one
+
+
+def checked_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float32]:
+    """Queries as contiguous float32, or ShardIndexError."""
+    queries = np.asarray(queries_QD)
+    if queries.ndim != 2 or queries.shape[1] != dimension:
+        raise ShardIndexError(
+            f"queries have shape {queries.shape}, the index has dimension {dimension}; "
+            f"give an array [queries, {dimension}]"
+        )
+    with np.errstate(over="ignore"):
+        queries = np.ascontiguousarray(queries, dtype=np.float32)
+    if not np.isfinite(queries).all():
+        row = int(np.flatnonzero(~np.isfinite(queries).all(axis=1))[0])
+        raise ShardIndexError(f"query {row} holds NaN or infinity (as float32); it cannot be scored")
+    return queries
+
+
+def checked_k(k: int) -> int:
+    if k < 1:
+        raise ShardIndexError(f"k is {k}; ask for at least one passage")
+    return int(k)
+
+
+class BlockTable:
+    """Finds a passage's block by its row, over the blocks of one shard. Holds no vector."""
+
+    def __init__(self, blocks: Sequence[EmbeddingBlock]) -> None:
+        self.blocks = [block for block in blocks if len(block.ids)]
+        dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
+        if len(dimensions) != 1:
+            raise ShardIndexError(
+                f"the {len(blocks)} blocks of a shard have dimensions {dimensions}; exactly one is needed"
+            )
+        self.dimension: int = dimensions[0]
+        sizes = [len(block.ids) for block in self.blocks]
+        self.starts = np.cumsum([0, *sizes]).astype(np.int64)
+        self.num_passages = int(self.starts[-1])
+        self.num_vectors = sum(int(block.row_ptr[-1] - block.row_ptr[0]) for block in self.blocks)
+        self.num_scorable = sum(int(np.count_nonzero(np.diff(block.row_ptr))) for block in self.blocks)
+
+    def passage_id(self, row: int) -> str:
+        at = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.blocks[at].ids[row - int(self.starts[at])]
+
+    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> Scored:
+        """Exact scores of the pairs with all views of each passage, sorted by row. Each row must have a view."""
+        order_M = np.argsort(pairs.row_M, kind="stable")
+        query_M, row_M = pairs.query_M[order_M], pairs.row_M[order_M]
+        score_M, view_M = np.empty(len(row_M), np.float32), np.empty(len(row_M), np.int16)
+        bounds = np.searchsorted(row_M, self.starts)
+        for block, first_row, low, high in zip(self.blocks, self.starts, bounds[:-1], bounds[1:]):
+            if low < high:
+                local_M = row_M[low:high] - first_row
+                _rescore_block(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
+        return Scored(query_M, row_M, score_M, view_M)
+
+
+def _rescore_block(
+    block: EmbeddingBlock,
+    queries_QD: FloatArray,
+    query_M: IntArray,
+    row_M: IntArray,
+    score_M: FloatArray,
+    view_M: IntArray,
+) -> None:
+    """Fills `score_M` and `view_M`, a bounded number of vectors at a time."""
+    count_M = block.row_ptr[row_M + 1] - block.row_ptr[row_M]
+    chunk_M = (np.cumsum(count_M) - count_M) // VECTORS_AT_ONCE
+    edges = [*np.flatnonzero(np.diff(chunk_M, prepend=-1)).tolist(), len(row_M)]
+    for low, high in pairwise(edges):
+        counts = count_M[low:high]
+        first = np.cumsum(counts) - counts
+        vectors = np.repeat(block.row_ptr[row_M[low:high]] - first, counts) + np.arange(int(counts.sum()))
+        scores = exact_scores(queries_QD[np.repeat(query_M[low:high], counts)], block.vectors_ND[vectors])
+        best = np.maximum.reduceat(scores, first)
+        numbers = block.view_numbers_N[vectors]
+        losing = scores != np.repeat(best, counts)
+        score_M[low:high] = best
+        view_M[low:high] = np.minimum.reduceat(np.where(losing, np.iinfo(np.int16).max, numbers), first)
+
+
+def best_first(scored: Scored, k: int) -> Scored:
+    """The best k of each query, sorted by query, then score descending, then row ascending."""
+    ranked = scored.take(np.lexsort((scored.row_M, -scored.score_M, scored.query_M)))
+    return ranked.take(np.flatnonzero(ranks(ranked.query_M) < k))
+
+
+def ranks(query_M: IntArray) -> IntArray:
+    """Position of each pair within its query; pairs are sorted by query."""
+    return np.arange(len(query_M)) - np.searchsorted(query_M, query_M)

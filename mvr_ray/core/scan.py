@@ -1,0 +1,198 @@
+"""Exact top k over all vectors of a shard at the speed of a float32 matrix product.
+
+Each step multiplies some thousands of vectors with the queries, takes the best view of each passage, and keeps whoever
+may be among the best k. At the end those few are scored exactly (`exact`) and sorted: score descending, row ascending.
+
+**Why nothing is lost.** Let u = 2^-24 and g(n) = n u / (1 - n u). In whatever order a float32 sum of D products is
+formed, with or without fused operations, it errs by at most g(D) sum_d |q_d v_d| <= g(D) |q| |v| (Higham, Accuracy and
+Stability of Numerical Algorithms, sec. 3.1, then Cauchy-Schwarz). If the hardware first rounds factors by a relative r
+(TF32: 2^-10), the bound is ((1 + r)^2 (1 + g(D)) - 1) |q| |v|. Results below 2^-126 may be flushed to zero, factors
+too: at most 2^-126 (2 + |q| + |v|) a term. The exact score s is itself rounded once to float32 (u |q| |v|), and so are
+`a + e` and `a - e` below (about u |q| |v| each). With 8 more terms to cover those three, and the largest norm of a step
+for |v|,
+
+    e = ((1 + r)^2 (1 + g(D + 8)) - 1) |q| max|v| + 2 D 2^-126 (2 + |q| + max|v|)
+
+bounds |a - s| for a passage's best view as for each one, since a maximum errs no more than its parts. So
+a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. Whoever has `a + e < L` scores
+less than all of those, ties included, and may go; L only grows, so it may go at once.
+
+**Memory** is a step's vectors as float32 and its scores for 256 queries, the best k, and a bounded number of
+candidates: when ties let too many through, they are scored exactly and cut to k on the way.
+
+Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple
+
+import numpy as np
+
+from mvr_ray.core.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
+from mvr_ray.core.kernels import Array, Kernel
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
+
+QUERIES_AT_ONCE = 256
+CANDIDATES_AT_ONCE = 1 << 18
+UNIT = 2.0**-24
+TINY = 2.0**-126
+
+
+def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
+    """The bound e of the module's docstring, float64 [Q]."""
+    terms = (dimension + 8) * UNIT
+    relative = (1 + input_rounding) ** 2 * (1 + terms / (1 - terms)) - 1
+    return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
+
+
+class Step(NamedTuple):
+    """Passages multiplied at once. Those without a view are not among them.
+
+    row_P     row in the shard
+    counts_P  number of views
+    uniform   the common number of views, 0 where they differ
+    vectors   of the block, N of them
+    """
+
+    row_P: IntArray
+    counts_P: IntArray
+    uniform: int
+    vectors_ND: FloatArray
+
+
+def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
+    """The blocks in order, in steps of about `vectors_per_step` vectors that never part a passage."""
+    for block, first_row in zip(table.blocks, table.starts):
+        ptr = np.asarray(block.row_ptr)
+        low, last = 0, len(block.ids)
+        while low < last:
+            high = int(np.searchsorted(ptr, ptr[low] + vectors_per_step, side="right")) - 1
+            high = min(max(high, low + 1), last)
+            counts_P = np.diff(ptr[low : high + 1])
+            local_P = low + np.flatnonzero(counts_P)
+            if len(local_P):
+                counts_P = counts_P[counts_P > 0]
+                uniform = int(counts_P[0]) if (counts_P == counts_P[0]).all() else 0
+                yield Step(int(first_row) + local_P, counts_P, uniform, block.vectors_ND[ptr[low] : ptr[high]])
+            low = high
+
+
+class Scan(Generic[Array]):
+    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 8 bytes a step,
+    unless `resident` keeps the vectors on the kernel's device."""
+
+    def __init__(self, blocks: Sequence[EmbeddingBlock], kernel: Kernel[Array], resident: bool = False) -> None:
+        self.table = BlockTable(blocks)
+        self.kernel = kernel
+        self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
+        self.norms = [-1.0] * len(self.steps)
+        self.resident = [kernel.put(step.vectors_ND) for step in self.steps] if resident else []
+
+    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+        """Exact top k. `queries_QD` float32 and finite; k >= 1.
+
+        One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
+        """
+        limit = min(k + 1, self.table.num_scorable)
+        parts = range(0, len(queries_QD), QUERIES_AT_ONCE)
+        batches = [_Batch(self, queries_QD[at : at + QUERIES_AT_ONCE], limit) for at in parts] if limit else []
+        for number, step in enumerate(self.steps if batches else []):
+            vectors_ND = self.kernel.float32(
+                self.resident[number] if self.resident else self.kernel.put(step.vectors_ND)
+            )
+            if self.norms[number] < 0:
+                self.norms[number] = self._norm(step, self.kernel.max_norm(vectors_ND))
+            for batch in batches:
+                batch.scan(step, vectors_ND, self.norms[number])
+        scored = [batch.finish() for batch in batches]
+        return pack_hits(scored, [len(batch.queries_QD) for batch in batches], len(queries_QD), k)
+
+    def _norm(self, step: Step, computed: float) -> float:
+        """Upper bound of the vectors' norms. Float32 squares are trusted within their error; float64 decides the rest."""
+        terms = (self.table.dimension + 2) * UNIT
+        if computed < 1e15:
+            return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
+        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1)
+        if not np.isfinite(norm_N).all():
+            vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
+            row = int(step.row_P[np.searchsorted(np.cumsum(step.counts_P), vector, side="right")])
+            raise ShardIndexError(
+                f"passage {self.table.passage_id(row)!r} (row {row}) has a vector with NaN or infinity; encode it again"
+            )
+        return float(norm_N.max()) * (1 + 2.0**-40)
+
+
+class _Batch(Generic[Array]):
+    """What is known so far for some queries: the best lower bounds, and the candidates."""
+
+    def __init__(self, scan: Scan[Array], queries_QD: FloatArray, limit: int) -> None:
+        self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
+        self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
+        self.on_device: Array = scan.kernel.put(queries_QD)
+        self.low_QK: Array = scan.kernel.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
+        self.pending: list[Scored] = []  # upper bounds in place of scores
+        self.num_pending = 0
+        self.settled: list[Scored] = []
+        self.max_pending = CANDIDATES_AT_ONCE + 4 * limit * len(queries_QD)
+
+    def scan(self, step: Step, vectors_ND: Array, norm: float) -> None:
+        kernel, dimension = self.scan_of.kernel, self.scan_of.table.dimension
+        if self.norm_Q.max() * norm > LARGEST:
+            raise ShardIndexError(
+                f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
+                f"overflow float32 scores; normalise the embeddings"
+            )
+        error_Q = score_error(self.norm_Q, norm, dimension, kernel.input_rounding)
+        best_QP = kernel.best_views(self.on_device, vectors_ND, step.counts_P, step.uniform)
+        self.low_QK, found = kernel.select(best_QP, error_Q, self.low_QK)
+        if len(found.query_M):
+            row_M = step.row_P[found.passage_M]
+            self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
+            self.num_pending += len(row_M)
+        if self.num_pending > self.max_pending:
+            self._drop_hopeless()
+            if self.num_pending > self.max_pending // 2:
+                self._settle()
+
+    def finish(self) -> Scored:
+        self._drop_hopeless()
+        self._settle()
+        return self.settled[0]
+
+    def _drop_hopeless(self) -> None:
+        if not self.pending:
+            return
+        every = join_scored(self.pending)
+        kth_Q = self.scan_of.kernel.kth(self.low_QK)
+        self.pending = [every.take(np.flatnonzero(every.score_M >= kth_Q[every.query_M]))]
+        self.num_pending = len(self.pending[0].row_M)
+
+    def _settle(self) -> None:
+        """Score the candidates exactly and keep the best; their scores are lower bounds from now on."""
+        if not self.pending:
+            return
+        every = join_scored(self.pending)
+        scored = self.scan_of.table.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
+        best = best_first(join_scored([*self.settled, scored]), self.limit)
+        self.settled, self.pending, self.num_pending = [best], [], 0
+        low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
+        low_QK[best.query_M, ranks(best.query_M)] = best.score_M
+        self.low_QK = self.scan_of.kernel.put(low_QK)
+
+
+def pack_hits(scored: Sequence[Scored], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
+    """Hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
+    rows_QK = np.full((num_queries, k), -1, np.int64)
+    scores_QK = np.full((num_queries, k), -np.inf, np.float32)
+    views_QK = np.full((num_queries, k), -1, np.int16)
+    frontier_Q = np.full(num_queries, -np.inf, np.float32)
+    first = 0
+    for part, size in zip(scored, sizes):
+        rank_M, query_M = ranks(part.query_M), part.query_M + first
+        top, out = rank_M < k, rank_M == k
+        at = (query_M[top], rank_M[top])
+        rows_QK[at], scores_QK[at], views_QK[at] = part.row_M[top], part.score_M[top], part.view_M[top]
+        frontier_Q[query_M[out]] = part.score_M[out]
+        first += size
+    return ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)

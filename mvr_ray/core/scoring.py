@@ -1,0 +1,108 @@
+"""Search of one shard's blocks, merging of ranked lists, and when a merged list is certainly exact.
+
+A passage scores as its best view (MVR, eq. 4):  f(q, p) = max_v <q, p_v>. Ranked lists go by score descending, then
+passage id ascending; within a shard rows are in id order, so there row ascending says the same.
+
+Merging: each shard gives its best rows and its frontier, the most that a passage left out can score. What a shard left
+out ranks after its last row. So the merged best k are exact unless some shard's last row is itself among them *and* its
+frontier reaches the merged k-th score; a shard that gave k rows, or all it has, can never be in that case.
+
+Shapes: Q queries, S shards, K hits kept, D dimension.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.core.exact import checked_k, checked_queries, exact_scores
+from mvr_ray.core.kernels import make_kernel
+from mvr_ray.core.scan import Scan
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, ShardHits
+
+__all__ = ["exact_scores", "is_exact", "merge_hits", "needs_second_round", "score_blocks"]
+
+RowIds: TypeAlias = Sequence[str] | Mapping[int, str]
+"""Passage id by row: of the whole shard, or of the rows that were hit."""
+
+ShardAnswer: TypeAlias = tuple[int, RowIds, ShardHits]
+
+
+def score_blocks(
+    queries_QD: FloatArray,
+    blocks: Sequence[EmbeddingBlock],
+    k: int,
+    threads: int | None = None,
+    *,
+    device: str = "cpu",
+    engine: str = "auto",
+) -> ShardHits:
+    """Exact top k of one shard in one pass. To search the same blocks often, open a flat index: it keeps norms."""
+    checked_k(k)
+    scan = Scan(blocks, make_kernel(engine, device, threads))
+    return scan.search(checked_queries(queries_QD, scan.table.dimension), k)
+
+
+def merge_hits(per_shard: Sequence[ShardAnswer], k: int) -> list[list[Hit]]:
+    """The best k of all shards for each query: score descending, passage id ascending."""
+    checked_k(k)
+    numbers = {len(hits.rows_QK) for _, _, hits in per_shard}
+    if len(numbers) > 1:
+        raise ShardIndexError(f"shards answered different numbers of queries, {sorted(numbers)}; ask all the same ones")
+    return [_merge_one(per_shard, query, k) for query in range(max(numbers, default=0))]
+
+
+def _merge_one(per_shard: Sequence[ShardAnswer], query: int, k: int) -> list[Hit]:
+    score_M = np.concatenate([hits.scores_QK[query] for _, _, hits in per_shard])
+    row_M = np.concatenate([hits.rows_QK[query] for _, _, hits in per_shard])
+    view_M = np.concatenate([hits.views_QK[query] for _, _, hits in per_shard])
+    from_M = np.repeat(np.arange(len(per_shard)), [hits.rows_QK.shape[1] for _, _, hits in per_shard])
+    kept = np.flatnonzero(row_M >= 0)
+    if len(kept) > k:  # only what reaches the k-th score is worth sorting by id
+        kept = kept[score_M[kept] >= np.partition(score_M[kept], len(kept) - k)[len(kept) - k]]
+    found = []
+    for at, row, score, view in zip(
+        from_M[kept].tolist(), row_M[kept].tolist(), score_M[kept].tolist(), view_M[kept].tolist()
+    ):
+        shard, ids, _ = per_shard[at]
+        found.append(Hit(ids[row], score, view, shard, row))
+    return sorted(found, key=lambda hit: (-hit.score, hit.passage_id))[:k]
+
+
+def is_exact(frontier_SQ: FloatArray, kth_Q: FloatArray) -> NDArray[np.bool_]:
+    """Whether no passage left out can reach the merged k-th score (-inf where fewer than k were found) [Q].
+
+    Sufficient, and blind to ties: a frontier equal to the k-th score counts as doubt. `needs_second_round` sees ids.
+    """
+    frontier_Q = np.asarray(frontier_SQ).max(axis=0, initial=-np.inf)
+    return (frontier_Q < kth_Q) | (frontier_Q == -np.inf)
+
+
+def needs_second_round(
+    per_shard: Sequence[ShardAnswer], merged: Sequence[Sequence[Hit]], k: int
+) -> dict[int, IntArray]:
+    """Which shards to ask again for k rows, and for which queries (ascending positions). Empty: the merge is exact.
+
+    Exact shards only. A shard is asked again where it may hold a passage, left out of its own list, that belongs in the
+    merged k: it left something out, its own list is used up, and its frontier reaches the merged k-th score.
+    """
+    again: dict[int, IntArray] = {}
+    for shard, ids, hits in per_shard:
+        asked = [query for query, best in enumerate(merged) if _may_miss(ids, hits, query, best, k)]
+        if asked:
+            again[shard] = np.asarray(asked, np.int64)
+    return again
+
+
+def _may_miss(ids: RowIds, hits: ShardHits, query: int, merged: Sequence[Hit], k: int) -> bool:
+    frontier, rows_K = hits.frontier_Q[query], hits.rows_QK[query]
+    given = np.flatnonzero(rows_K >= 0)
+    if frontier == -np.inf or len(given) >= k:
+        return False
+    if len(merged) < k or not len(given):
+        return True
+    kth, last = merged[k - 1], int(given[-1])
+    used_up = (-float(hits.scores_QK[query, last]), ids[int(rows_K[last])]) <= (-kth.score, kth.passage_id)
+    return used_up and bool(frontier >= kth.score)

@@ -1,0 +1,118 @@
+"""The views of one shard, searchable: what every kind of index is, and the doors to the three kinds.
+
+    flat    exact and certified; nothing to build or to keep, the vectors are the index
+    faiss   any Faiss factory string; approximate
+    hnsw    hnswlib graph; approximate
+
+An approximate index finds candidates; each is then scored exactly with all its views, so a returned score is always the
+true one. What may be missing is a passage, never a digit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
+
+KINDS = ("flat", "faiss", "hnsw")
+
+
+@dataclass(frozen=True)
+class IndexParams:
+    """How a shard is indexed: plain values, so that `dataclasses.asdict` of it is JSON."""
+
+    kind: str = "flat"
+    factory: str = "IVF256,SQfp16"
+    nprobe: int = 32
+    hnsw_m: int = 32
+    hnsw_ef_construction: int = 200
+    hnsw_ef_search: int = 128
+
+
+class ShardIndex(Protocol):
+    """An open index of one shard."""
+
+    kind: str
+    exact: bool
+    num_passages: int
+    num_vectors: int
+    dimension: int
+
+    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+        """The best k distinct passages. Queries of any float type; ShardIndexError where they or k make no sense."""
+        ...
+
+
+def check_params(params: IndexParams, dimension: int) -> None:
+    """ShardIndexError if no index could be built so, before any work is done."""
+    if params.kind not in KINDS:
+        raise ShardIndexError(f"index kind {params.kind!r} is unknown; it is one of {', '.join(KINDS)}")
+    if dimension < 1:
+        raise ShardIndexError(f"embeddings have dimension {dimension}; at least 1 is needed")
+    if params.kind == "faiss":
+        from mvr_ray.index.faiss_index import check_faiss
+
+        check_faiss(params, dimension)
+    elif params.kind == "hnsw":
+        from mvr_ray.index.hnsw_index import check_hnsw
+
+        check_hnsw(params)
+
+
+def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
+    """Build the index file into `folder`; gives the file names written, none for flat. Same blocks, same bytes."""
+    check_params(params, _dimension(blocks))
+    if params.kind == "faiss":
+        from mvr_ray.index.faiss_index import build_faiss
+
+        return build_faiss(params, blocks, folder)
+    if params.kind == "hnsw":
+        from mvr_ray.index.hnsw_index import build_hnsw
+
+        return build_hnsw(params, blocks, folder)
+    return []
+
+
+def open_index(
+    params: IndexParams,
+    blocks: Sequence[EmbeddingBlock],
+    folder: Path,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+) -> ShardIndex:
+    """Open what `build_index` wrote to `folder`, over the same blocks. The blocks must stay mapped while it is used."""
+    check_params(params, _dimension(blocks))
+    if params.kind == "faiss":
+        from mvr_ray.index.faiss_index import FaissIndex
+
+        return FaissIndex(params, blocks, folder, device=device, threads=threads)
+    if params.kind == "hnsw":
+        from mvr_ray.index.hnsw_index import HnswIndex
+
+        return HnswIndex(params, blocks, folder, threads=threads)
+    from mvr_ray.index.flat import FlatIndex
+
+    return FlatIndex(blocks, device=device, threads=threads)
+
+
+def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:
+    """The share of the exact top-k passages that `index` found, over all queries (1 where there is nothing to find).
+
+    Scores are exact on both sides, so a passage tied with the k-th counts as well as the one that took its place.
+    """
+    found, truth = index.search(queries_QD, k), exact.search(queries_QD, k)
+    num_true = int((truth.rows_QK >= 0).sum())
+    kth_Q1 = np.where(truth.rows_QK >= 0, truth.scores_QK, np.inf).min(axis=1, keepdims=True, initial=np.inf)
+    num_found = int(((found.rows_QK >= 0) & (found.scores_QK >= kth_Q1)).sum())
+    return num_found / num_true if num_true else 1.0
+
+
+def _dimension(blocks: Sequence[EmbeddingBlock]) -> int:
+    if not blocks:
+        raise ShardIndexError("a shard without blocks cannot be indexed: its dimension is unknown")
+    return int(blocks[0].vectors_ND.shape[1])
