@@ -222,9 +222,9 @@ class Layout:
 
 
 def snippet_of_token(ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
-    """The snippet that holds each token's last character; a token between snippets belongs to the one before it."""
-    starts = [start for start, _ in snippets] or [0]
-    return [max(0, int(at) - 1) for at in np.searchsorted(starts, np.asarray(ends, np.int64) - 1, side="right")]
+    """The snippet that holds each token's last character; a token of the space between two belongs to the second."""
+    bounds = [end for _, end in snippets[:-1]]
+    return np.searchsorted(bounds, np.asarray(ends, np.int64) - 1, side="right").tolist()
 
 
 def shorten(lengths: Sequence[int], budget: int) -> list[int]:

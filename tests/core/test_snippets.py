@@ -1,0 +1,131 @@
+"""Sentences, Algorithm 1 by hand and by laws, equal splits, packaged parameters."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.snippets import (
+    KNOWN_ABBREVIATIONS,
+    PunktParams,
+    equal_splits,
+    find_snippet,
+    load_punkt,
+    merge_snippets,
+    packaged_params,
+    sentence_spans,
+    snippet_spans,
+    train_punkt,
+)
+from mvr_ray.errors import EncoderError
+
+SPLITTER = load_punkt()
+BY_HAND = [
+    ("nothing to merge", [5, 3, 4], 3, [(0, 1), (1, 2), (2, 3)]),
+    ("no sentence", [], 4, []),
+    ("one sentence, eight views", [7], 8, [(0, 1)]),
+    ("more views than sentences", [2, 9], 5, [(0, 1), (1, 2)]),
+    ("the shortest, in the middle, joins its shorter neighbour", [9, 2, 4, 8], 3, [(0, 1), (1, 3), (3, 4)]),
+    ("... which may be the one before", [4, 2, 9, 8], 3, [(0, 2), (2, 3), (3, 4)]),
+    ("the first has one neighbour", [1, 9, 2, 9], 3, [(0, 2), (2, 3), (3, 4)]),
+    ("the last has one neighbour", [9, 9, 1], 2, [(0, 1), (1, 3)]),
+    ("equal neighbours: the one before", [5, 1, 5], 2, [(0, 2), (2, 3)]),
+    ("equal shortest: the earliest", [3, 8, 3, 8], 3, [(0, 2), (2, 3), (3, 4)]),
+    ("all equal", [1, 1, 1, 1], 2, [(0, 2), (2, 4)]),
+    ("a merged piece counts with its whole length", [1, 3, 5, 3], 2, [(0, 2), (2, 4)]),
+    ("a very long sentence stays alone", [3, 1000, 2, 4, 1], 3, [(0, 1), (1, 2), (2, 5)]),
+    ("down to one", [4, 1, 3], 1, [(0, 3)]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "num", "expected"), [row[1:] for row in BY_HAND], ids=[row[0] for row in BY_HAND])
+def test_algorithm_1_by_hand(lengths, num, expected):
+    assert merge_snippets(lengths, num) == expected
+
+
+def test_fewer_than_one_snippet_is_refused():
+    with pytest.raises(ValueError, match=r"^cannot cut a text into 0 snippets; ask for 1 or more$"):
+        merge_snippets([1, 2], 0)
+
+
+@given(lengths=st.lists(st.integers(1, 300), max_size=30), num=st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_merging_keeps_every_sentence_in_order_and_makes_as_many_pieces_as_it_can(lengths, num):
+    ranges = merge_snippets(lengths, num)
+    assert [at for first, last in ranges for at in range(first, last)] == list(range(len(lengths)))
+    assert len(ranges) == min(num, len(lengths))
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12), num=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_one_piece_fewer_is_one_merge_of_a_shortest_piece(lengths, num):
+    more, fewer = merge_snippets(lengths, num + 1), merge_snippets(lengths, num)
+    if len(more) <= num:
+        assert more == fewer
+        return
+    (new,) = set(fewer) - set(more)
+    parts = [sum(lengths[first:last]) for first, last in more if new[0] <= first and last <= new[1]]
+    assert len(parts) == 2
+    assert min(parts) == min(sum(lengths[first:last]) for first, last in more)
+
+
+@given(text=st.text(alphabet='ab .?!\n\t\u00a0Z"é漢', max_size=120), num=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("cut", [lambda text, num: snippet_spans(text, num, SPLITTER), equal_splits])
+def test_snippets_are_ordered_disjoint_never_blank_and_hold_all_that_is_not_space(cut, text, num):
+    spans = cut(text, num)
+    assert len(spans) <= num
+    at = 0
+    for start, end in spans:
+        assert start >= at and text[at:start].strip() == "" and text[start:end] == text[start:end].strip() != ""
+        at = end
+    assert text[at:].strip() == ""
+    for view, (start, end) in enumerate(spans):
+        assert find_snippet(spans, start) == find_snippet(spans, end - 1) == view
+    assert find_snippet(spans, len(text)) == find_snippet(spans, -1) == -1
+
+
+def test_sentences_are_told_from_abbreviations():
+    text = (
+        "Dr. J. Smith of the U.S. Army met Mr. Brown in St. Louis at 5 p.m. The meeting was short. "
+        "Prices, e.g. of oil, rose 3.5 percent. Why?"
+    )
+    assert [text[start:end] for start, end in sentence_spans(text, SPLITTER)] == [
+        "Dr. J. Smith of the U.S. Army met Mr. Brown in St. Louis at 5 p.m.",
+        "The meeting was short.",
+        "Prices, e.g. of oil, rose 3.5 percent.",
+        "Why?",
+    ]
+
+
+def test_text_without_a_sentence_end_is_one_sentence():
+    assert sentence_spans("  no end in sight \n", SPLITTER) == [(2, 17)]
+
+
+def test_equal_splits_differ_by_one_word_at_most_and_give_the_first_pieces_the_rest():
+    text = "a b c d e f g"
+    assert [text[start:end] for start, end in equal_splits(text, 3)] == ["a b c", "d e", "f g"]
+
+
+def test_packaged_parameters_hold_the_known_abbreviations_and_survive_json():
+    params = packaged_params()
+    assert set(params.abbreviations) >= KNOWN_ABBREVIATIONS
+    assert "the" in params.sentence_starters
+    assert PunktParams.from_json(params.to_json()) == params
+
+
+def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
+    texts = [f"The xq. value of item {n} is large. It was seen by xq. experts in the city." for n in range(60)]
+    params = train_punkt(texts)
+    assert params == train_punkt(iter(texts))
+    assert "xq" in params.abbreviations
+    assert "value" in params.lowercase_words
+    text = "The xq. value is here. It is new."
+    assert len(sentence_spans(text, load_punkt(params))) == 2
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", json.dumps({"abbreviations": []})])
+def test_unreadable_parameters_are_refused(text):
+    with pytest.raises(EncoderError, match=r"^Punkt parameters cannot be read \(.*\); they are a JSON object with"):
+        PunktParams.from_json(text)

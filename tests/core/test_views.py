@@ -1,0 +1,234 @@
+"""Which token stands where, at which position, and in which view: every strategy, token by token."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.views import EncoderSpec, Layout, Tokens, shorten, snippet_of_token
+from mvr_ray.errors import EncoderError
+
+C, S, VIE = 101, 102, 1000
+LAYOUT = Layout(cls_id=C, sep_id=S, first_position=0, num_positions=64, first_viewer=VIE, separators=1, absolute=True)
+SPEC = EncoderSpec(strategy="cls", num_views=3, max_query_tokens=8, max_passage_tokens=20)
+TITLE = [7, 8]
+TEXT = Tokens(ids=[11, 12, 13, 14, 15], ends=[2, 5, 6, 9, 12])
+SNIPPETS = [(0, 6), (7, 12)]
+"""Tokens 11 12 13 are in the first, 14 15 in the second."""
+T_ = -1
+
+CASES = {
+    "cls": (
+        SPEC,
+        [C, 7, 8, S, 11, 12, 13, 14, 15, S],
+        range(10),
+        [0, *[T_] * 9],
+    ),
+    "mean": (replace(SPEC, strategy="mean"), [C, 7, 8, S, 11, 12, 13, 14, 15, S], range(10), [0] * 10),
+    "first_k": (
+        replace(SPEC, strategy="first_k"),
+        [C, 7, 8, S, 11, 12, 13, 14, 15, S],
+        range(10),
+        [0, 1, 2, *[T_] * 7],
+    ),
+    "snippet_means": (
+        replace(SPEC, strategy="snippet_means"),
+        [C, 7, 8, S, 11, 12, 13, 14, 15, S],
+        range(10),
+        [T_, T_, T_, T_, 0, 0, 0, 1, 1, T_],
+    ),
+    "viewers, all at 0": (
+        replace(SPEC, strategy="viewers"),
+        [VIE + 1, VIE + 2, VIE + 3, 7, 8, S, 11, 12, 13, 14, 15, S],
+        [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+        [0, 1, 2, *[T_] * 9],
+    ),
+    "viewers, each at its own": (
+        replace(SPEC, strategy="viewers", viewer_position="own"),
+        [VIE + 1, VIE + 2, VIE + 3, 7, 8, S, 11, 12, 13, 14, 15, S],
+        [61, 62, 63, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+        [0, 1, 2, *[T_] * 9],
+    ),
+    "snippets by viewer": (
+        replace(SPEC, strategy="snippets"),
+        [7, 8, S, VIE + 1, 11, 12, 13, VIE + 2, 14, 15, S],
+        range(11),
+        [T_, T_, T_, 0, T_, T_, T_, 1, T_, T_, T_],
+    ),
+    "snippets by mean": (
+        replace(SPEC, strategy="snippets", readout="snippet_mean"),
+        [7, 8, S, VIE + 1, 11, 12, 13, VIE + 2, 14, 15, S],
+        range(11),
+        [T_, T_, T_, T_, 0, 0, 0, T_, 1, 1, T_],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_passage_is_laid_out_token_by_token(case):
+    spec, ids, positions, views = CASES[case]
+    passage = LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS)
+    assert passage.input_ids.tolist() == ids
+    assert passage.position_ids.tolist() == list(positions)
+    assert passage.view_T.tolist() == views
+    assert passage.num_tokens == len(ids)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_positions_begin_after_the_rows_that_a_backbone_keeps_for_padding(case):
+    spec = CASES[case][0]
+    shifted = replace(LAYOUT, first_position=2).passage(spec, TITLE, TEXT, SNIPPETS)
+    assert (shifted.position_ids == LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS).position_ids + 2).all()
+
+
+QUERIES = {
+    "cls": (SPEC, C, [0, T_, T_, T_]),
+    "mean": (replace(SPEC, strategy="mean"), C, [0, 0, 0, 0]),
+    "first_k": (replace(SPEC, strategy="first_k"), C, [0, T_, T_, T_]),
+    "snippet_means": (replace(SPEC, strategy="snippet_means"), C, [0, 0, 0, 0]),
+    "viewers": (replace(SPEC, strategy="viewers"), VIE, [0, T_, T_, T_]),
+    "snippets by viewer": (replace(SPEC, strategy="snippets"), VIE, [0, T_, T_, T_]),
+    "snippets by mean": (replace(SPEC, strategy="snippets", readout="snippet_mean"), VIE, [T_, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", QUERIES)
+def test_a_query_is_laid_out_token_by_token(case):
+    spec, first, views = QUERIES[case]
+    query = LAYOUT.query(spec, [11, 12])
+    assert query.input_ids.tolist() == [first, 11, 12, S]
+    assert query.position_ids.tolist() == [0, 1, 2, 3]
+    assert query.view_T.tolist() == views
+
+
+def test_a_long_query_ends_in_a_separator_at_its_limit():
+    assert LAYOUT.query(SPEC, list(range(11, 61))).input_ids.tolist() == [C, 11, 12, 13, 14, 15, 16, S]
+
+
+def test_a_backbone_with_two_separators_puts_both_after_the_title():
+    passage = replace(LAYOUT, separators=2).passage(SPEC, TITLE, TEXT, [])
+    assert passage.input_ids.tolist() == [C, 7, 8, S, S, 11, 12, 13, 14, 15, S]
+
+
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    title=st.integers(0, 40),
+    lengths=st.lists(st.integers(1, 30), max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
+    spec = CASES[case][0]
+    bounds = np.cumsum([0, *lengths]).tolist()
+    snippets = list(pairwise(bounds))
+    text = Tokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
+    passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, snippets)
+    ids = passage.input_ids.tolist()
+    assert len(ids) <= spec.max_passage_tokens
+    assert ids[-1] == S
+    views = set(passage.view_T.tolist()) - {-1}
+    assert 0 in views and max(views) < spec.effective_views
+    kept = [token for token in ids if 200 <= token < 500]
+    whole = len(kept) == len(text.ids)
+    assert whole or len(ids) == spec.max_passage_tokens
+    if spec.strategy == "viewers":
+        assert ids[:3] == [VIE + 1, VIE + 2, VIE + 3]
+    if spec.strategy == "snippets":
+        assert views == set(range(max(1, len(lengths))))
+        assert [token - VIE - 1 for token in ids if token > VIE] == sorted(views)
+    else:
+        assert kept == text.ids[: len(kept)]
+
+
+def test_a_snippet_lost_to_truncation_has_no_view():
+    text = Tokens(ids=list(range(200, 230)), ends=list(range(1, 31)))
+    spec = replace(SPEC, strategy="snippet_means")
+    passage = LAYOUT.passage(spec, [], text, [(0, 10), (10, 18), (18, 30)])
+    assert set(passage.view_T.tolist()) == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(case):
+    spec = CASES[case][0]
+    views = LAYOUT.passage(spec, TITLE, Tokens([], []), []).view_T
+    assert set(views.tolist()) - {-1} == ({0, 1, 2} if spec.strategy in ("first_k", "viewers") else {0})
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_shortening_fills_the_budget_and_cuts_only_the_longest(lengths, data):
+    budget = data.draw(st.integers(len(lengths), 200))
+    kept = shorten(lengths, budget)
+    assert sum(kept) == min(budget, sum(lengths))
+    assert all(1 <= new <= old for new, old in zip(kept, lengths))
+    cut = [new for new, old in zip(kept, lengths) if new < old]
+    assert not cut or max(kept) <= min(cut) + 1
+
+
+def test_a_token_belongs_to_the_snippet_of_its_last_character():
+    assert snippet_of_token([0, 4, 5, 6, 9, 12], [(0, 4), (5, 9)]) == [0, 0, 1, 1, 1, 1]
+    assert snippet_of_token([1, 2], []) == [0, 0]
+
+
+BAD = [
+    (
+        replace(SPEC, max_passage_tokens=65),
+        LAYOUT,
+        "max_passage_tokens is 65, but backbone tiny has 64 positions; lower max_passage_tokens to 64 or less",
+    ),
+    (
+        replace(SPEC, max_query_tokens=80),
+        LAYOUT,
+        "max_query_tokens is 80, but backbone tiny has 64 positions; lower max_query_tokens to 64 or less",
+    ),
+    (
+        replace(SPEC, strategy="viewers", viewer_position="own", max_passage_tokens=62),
+        LAYOUT,
+        "max_passage_tokens is 62, but backbone tiny has 64 positions, 3 of them kept for viewers; "
+        "lower max_passage_tokens to 61 or less",
+    ),
+    (
+        replace(SPEC, strategy="viewers"),
+        replace(LAYOUT, absolute=False),
+        "strategy 'viewers' puts all viewers at one position, but backbone tiny adds a bias by relative order that "
+        "cannot be set; take strategy 'snippets' or 'snippet_means', or another backbone",
+    ),
+    (
+        replace(SPEC, strategy="snippets", num_views=8),
+        LAYOUT,
+        "max_passage_tokens is 20, too few for 8 views under strategy 'snippets'; give at least 23 or lower num_views",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "layout", "message"), BAD)
+def test_what_a_backbone_cannot_express_is_refused(spec, layout, message):
+    with pytest.raises(EncoderError) as caught:
+        layout.check(spec, "tiny")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("spec", [case[0] for case in CASES.values()])
+def test_what_a_backbone_can_express_is_accepted(spec):
+    LAYOUT.check(spec, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"strategy": "colbert"},
+            "encoder strategy is 'colbert'; known are cls, mean, first_k, viewers, snippets, snippet_means",
+        ),
+        ({"readout": "max"}, "encoder readout is 'max'; known are viewer, snippet_mean"),
+        ({"viewer_position": "one"}, "encoder viewer_position is 'one'; known are zero, own"),
+        ({"viewer_init": "zeros"}, "encoder viewer_init is 'zeros'; known are random, cls"),
+        ({"num_views": 0}, "encoder num_views is 0; a passage has 1 view or more"),
+    ],
+)
+def test_unknown_settings_are_refused(setting, message):
+    with pytest.raises(EncoderError) as caught:
+        EncoderSpec(**setting)
+    assert str(caught.value) == message
