@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 import yaml
@@ -18,6 +18,7 @@ import yaml
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, print_shown, report_tables, table
 from mvr_ray.types import Progress
@@ -88,10 +89,10 @@ def run_stage(name: str, run: RunConfig, work: Work, *, print_config: bool, as_j
 
 def _prepare(run: RunConfig, progress: Progress) -> Any:
     """Read, check, chunk and count passages and questions."""
-    from mvr_ray.store import corpus
+    from mvr_ray.store import prepare
     from mvr_ray.store.files import Store
 
-    return corpus.prepare(run.prepare, Store(run.store.path), progress)
+    return prepare.prepare(run.prepare, Store(run.store.path), progress)
 
 
 def _train(run: RunConfig, progress: Progress) -> Any:
@@ -165,8 +166,8 @@ def retrieve(
             f"retrieve: {wrong}; give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
         )
     form = named.get("format", "dpr")
-    if form not in ("dpr", "trec", "parquet", "jsonl"):
-        raise ConfigError(f"retrieve: format={form} is not one of dpr, trec, parquet, jsonl")
+    if form not in get_args(RankingFormat):
+        raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import retrieve as stage
@@ -288,16 +289,11 @@ def plan(
 
 @app.command()
 @told
-def doctor(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="Also check what this run asks for.")] = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """What this machine or cluster has, and what is missing."""
-    run = load_run(config, overrides or ()) if config else RunConfig()
     from mvr_ray.distributed import session
 
-    checks = to_plain(session.doctor(run.resources))
+    checks = to_plain(session.doctor())
     if as_json:
         print_json(checks)
     else:
@@ -309,16 +305,17 @@ def doctor(
 @app.command()
 @told
 def compare(
-    first: Annotated[Path, typer.Argument(help="A ranking of `retrieve` (dpr, jsonl or parquet).")],
+    first: Annotated[Path, typer.Argument(help="A ranking of `retrieve`: .json, .jsonl, .parquet, or a TREC run.")],
     second: Annotated[Path, typer.Argument(help="Another over the same questions.")],
     k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
-    seed: int = 0,
+    qrels: Annotated[Path | None, typer.Option(help="TREC qrels, for TREC runs.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare two rankings question by question, with a paired test."""
     from mvr_ray import comparison
 
-    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed))
+    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels))
     if as_json:
         print_json(rows)
     else:

@@ -112,7 +112,7 @@ def hit_text(rank: int, found: FoundPassage) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left", show_header=any(columns))
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
         drawn.add_column(column, justify="right" if rows and numeric else "left")

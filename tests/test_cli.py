@@ -98,7 +98,7 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     ("words", "message"),
     [
         (("questions=q.jsonl",), "retrieve: output=... is missing"),
-        (("questions=q", "output=o", "format=xml"), "retrieve: format=xml is not one of dpr, trec, parquet, jsonl"),
+        (("questions=q", "output=o", "format=xml"), "retrieve: format=xml is not one of dpr, trec, msmarco, pyserini"),
         (("question=q", "output=o"), "retrieve: question=... is not known"),
     ],
 )

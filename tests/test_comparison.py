@@ -7,6 +7,8 @@ import pytest
 
 from mvr_ray.comparison import compare
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.types import Question
 
 
 def ranking(path: Path, ranks: list[int | None]) -> Path:
@@ -60,5 +62,23 @@ def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="-k is 0"):
         compare(wrong, wrong, [0])
     (tmp_path / "run.trec").write_text("1 Q0 2 1 0.5 tag\n")
-    with pytest.raises(ConfigError, match="ir-measures"):
+    with pytest.raises(ConfigError, match="give --qrels FILE"):
         compare(tmp_path / "run.trec", wrong, [1])
+
+
+def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> None:
+    ranks = {"a": [1, 2, None, 1], "b": [1, 1, 5, 3]}
+    (tmp_path / "qrels").write_text("".join(f"q{i} 0 right 1\nq{i} 0 wrong 0\n" for i in range(4)))
+    compared = []
+    for suffix, form in ((".json", "dpr"), (".jsonl", "jsonl"), (".parquet", "parquet"), (".trec", "trec")):
+        paths = [tmp_path / f"{name}{suffix}" for name in ranks]
+        for path, found in zip(paths, ranks.values()):
+            rows = [RankedQuestion(Question(f"q{i}", f"question {i}"), hits(at)) for i, at in enumerate(found)]
+            write_ranking(rows, path, form)
+        compared.append(compare(*paths, [1, 5], qrels=tmp_path / "qrels"))
+    assert all(rows == compared[0] for rows in compared)
+
+
+def hits(at: int | None) -> list[RankedPassage]:
+    names = ["right" if rank == at else f"other{rank}" for rank in range(1, 6)]
+    return [RankedPassage(name, "", "", 1 / rank, rank == at) for rank, name in enumerate(names, 1)]

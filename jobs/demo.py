@@ -1,0 +1,147 @@
+"""The main job on real Wikipedia text, on a CPU: `python jobs/demo.py configs/demo.yaml [section.key=value ...]`.
+
+prepare -> one vector a passage -> several views, untrained -> train -> several views, trained -> refine -> three
+questions. Each system is evaluated on the same questions: known ones (refine learns from them) and unseen ones.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import typer
+from mvr_ray.distributed.router import open_router
+
+from mvr_ray.cli import STAGES, Config, Overrides, told
+from mvr_ray.config import RunConfig, load_run
+from mvr_ray.distributed.session import connect
+from mvr_ray.serving.service import SearchRequest, SearchService
+from mvr_ray.store.files import Store
+from mvr_ray.store.runs import record, to_plain
+from mvr_ray.terminal import Reporter, duration, hit_text, print_shown, report_tables, table
+
+QUESTIONS = (
+    "Which animals build dams in rivers?",
+    "Who painted the ceiling of a chapel in Rome?",
+    "Why do leaves look green?",
+)
+SHOWN = (("top-1", "top1"), ("top-5", "top5"), ("top-20", "top20"), ("MRR", "mrr"))
+
+
+class Measured(NamedTuple):
+    """One system on one question set; shares in 0..1 by gold passage."""
+
+    system: str
+    questions: str
+    num_questions: int
+    metrics: dict[str, float]
+
+
+class Demo:
+    """Runs the stages in order and remembers what each took and measured."""
+
+    def __init__(self, run: RunConfig, progress: Reporter) -> None:
+        self.run = run
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+        self.measured: list[Measured] = []
+
+    def play(self) -> None:
+        self.stage("prepare", self.run)
+        one_vector = changed(
+            self.run,
+            encoder={"strategy": "mean", "name": f"{self.run.encoder.name}-one-vector"},
+            index={"encoder": "untrained", "name": f"{self.run.index.name}-one-vector"},
+        )
+        untrained = changed(
+            self.run,
+            encoder={"name": f"{self.run.encoder.name}-untrained"},
+            index={"encoder": "untrained", "name": f"{self.run.index.name}-untrained"},
+        )
+        trained = changed(self.run, index={"encoder": "trained"})
+        for system, run in (("one vector", one_vector), ("several views, untrained", untrained)):
+            self.stage("index", run, system)
+            self.measure(system, run)
+        self.stage("train", trained)
+        self.stage("index", trained, "several views, trained")
+        self.measure("several views, trained", trained)
+        self.stage("refine", trained)
+        self.measure("trained and refined", trained)
+        self.ask(trained)
+
+    def stage(self, name: str, run: RunConfig, what: str = "") -> Any:
+        with self.timed(f"{name} {what}".strip()), record(run, name) as kept:
+            kept.keep(STAGES[name](run, self.progress))
+        plain = to_plain(kept.report)
+        if name in ("prepare", "train", "refine"):
+            for drawn in report_tables(name, plain):
+                print_shown(drawn)
+        return kept.report
+
+    def measure(self, system: str, run: RunConfig) -> None:
+        report = self.stage("evaluate", run, system)
+        for questions in run.evaluate.questions:
+            rows = [row for row in report.rows if row.questions == questions and row.metric.startswith("gold")]
+            metrics = {row.metric: row.value for row in rows}
+            self.measured.append(Measured(system, questions, rows[0].num_questions, metrics))
+
+    def ask(self, run: RunConfig) -> None:
+        with self.timed("three questions"), open_router(run) as router:
+            service = SearchService(router, run.serve)
+            response = service.search(SearchRequest(queries=list(QUESTIONS), k=1))
+        for question, [found, *_] in zip(QUESTIONS, response.results):
+            print_shown(f"\n{question}")
+            print_shown(hit_text(1, found))
+
+    def close(self) -> None:
+        sets = self.run.evaluate.questions
+        columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label, _ in SHOWN)]
+        systems = list(dict.fromkeys(row.system for row in self.measured))
+        rows = [[system, *(self.value(system, name, key) for name in sets for _, key in SHOWN)] for system in systems]
+        counts = {row.questions: row.num_questions for row in self.measured}
+        title = "questions answered by their own article, in percent: " + ", ".join(
+            f"{count:,} {name.rpartition('_')[2]}" for name, count in counts.items()
+        )
+        print_shown(table(title, columns, rows))
+        print_shown(table("time", ["stage", "took"], [(name, duration(s)) for name, s in self.seconds.items()]))
+        told_as = {"measured": to_plain(self.measured), "seconds": self.seconds, "run": to_plain(self.run)}
+        Store(self.run.store.path).write_bytes("demo.json", json.dumps(told_as, indent=2).encode())
+        print_shown(f"{duration(sum(self.seconds.values()))} in all; numbers in {self.run.store.path}/demo.json")
+
+    def value(self, system: str, questions: str, key: str) -> str:
+        [row] = [row for row in self.measured if (row.system, row.questions) == (system, questions)]
+        return f"{100 * row.metrics[f'gold_{key}']:.1f}"
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        self.progress.say(f"\n== {what}")
+        began = time.monotonic()
+        yield
+        self.seconds[what] = round(time.monotonic() - began, 1)
+
+
+def changed(run: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """The run with some keys of some sections replaced, checked again."""
+    plain = run.model_dump()
+    for name, keys in sections.items():
+        plain[name] |= keys
+    return RunConfig.model_validate(plain)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+@told
+def main(config: Config = "configs/demo.yaml", overrides: Overrides = None) -> None:
+    """Play every stage and compare one vector, several views, trained, and refined."""
+    run = load_run(config, overrides or ())
+    with Reporter() as progress, connect(run.resources, dashboard=run.resources.train_workers > 0):
+        demo = Demo(run, progress)
+        demo.play()
+    demo.close()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,118 @@
+"""Rules of the house that no single room can hold: imports, module length, shipped files, the README's commands."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from typer.main import get_command
+
+from mvr_ray.cli import app
+from mvr_ray.config import load_run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve", "search", "serve")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+def test_imports_point_down() -> None:
+    tool = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    assert tool, "import-linter is not installed beside this Python"
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_module_is_over_400_lines() -> None:
+    folders = [ROOT / "mvr_ray", ROOT / "jobs"]
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_shipped_run_file_loads(path: Path) -> None:
+    load_run(path)
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_question_set_of_a_shipped_run_file_is_made_by_its_sources(path: Path) -> None:
+    run = load_run(path)
+    made = {source.questions for source in run.prepare.sources if source.questions}
+    for split in run.prepare.splits:
+        assert split.source in made
+        made |= {f"{split.source}_{part}" for part in ("known", "gate", "other", "unseen")}
+    asked = {run.train.questions, run.train.dev_questions, run.refine.questions, *run.refine.gate, *run.refine.report}
+    asked |= set(run.evaluate.questions)
+    if run.prepare.sources:
+        assert asked - {None} <= made
+
+
+def test_the_cluster_file_is_one_that_ray_up_takes() -> None:
+    described = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+    validate_config(prepare_config(described))
+    nodes = described["available_node_types"]
+    assert described["head_node_type"] in nodes
+    assert not nodes["head"]["resources"].get("GPU")
+    assert [name for name, node in nodes.items() if "InstanceMarketOptions" in node["node_config"]] == ["encoder"]
+
+
+def test_the_cluster_file_holds_what_the_wikipedia_run_asks_for() -> None:
+    nodes = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))["available_node_types"]
+    asked = load_run(ROOT / "configs" / "wikipedia.yaml").resources
+    gpus = nodes["encoder"]["max_workers"] * nodes["encoder"]["resources"]["GPU"]
+    assert max(asked.encoders_max * asked.gpus_per_encoder, asked.train_workers * asked.gpus_per_trainer) <= gpus
+    cpus = nodes["searcher"]["max_workers"] * nodes["searcher"]["resources"]["CPU"]
+    assert asked.searchers * asked.cpus_per_searcher <= cpus
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_job_that_is_its_command(stage: str) -> None:
+    text = (ROOT / "jobs" / f"{stage}.py").read_text(encoding="utf-8")
+    assert f'main(["{stage}", *sys.argv[1:]])' in text
+    assert len(text.splitlines()) <= 20
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Words of every `mvr-ray ...` line in a document's code blocks, without comments."""
+    blocks = re.findall(r"^(?: {4}|```.*\n)?\s*((?:\$ )?mvr-ray .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.split(r"\s+#", line.removeprefix("$ "))[0].split() for line in blocks]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_and_run_file_in_the_documents_exists(path: Path) -> None:
+    known = get_command(app).commands
+    for words in commands(path):
+        assert words[1] in known or words[1] in ("STAGE", "--help"), " ".join(words)
+        for word in words[2:]:
+            if word.startswith("configs/"):
+                assert (ROOT / word).is_file(), " ".join(words)
+            if word.startswith("--"):
+                options = {name for option in known[words[1]].params for name in option.opts}
+                assert word.split("=")[0] in options, " ".join(words)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_in_the_documents_leads_to_a_file(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_make_target_in_the_documents_exists(path: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = re.findall(r"^(?: {4}|\$ )make (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(used) <= targets
+
+
+def test_the_readme_names_every_command() -> None:
+    used = {words[1] for words in commands(ROOT / "README.md")}
+    assert set(get_command(app).commands) - {"version"} <= used
