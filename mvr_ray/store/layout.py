@@ -43,6 +43,11 @@ def encoders_dir(name: str) -> str:
     return f"encoders/{name}"
 
 
+def latest_encoder(name: str) -> str:
+    """Which snapshot of this name was trained last."""
+    return f"encoders/{name}/latest.json"
+
+
 def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
 
@@ -77,6 +82,16 @@ def staging_root(index: str) -> str:
 
 def staging_dir(index: str, key: str) -> str:
     return f"indexes/{index}/staging/{key}"
+
+
+def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
+    """Embeddings of the passages of one part from row `start` on."""
+    return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
+
+
+def staged_shard(index: str, key: str, params: str, shard: int) -> str:
+    """What is known of a shard that is built with index parameters of digest `params`."""
+    return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"
 
 
 def run_dir(started: str, stage: str) -> str:
