@@ -42,8 +42,8 @@ class LabelCache:
 
     def __init__(self, num_passages: int) -> None:
         self.num_passages = num_passages
-        self.keys_X = np.empty(0, np.int64)
-        self.known_X = np.empty(0, bool)
+        self.keys_X: IntArray = np.empty(0, np.int64)
+        self.known_X: np.ndarray = np.empty(0, bool)
 
     def missing(self, keys: IntArray) -> IntArray:
         return np.setdiff1d(keys, self.keys_X)
@@ -72,9 +72,9 @@ class Refiners:
         for shard in sorted(self.shards, key=lambda shard: (-counts[shard], shard)):
             number = min(range(len(loads)), key=lambda n: loads[n][0])
             loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
-        remote = ray.remote(ShardRefiner).options(num_cpus=cpus, max_restarts=4, max_task_retries=4)
-        self.actors = [remote.remote(task.holding(shards)) for _, shards in loads]
-        self.holder = {shard: actor for actor, (_, shards) in zip(self.actors, loads) for shard in shards}
+        remote: Any = ray.remote(ShardRefiner).options(num_cpus=cpus, max_restarts=4, max_task_retries=4)
+        self.actors: list[Any] = [remote.remote(task.holding(shards)) for _, shards in loads]
+        self.holder: dict[int, Any] = {shard: actor for actor, (_, shards) in zip(self.actors, loads) for shard in shards}
         self.labels = LabelCache(self.num_passages)
 
     def __enter__(self) -> "Refiners":

@@ -33,8 +33,14 @@ def label_round(
         for row, hit_K in enumerate(passage_LK)
         for passage in sorted(judge.gold_T[row].difference(hit_K.tolist()))
     ]
-    both = [np.concatenate(pair) for pair in zip(labels, winning_labels(refiners, at, queries_LD, missed))]
-    return Labels(*both).take(np.lexsort((both[1], both[0])))
+    more = winning_labels(refiners, at, queries_LD, missed)
+    both = Labels(
+        np.concatenate([labels.question_L, more.question_L]),
+        np.concatenate([labels.passage_L, more.passage_L]),
+        np.concatenate([labels.view_L, more.view_L]),
+        np.concatenate([labels.positive_L, more.positive_L]),
+    )
+    return both.take(np.lexsort((both.passage_L, both.question_L)))
 
 
 def winning_labels(refiners: Refiners, at: int, queries_LD: FloatArray, pairs: Sequence[JudgedPair]) -> Labels:

@@ -137,8 +137,7 @@ class RefinementLoop:
             block_QD = queries_LD[low : low + QUERY_BLOCK]
             handed = {}
             for shard, part in by_shard.items():
-                here = slice(*np.searchsorted(part.question_L, [low, low + QUERY_BLOCK]))
-                mine = Labels(*(column[here] for column in part))
+                mine = part.take(np.arange(*np.searchsorted(part.question_L, [low, low + QUERY_BLOCK])))
                 if len(mine.question_L):
                     handed[shard] = (mine._replace(question_L=mine.question_L - low), len(block_QD))
             sums = self.refiners.each("query_sums", self.views_at(at), handed)

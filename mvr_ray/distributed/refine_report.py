@@ -80,11 +80,19 @@ class RefineReport:
         """The report as saved, `published` left empty."""
         plain = json.loads(text)
         rows = [
-            Accuracy(**{**row, "before": tuple(row["before"]), "after": tuple(row["after"])})
+            Accuracy(
+                row["group"],
+                row["protocol"],
+                row["kind"],
+                row["num_questions"],
+                tuple(row["before"]),
+                tuple(row["after"]),
+            )
             for row in plain.pop("accuracy")
         ]
         rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
-        return cls(**{**plain, "accuracy": tuple(rows), "rounds": rounds, "published": None})
+        plain["published"] = None
+        return cls(accuracy=tuple(rows), rounds=rounds, **plain)
 
     def lines(self) -> list[str]:
         """What a user reads: one line per group and kind, then the outcome."""

@@ -29,6 +29,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
+FLAT = IndexParams(kind="flat")
 NO_CHANGE = 0  # the round before the first: the version as it is published
 
 
@@ -39,6 +40,7 @@ class RefinerTask:
     store: str
     manifest: Manifest
     staging: str
+    threads: int = 1
     shards: tuple[int, ...] = ()
 
     def holding(self, shards: Sequence[int]) -> "RefinerTask":
@@ -107,7 +109,8 @@ class ShardRefiner:
 
     def search(self, at: int, queries_QD: FloatArray, k: int) -> list[FoundInShard]:
         """Exact top k of each shard after round `at`."""
-        return [self._found(shard, self._index(at, shard).search(queries_QD, k)) for shard in self.task.shards]
+        filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
+        return [self._found(shard, self._index(at, shard).search(queries_QD, k)) for shard in filled]
 
     def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
         """Row of each passage id, -1 where the shard does not hold it."""
@@ -186,11 +189,11 @@ class ShardRefiner:
         """The shard after round `at` at rest: its old entry where no stored byte differs, else a new one."""
         changes = self.views[shard].changes(self._state(at, shard), self.manifest.num_views)
         if not changes:
-            return WrittenShard(self.entries[shard], 0)
+            return WrittenShard(self.entries[shard], 0, None)
         with tempfile.TemporaryDirectory(prefix="mvr-ray-refine-") as folder:
             file = Path(folder) / layout.EMBEDDINGS
             embeddings.rewrite(self.stored[shard], file, changes)
-            return WrittenShard(build_shard(self.store, self.manifest, shard, Path(folder)), len(changes))
+            return WrittenShard(build_shard(self.store, self.manifest, shard, Path(folder)), len(changes), None)
 
     def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
@@ -224,7 +227,7 @@ class ShardRefiner:
         held = self.indexes.get(shard)
         if held is None or held[0] != at:
             blocks = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
-            self.indexes[shard] = held = (at, open_index(IndexParams(kind="flat"), blocks, Path()))
+            self.indexes[shard] = held = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
         return held[1]
 
     def _found(self, shard: int, hits: ShardHits) -> FoundInShard:

@@ -128,7 +128,7 @@ class ShardViews:
             ids=[ids[row] for row in rows_F.tolist()],
             row_ptr=row_ptr,
             view_numbers_N=(self.keys_N[slots] % VIEW_BASE).astype(np.int16),
-            vectors_ND=np.concatenate(parts) if parts else self.blocks[0].vectors_ND[:0],
+            vectors_ND=np.concatenate(parts) if parts else np.empty((0, 0), np.float32),
         )
 
     def current(self, state: ShardState, num_views: int) -> list[EmbeddingBlock]:

@@ -1,4 +1,4 @@
-"""Refinement without Ray: changes laid over a shard, who learns and who is held out, feedback files, the label cache."""
+"""Refinement without Ray: changes laid over a shard, who learns and who is held out, feedback, the label cache."""
 
 import json
 
@@ -143,7 +143,7 @@ def test_no_question_stands_under_two_protocols():
 
 
 def test_a_gate_of_labelled_questions_only_is_refused():
-    with pytest.raises(ConfigError, match="every question of refine.gate .gate. is also a labelled question"):
+    with pytest.raises(ConfigError, match=r"every question of refine.gate .gate. is also a labelled question"):
         arrange("known", [question("k")], [("gate", [question("k", 1)])], [])
 
 

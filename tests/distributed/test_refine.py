@@ -1,0 +1,317 @@
+"""Refinement of a real index: SQuAD passages, MiniLM, actors; what is learned, left alone and published."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.answers import has_answer
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed import reindex
+from mvr_ray.distributed.refine_fleet import Refiners
+from mvr_ray.distributed.refine_journal import Journal
+from mvr_ray.distributed.refine_questions import gather
+from mvr_ray.distributed.refine_shards import RefinerTask, StepSettings
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store import corpus, layout, manifest, prepare
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+NUM_ARTICLES, PARAGRAPHS = 8, 14
+FAST = {"rounds": 3, "depth": 20, "gate": ["squad_gate"], "report": ["squad_other", "squad_unseen"]}
+
+
+def config(store: Path, **refine) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "store": {"path": str(store)},
+            "prepare": {
+                "corpus": "squad",
+                "num_shards": 4,
+                "sources": [{"path": str(store / "squad.json"), "format": "squad", "questions": "squad"}],
+                "splits": [{"source": "squad", "known_share": 0.5, "gate_share": 0.2}],
+            },
+            "encoder": {"num_views": 4, "max_passage_tokens": 128},
+            "index": {"name": "squad", "encoder": "untrained", "recall_sample": 10},
+            "refine": {"questions": "squad_known", **FAST, **refine},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory, squad_dev, ray_session) -> Path:
+    """A store with an index that nobody may change; `copy_of` gives each test its own."""
+    store = tmp_path_factory.mktemp("refine") / "store"
+    store.mkdir()
+    articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
+    (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    run = config(store)
+    prepare.prepare(run.prepare, Store(str(store)))
+    reindex.index(run)
+    return store
+
+
+@pytest.fixture
+def store(indexed, tmp_path) -> Path:
+    return shutil.copytree(indexed, tmp_path / "store")
+
+
+def digests(published: manifest.Manifest) -> list[str]:
+    return [entry.digest for entry in published.shards] + sorted(published.refined_queries.values())
+
+
+def all_views(store: Path, version: int) -> dict[str, dict[int, bytes]]:
+    """Every passage of a version as {view number: stored bytes}."""
+    found = {}
+    for entry in manifest.read(Store(str(store)), "squad", version).shards:
+        folder = store / layout.shard_dir("squad", entry.digest)
+        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+            for row, passage_id in enumerate(block.ids):
+                span = range(*block.row_ptr[row : row + 2])
+                found[passage_id] = {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in span}
+    return found
+
+
+def accuracy(report, group: str, kind: str):
+    return next(row for row in report.accuracy if (row.group, row.kind) == (group, kind))
+
+
+def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store):
+    report = refining.refine(config(store, method="feedback_views", rounds=2))
+    known = accuracy(report, "squad_known", "answer")
+    assert known.protocol == "transductive"
+    assert known.after[0] > known.before[0] + 0.10
+    assert {row.protocol for row in report.accuracy if row.group in ("squad_other", "squad_unseen")} == {"held-out"}
+    assert report.published is not None
+    assert report.published.operation == "refine:feedback_views"
+    assert report.published.parent == 1
+    before, after = all_views(store, 1), all_views(store, 2)
+    assert before.keys() == after.keys()
+    extra = {passage_id: views.pop(4) for passage_id, views in after.items() if 4 in views}
+    assert extra
+    assert before == after
+    assert report.dirty_share == len(extra) / len(before)
+    assert not list((store / "indexes/squad/staging").glob("refine-*"))
+
+    again = refining.refine(config(store, method="feedback_views", rounds=1, questions="squad_other", report=[]))
+    assert again.base_version == 2
+    replaced = all_views(store, 3) if again.published else after
+    assert max(max(views) for views in replaced.values()) == 4  # a new feedback view takes the old one's place
+    assert {p: {v: b for v, b in views.items() if v < 4} for p, views in replaced.items()} == before
+
+
+def linear_oracle(store: Path, run: RunConfig) -> dict[str, dict[int, np.ndarray]]:
+    """AOpt eq. 9 with eq. 8's labels, passage by passage: new vectors by passage and view."""
+    kept = Store(str(store))
+    described = manifest.read(kept, "squad", 1)
+    encoder = DualEncoder.load(store / layout.encoder_dir(described.encoder_name, described.encoder_fingerprint))
+    questions = corpus.read_questions(kept, "squad_known")
+    texts = {passage.id: passage.text for passage in corpus.Corpus.open(kept, "squad")}
+    views = {
+        passage_id: {number: np.frombuffer(data, np.float16).astype(np.float64) for number, data in mine.items()}
+        for passage_id, mine in all_views(store, 1).items()
+    }
+    gained: dict[tuple[str, int], tuple[list, list]] = {}
+    for question, query in zip(questions, encoder.embed_queries([question.text for question in questions])):
+        best = {p: max((np.float32(v @ query), -number) for number, v in mine.items()) for p, mine in views.items()}
+        for passage_id in sorted(best, key=lambda p: (-best[p][0], p))[: run.refine.depth]:
+            good = has_answer(texts[passage_id], question.answers)
+            gained.setdefault((passage_id, -best[passage_id][1]), ([], []))[0 if good else 1].append(query)
+    moved: dict[str, dict[int, np.ndarray]] = {}
+    for (passage_id, number), (good, bad) in gained.items():
+        if good:
+            new = views[passage_id][number] + run.refine.beta * np.mean(good, axis=0)
+            moved.setdefault(passage_id, {})[number] = new + (run.refine.gamma * np.mean(bad, axis=0) if bad else 0)
+    return moved
+
+
+def test_the_linear_form_equals_a_plain_reading_of_the_paper(store):
+    run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100)
+    moved = linear_oracle(store, run)
+    report = refining.refine(run)
+    before, after = all_views(store, 1), all_views(store, 2)
+    assert len(report.rounds) == 1
+    for passage_id, views in after.items():
+        for number, data in views.items():
+            if number in moved.get(passage_id, {}):
+                stored, wanted = np.frombuffer(data, np.float16), moved[passage_id][number]
+                np.testing.assert_allclose(stored.astype(np.float64), wanted, atol=2e-3)
+            else:
+                assert data == before[passage_id][number]
+    assert report.dirty_share == len(moved) / len(before)
+    assert report.rounds[0].moved_share == report.dirty_share
+
+
+def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
+    """A step this large destroys the index within a few rounds, while the loss keeps falling."""
+    few = corpus.read_questions(Store(str(store)), "squad_known")[:1]
+    corpus.write_questions(Store(str(store)), "few", few)
+    run = config(store, method="passage", questions="few", depth=3, step_size=0.3, rounds=6, patience=6, labels="gold")
+    report = refining.refine(run)
+    assert len(report.rounds) > 1
+    heldout = [row.gate_gold_top1 for row in report.rounds]
+    assert report.published is not None
+    assert heldout[report.best_round - 1] == max(heldout)
+    assert accuracy(report, "squad_gate", "gold").after[0] == pytest.approx(max(heldout))
+    old, new = digests(manifest.read(Store(str(store)), "squad", 1)), digests(report.published)
+    before, after = all_views(store, 1), all_views(store, 2)
+    dirty = {corpus.shard_of(passage_id, 4) for passage_id in before if before[passage_id] != after[passage_id]}
+    assert [a != b for a, b in zip(old, new)] == [shard in dirty for shard in range(4)]
+    assert 0 < report.rewritten_shards == len(dirty) < 4
+
+
+def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
+    report = refining.refine(config(store, method="passage", step_size=1.0, rounds=2, max_heldout_loss=0.5))
+    assert report.published is None
+    assert "cost a gate set more than the 0.5 points allowed" in report.reason
+    gate = accuracy(report, "squad_gate", "answer")
+    assert gate.after[0] < gate.before[0] - 0.005
+    assert manifest.list_versions(Store(str(store)), "squad") == [1]
+    assert not list((store / "indexes/squad/staging").glob("refine-*"))
+
+
+@pytest.mark.parametrize("method", ["hybrid", "feedback_views"])
+def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path, method):
+    published = []
+    for refiners in (1, 2):
+        store = shutil.copytree(indexed, tmp_path / f"with-{refiners}")
+        run = config(store, method=method, max_heldout_loss=100, rounds=2)
+        run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
+        published.append(refining.refine(run).published)
+    assert digests(published[0]) == digests(published[1])
+    assert published[0].metrics == published[1].metrics
+    assert digests(published[0]) != digests(manifest.read(Store(str(indexed)), "squad", 1))
+
+
+def test_moved_queries_are_kept_and_no_passage_changes(store):
+    report = refining.refine(config(store, method="query", step_size=0.05, rounds=3))
+    known = accuracy(report, "squad_known", "answer")
+    assert known.after[0] > known.before[0] + 0.05
+    assert all(row.after == row.before for row in report.accuracy if row.protocol != "transductive")
+    assert report.published is not None
+    assert report.dirty_share == 0
+    base = manifest.read(Store(str(store)), "squad", 1)
+    assert report.published.shards == base.shards
+    digest = report.published.refined_queries["squad_known"]
+    saved = EmbeddingShard.open(store / layout.refined_queries("squad", digest))
+    questions = corpus.read_questions(Store(str(store)), "squad_known")
+    assert saved.ids() == sorted(question.id for question in questions)
+    assert manifest.verify(Store(str(store)), report.published).problems == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.refine import refine
+def tell(what, done, total):
+    print(what, done, flush=True)
+refine(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()), tell)
+"""
+
+
+def test_a_driver_killed_between_rounds_continues_to_the_same_bytes(indexed, tmp_path):
+    whole = shutil.copytree(indexed, tmp_path / "whole")
+    cut = shutil.copytree(indexed, tmp_path / "cut")
+    settings = {"method": "hybrid", "rounds": 4, "patience": 4, "max_heldout_loss": 100}
+    expected = refining.refine(config(whole, **settings))
+    run = config(cut, **settings)
+    (tmp_path / "run.json").write_text(run.model_dump_json())
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
+        assert driver.stdout is not None
+        seen = next((line for line in driver.stdout if line.startswith("refine round 3")), None)
+        driver.send_signal(signal.SIGKILL)
+    assert seen, "the driver ended before round 3"
+    assert manifest.list_versions(Store(str(cut)), "squad") == [1]
+
+    retrieved = []
+    report = refining.refine(run, lambda what, done, total: retrieved.append(what))
+    assert not any(what.startswith(("refine: first", "refine round 1")) for what in retrieved[: len(retrieved) // 2])
+    assert report.published is not None
+    assert digests(report.published) == digests(expected.published)
+    assert report.accuracy == expected.accuracy
+    assert report.rounds == expected.rounds
+
+
+def test_a_driver_killed_after_publishing_says_what_it_published(store):
+    run = config(store, method="feedback_views", rounds=1)
+    kept = Store(str(store))
+    base = manifest.read(kept, "squad")
+    report = refining.refine(run)
+    journal = Journal(kept, base, run, gather(kept, run.refine))
+    journal.save_report(report)  # as it stood when the driver died
+    told = refining.refine(run)
+    assert told == report
+    assert manifest.list_versions(kept, "squad") == [1, 2]
+
+
+def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session):
+    kept = Store(str(store))
+    base = manifest.read(kept, "squad")
+    task = RefinerTask(str(store), base, layout.staging_dir("squad", "refine-test"))
+    rng = np.random.default_rng(5)
+    queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
+    with Refiners(task, 4, 2, 0.5) as refiners:
+        hits = refiners.search(0, queries, 10, "", lambda *_: None)
+        positive = rng.random(hits.passage_QK.shape) < 0.5
+        labels = refining_labels(hits, positive)
+        handed = {shard: (part,) for shard, part in refiners.split(labels).items()}
+        refiners.each("move", 0, handed, queries, StepSettings(0.05, -1e9))
+        moved = refiners.search(1, queries, 10, "", lambda *_: None)
+        assert not np.array_equal(moved.passage_QK, hits.passage_QK)
+        for actor in refiners.actors:
+            ray.kill(actor, no_restart=False)
+        again = refiners.search(1, queries, 10, "", lambda *_: None)
+        first = refiners.search(0, queries, 10, "", lambda *_: None)
+    assert np.array_equal(again.passage_QK, moved.passage_QK) and np.array_equal(again.view_QK, moved.view_QK)
+    assert np.array_equal(first.passage_QK, hits.passage_QK)
+
+
+def refining_labels(hits, positive):
+    from mvr_ray.core.pseudo_labels import labels_from_hits
+
+    return labels_from_hits(hits.passage_QK, hits.view_QK, positive)
+
+
+def test_feedback_from_a_file_teaches_its_questions(store):
+    kept = Store(str(store))
+    known = corpus.read_questions(kept, "squad_known")[:40]
+    ids = [passage.id for passage in corpus.Corpus.open(kept, "squad")]
+    rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in known]
+    rows += [
+        {"question": q.text, "passage_id": next(i for i in ids if i not in q.positive_ids), "label": -1} for q in known
+    ]
+    file = store / "clicks.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    run = config(store, questions=None, feedback=str(file), rounds=1, feedback_weight=0.95, max_heldout_loss=100)
+    report = refining.refine(run)
+    known_row = accuracy(report, "feedback", "gold")
+    assert known_row.num_questions == 40
+    assert known_row.after[0] > max(known_row.before[0], 0.9)
+    views = all_views(store, 2)
+    assert {i for i, mine in views.items() if 4 in mine} == {question.positive_ids[0] for question in known}
+
+    file.write_text(json.dumps({"question": "who?", "passage_id": "nowhere", "label": 1}))
+    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+        refining.refine(run)
+
+
+def test_what_cannot_be_learned_from_is_refused_before_work(store):
+    with pytest.raises(ConfigError, match="give one of them to learn from"):
+        refining.refine(config(store, questions=None))
+    corpus.write_questions(Store(str(store)), "one", corpus.read_questions(Store(str(store)), "squad_known")[:1])
+    with pytest.raises(ConfigError, match="'one' with 1 questions is too small to hold a fifth"):
+        refining.refine(config(store, questions="one", gate=[]))
