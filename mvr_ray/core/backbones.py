@@ -151,9 +151,12 @@ def open_tower(folder: str) -> Tower:
             f"tokenizer.json, or the name of a model on the Hugging Face hub"
         )
     try:
-        model_type = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+        config = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError as error:
         raise EncoderError(f"backbone {folder} has no readable config.json: {_first_line(error)}") from None
+    if not config:
+        raise EncoderError(f"backbone {folder} has no config.json; give a folder that save_pretrained wrote")
+    model_type = config.get("model_type")
     if model_type not in KINDS:
         raise EncoderError(f"backbone {folder} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
     pooling = {"add_pooling_layer": False} if KINDS[model_type].pooler else {}

@@ -1,0 +1,80 @@
+"""What cannot serve as a backbone is refused by name, before any work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mvr_ray.core.backbones import KINDS, open_tower
+from mvr_ray.errors import EncoderError
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny("bert"), tmp_path / "copy"))
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(EncoderError) as caught:
+        open_tower(str(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_tells_its_positions_and_vocabulary(tiny, kind):
+    tower = open_tower(tiny(kind))
+    assert (tower.dimension, tower.num_positions) == (16, 96)
+    assert tower.first_position == (2 if kind in ("roberta", "xlm-roberta", "mpnet") else 0)
+    assert tower.num_words == len(tower.tokenizer)
+
+
+def test_a_truncation_written_into_the_tokenizer_file_is_undone(minilm):
+    tower = open_tower(str(minilm))
+    assert len(tower.tokenizer.backend_tokenizer.encode("river " * 1000).ids) == 1002
+
+
+def test_a_missing_folder_is_named():
+    assert refusal("/nowhere/at/all") == (
+        "backbone folder /nowhere/at/all does not exist; give a folder with config.json, model.safetensors and "
+        "tokenizer.json, or the name of a model on the Hugging Face hub"
+    )
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    assert refusal(tmp_path) == f"backbone {tmp_path} has no config.json; give a folder that save_pretrained wrote"
+    (tmp_path / "config.json").write_text("{")
+    assert refusal(tmp_path).startswith(f"backbone {tmp_path} has no readable config.json: ")
+
+
+def test_an_unsupported_model_type_is_named(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
+    assert refusal(copy) == (
+        f"backbone {copy} is of model type 't5'; supported are bert, distilbert, mpnet, roberta, xlm-roberta"
+    )
+
+
+def test_weights_that_are_not_safetensors_are_not_opened(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    message = refusal(copy)
+    assert message.startswith(f"backbone {copy} cannot be loaded: ")
+    assert message.endswith("; it needs model.safetensors and tokenizer.json")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(copy):
+    weights = load_file(copy / "model.safetensors")
+    gone = sorted(weights)[5]
+    save_file({name: weight for name, weight in weights.items() if name != gone}, copy / "model.safetensors")
+    assert refusal(copy) == (
+        f"backbone {copy} lacks 1 weights of a bert model (first: {gone}); they would be random, so take a complete "
+        f"checkpoint"
+    )
+
+
+def test_a_tokenizer_without_a_separator_is_refused(copy):
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    del config["sep_token"]
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    assert refusal(copy) == f"the tokenizer of backbone {copy} has no SEP token, which is needed"

@@ -1,0 +1,68 @@
+"""The collapse alarm, on made vectors and on the real backbone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mvr_ray.core.collapse import collapse_report
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.types import Passage
+
+TEXTS = [
+    "The river rises in the hills. It runs to the sea. Boats came every day in summer.",
+    "Salt made the town rich. Trade with the north was older than the town itself.",
+    "The bridge was built in 1801. It fell in a flood. Nobody was hurt, and it was built again.",
+    "Copper is a soft metal. It conducts heat and electricity. Coins were made of it.",
+]
+
+
+def views(minilm, **settings) -> tuple[np.ndarray, np.ndarray]:
+    encoder = DualEncoder.from_backbone(str(minilm), replace(EncoderSpec(max_passage_tokens=64), **settings))
+    return encoder.embed_passages(
+        encoder.tokenize_passages([Passage(str(n), "", text) for n, text in enumerate(TEXTS)])
+    )
+
+
+@pytest.mark.parametrize("init", ["random", "cls"])
+def test_viewers_at_position_zero_collapse_on_minilm_whatever_their_start(minilm, init):
+    report = collapse_report(*views(minilm, strategy="viewers", viewer_init=init))
+    assert report.collapsed
+    assert report.mean_pair_cosine == pytest.approx(1.0, abs=1e-4)
+    assert report.lv == pytest.approx(0.0, abs=1e-3)
+    assert report.reason == (
+        "over 4 passages, two views of one have mean cosine 1.0000 and local variation is 0.0000: "
+        "the views are one vector; see docs/math.md, Collapse"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "viewers", "viewer_position": "own"},
+        {"strategy": "snippets"},
+        {"strategy": "snippet_means"},
+    ],
+    ids=str,
+)
+def test_other_random_views_do_not_collapse_on_minilm(minilm, settings):
+    report = collapse_report(*views(minilm, **settings))
+    assert not report.collapsed
+    assert report.mean_pair_cosine < 0.97
+
+
+def test_without_two_views_there_is_nothing_to_compare():
+    report = collapse_report(torch.ones(3, 2, 4), torch.tensor([[True, False]] * 3))
+    assert (report.mean_pair_cosine, report.lv, report.collapsed) == (None, None, False)
+    assert report.reason == "none of 3 passages has two views to compare"
+
+
+def test_missing_views_do_not_hide_a_collapse():
+    rng = np.random.default_rng(0)
+    vectors = np.repeat(rng.normal(size=(6, 1, 8)), 3, axis=1)
+    mask = np.ones((6, 3), bool)
+    mask[::2, 2] = False
+    vectors[::2, 2] = 0
+    assert collapse_report(vectors, mask).collapsed
+    assert not collapse_report(np.where(mask[..., None], rng.normal(size=(6, 3, 8)), 0), mask).collapsed

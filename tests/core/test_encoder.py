@@ -1,0 +1,285 @@
+"""The encoder against plain transformers calls, and what padding, titles, missing views and towers may do."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.snippets import train_punkt
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import Passage
+
+KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"]
+SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
+PASSAGES = [
+    Passage("1", "The river", "The river rises in the hills. It runs to the sea! Where does the river end?"),
+    Passage("2", "", "Salt made the town rich."),
+    Passage(
+        "3",
+        "Old bridge",
+        "The bridge was built in 1801. Boats came every day; later they did not. The city wrote of it. So?",
+    ),
+    Passage("4", "The sea", ""),
+    Passage("5", "Trade", "Salt and trade " * 60),
+]
+QUERIES = ["where does the river rise", "who built the old bridge in the city?", "salt " * 50]
+STRATEGIES = {
+    "cls": replace(SPEC, strategy="cls"),
+    "mean": replace(SPEC, strategy="mean"),
+    "first_k": replace(SPEC, strategy="first_k"),
+    "snippet_means": SPEC,
+    "viewers": replace(SPEC, strategy="viewers"),
+    "viewers own": replace(SPEC, strategy="viewers", viewer_position="own"),
+    "snippets": replace(SPEC, strategy="snippets"),
+    "snippets mean": replace(SPEC, strategy="snippets", readout="snippet_mean"),
+}
+CASES = [(kind, name) for kind in KINDS for name in STRATEGIES if not (kind == "mpnet" and "viewers" in name)]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_padding_never_reaches_a_view(tiny, kind, name):
+    encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    together, mask = encoder.embed_passages(tokenized)
+    for row, passage in enumerate(tokenized):
+        alone, alone_mask = encoder.embed_passages([passage])
+        assert (alone_mask[0] == mask[row]).all()
+        np.testing.assert_allclose(alone[0], together[row], atol=1e-5)
+    assert mask.any(axis=1).all()
+    assert (together[~mask] == 0).all()
+    queries = encoder.embed_queries(QUERIES)
+    np.testing.assert_allclose(np.concatenate([encoder.embed_queries([text]) for text in QUERIES]), queries, atol=1e-5)
+    np.testing.assert_allclose(encoder.embed_queries(QUERIES, batch_size=2), queries, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(queries, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together[mask], axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["cls", "mean", "first_k", "snippet_means"])
+def test_without_viewers_the_vectors_are_those_of_a_plain_transformers_call(tiny, kind, strategy):
+    encoder = DualEncoder.from_backbone(tiny(kind), replace(STRATEGIES[strategy], normalize=False))
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny(kind)), AutoModel.from_pretrained(tiny(kind)).eval()
+    two = "</s></s>" if encoder.passage_tower.kind.separators == 2 else "[SEP]"
+    begin, end = tokenizer.cls_token, tokenizer.sep_token
+    passage = PASSAGES[0]
+    cuts = [passage.text.index(" It runs"), passage.text.index(" Where")]
+    offsets = tokenizer(passage.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    piece = [sum(last > cut for cut in cuts) for _, last in offsets]
+
+    def states(text: str) -> torch.Tensor:
+        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            return model(input_ids=encoded.input_ids).last_hidden_state[0]
+
+    title = tokenizer(passage.title, add_special_tokens=False).input_ids
+    states_TD = states(f"{begin}{passage.title}{two}{passage.text}{end}")
+    head = 1 + len(title) + encoder.passage_tower.kind.separators
+    text_TD = states_TD[head:-1]
+    wanted = {
+        "cls": [states_TD[0]],
+        "mean": [states_TD.mean(0)],
+        "first_k": list(states_TD[:3]),
+        "snippet_means": [text_TD[[p == view for p in piece]].mean(0) for view in range(3)],
+    }[strategy]
+    views, mask = encoder.embed_passages(encoder.tokenize_passages([passage]))
+    assert mask.all()
+    np.testing.assert_allclose(views[0], torch.stack(wanted).numpy(), atol=1e-5)
+    query_TD = states(f"{begin}{QUERIES[0]}{end}")
+    wanted_D = query_TD.mean(0) if strategy in ("mean", "snippet_means") else query_TD[0]
+    np.testing.assert_allclose(encoder.embed_queries([QUERIES[0]])[0], wanted_D.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["viewers", "snippets", "snippets mean"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_viewers_are_extra_rows_of_the_embedding_table(tiny, name, tied):
+    """The same model with its table made longer, called by ids alone, gives the same vectors."""
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], normalize=False, tied=tied))
+    (passage,) = encoder.tokenize_passages(PASSAGES[:1])
+    tower = encoder.passage_tower
+    longer = AutoModel.from_pretrained(tiny("bert")).eval()
+    rows = torch.cat([longer.get_input_embeddings().weight, tower.viewers.weight])
+    longer.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows))
+    with torch.no_grad():
+        states_TD = longer(
+            input_ids=torch.from_numpy(passage.input_ids).long()[None],
+            position_ids=torch.from_numpy(passage.position_ids).long()[None],
+            token_type_ids=torch.zeros(1, passage.num_tokens, dtype=torch.long),
+        ).last_hidden_state[0]
+    wanted = [states_TD[torch.from_numpy(passage.view_T == view)].mean(0) for view in range(3)]
+    np.testing.assert_allclose(encoder.embed_passages([passage]).views_PVD[0], torch.stack(wanted).numpy(), atol=1e-5)
+
+
+def test_the_query_viewer_begins_as_cls_so_an_untrained_viewers_query_is_a_cls_query(tiny):
+    viewers, cls = (DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name]) for name in ("viewers", "cls"))
+    np.testing.assert_allclose(viewers.embed_queries(QUERIES), cls.embed_queries(QUERIES), atol=1e-6)
+
+
+@pytest.mark.parametrize("init", ["random", "cls"])
+def test_viewers_differ_from_each_other_and_depend_on_the_seed_alone(tiny, init):
+    spec = replace(STRATEGIES["viewers"], viewer_init=init)
+    first, again, other = (
+        DualEncoder.from_backbone(tiny("bert"), replace(spec, seed=seed)).passage_tower.viewers.weight
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.isclose(first[1:], other[1:]).any(dim=1).all()
+    assert len(torch.unique(first, dim=0)) == 4
+    start = DualEncoder.from_backbone(tiny("bert"), replace(spec, seed=1, viewer_init="random"))
+    cls = start.passage_tower.backbone.get_input_embeddings().weight[2]
+    torch.testing.assert_close(first[0], cls)
+    torch.testing.assert_close(first[1:], start.passage_tower.viewers.weight[1:] + (cls if init == "cls" else 0))
+
+
+@pytest.mark.parametrize("name", ["viewers", "snippets", "snippets mean", "snippet_means", "mean"])
+def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, name):
+    """Viewers are taken out, and the text of `snippets` is put back as it was."""
+    encoder = DualEncoder.from_backbone(tiny("roberta"), STRATEGIES[name]).train()
+    mean = DualEncoder.from_backbone(tiny("roberta"), replace(STRATEGIES["mean"], normalize=False))
+    pooled = encoder.mean_pool_passages(encoder.tokenize_passages(PASSAGES[:4]))
+    wanted = mean.embed_passages(mean.tokenize_passages(PASSAGES[:4])).views_PVD[:, 0]
+    np.testing.assert_allclose(pooled.numpy(), wanted, atol=1e-5)
+    np.testing.assert_allclose(encoder.mean_pool_queries(QUERIES).numpy(), mean.embed_queries(QUERIES), atol=1e-5)
+    assert encoder.training and not pooled.requires_grad
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_both_sides_train_every_tower_and_gradients_stay_finite(tiny, name, tied):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], tied=tied)).train()
+    queries, views = encoder(QUERIES[:2], encoder.tokenize_passages(PASSAGES))
+    weights = torch.randn(views.views_PVD.shape, generator=torch.Generator().manual_seed(0))
+    (queries[:, 0].sum() + (views.views_PVD * weights).sum()).backward()
+    for parameter_name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert torch.isfinite(parameter.grad).all(), parameter_name
+    assert (encoder.question_tower is encoder.passage_tower) == tied
+
+
+def test_checkpointing_gives_the_same_gradient(tiny):
+    gradients = []
+    for on in (False, True):
+        encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"]).train()
+        encoder.set_dropout(0.0)
+        encoder.set_gradient_checkpointing(on)
+        encoder.encode_passages(encoder.tokenize_passages(PASSAGES)).views_PVD[..., 0].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in encoder.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_dropout_is_set_everywhere_and_off_when_embedding(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"]).train()
+    encoder.set_dropout(0.5)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    noisy = [encoder.encode_passages(tokenized).views_PVD for _ in range(2)]
+    assert not torch.equal(noisy[0], noisy[1])
+    still = [encoder.embed_passages(tokenized).views_PVD for _ in range(2)]
+    assert (still[0] == still[1]).all() and encoder.training
+    encoder.set_dropout(0.0)
+    torch.testing.assert_close(encoder.encode_passages(tokenized).views_PVD.detach().numpy(), still[0])
+
+
+def test_every_parameter_is_in_one_group_and_viewers_learn_faster(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES["viewers"], tied=False))
+    groups = {group["name"]: group for group in encoder.parameter_groups(1e-3, 10.0, 0.01)}
+    everything = [parameter for group in groups.values() for parameter in group["params"]]
+    assert sorted(map(id, everything)) == sorted(map(id, encoder.parameters()))
+    assert {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()} == {
+        "matrices": (1e-3, 0.01),
+        "vectors": (1e-3, 0.0),
+        "viewers": (1e-2, 0.0),
+    }
+    assert {id(p) for p in groups["viewers"]["params"]} == {id(t.viewers.weight) for t in encoder.towers.values()}
+    torch.optim.AdamW(groups.values())
+    plain = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["mean"])
+    assert [group["name"] for group in plain.parameter_groups(1e-3, 10.0, 0.0)] == ["matrices", "vectors"]
+
+
+@pytest.mark.parametrize("name", ["snippets", "snippet_means"])
+def test_the_answers_view_is_that_of_the_snippet_around_its_first_character(tiny, name):
+    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name])
+    passage = PASSAGES[0]
+    spans = encoder.view_spans(passage)
+    assert [passage.text[start:end] for start, end in spans] == [
+        "The river rises in the hills.",
+        "It runs to the sea!",
+        "Where does the river end?",
+    ]
+    offsets = [passage.text.index(word) for word in ("hills", "sea", "end")]
+    assert [encoder.view_of_offset(passage, offset) for offset in offsets] == [0, 1, 2]
+    assert [encoder.view_of_offset(passage, offset) for offset in (-1, 29, 10_000)] == [-1, -1, -1]
+
+
+def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, max_passage_tokens=16))
+    long = Passage("9", "", " ".join(["The river rises and runs to the sea and it rises there."] * 3))
+    spans = encoder.view_spans(long)
+    assert spans[0] is not None and spans[2] is None
+    assert encoder.view_of_offset(long, len(long.text) - 3) == -1
+    assert encoder.embed_passages(encoder.tokenize_passages([long])).mask_PV[0].tolist() == [
+        s is not None for s in spans
+    ]
+    assert encoder.view_spans(PASSAGES[3]) == [None, None, None]
+
+
+@pytest.mark.parametrize("name", ["cls", "mean", "first_k", "viewers"])
+def test_views_of_the_whole_passage_have_no_span(tiny, name):
+    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name])
+    assert encoder.num_views == (1 if name in ("cls", "mean") else 3)
+    assert encoder.view_spans(PASSAGES[0]) == [None] * encoder.num_views
+    assert encoder.view_of_offset(PASSAGES[0], 3) == -1
+
+
+def test_titles_are_context_only_where_they_are_wanted(tiny):
+    renamed = PASSAGES[0]._replace(title="Trade")
+    for use_title in (True, False):
+        encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, use_title=use_title))
+        a, b = (encoder.embed_passages(encoder.tokenize_passages([p])).views_PVD for p in (PASSAGES[0], renamed))
+        assert (a == b).all() != use_title
+
+
+def test_nothing_gives_nothing(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    assert encoder.embed_queries([]).shape == (0, 16)
+    assert encoder.tokenize_passages([]) == []
+    views, mask = encoder.embed_passages([])
+    assert views.shape == (0, 3, 16) and mask.shape == (0, 3) and mask.dtype == bool
+
+
+def test_a_query_of_ten_thousand_words_is_cut(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    (query,) = encoder.tokenize_queries(["river " * 10_000])
+    assert query.num_tokens == SPEC.max_query_tokens
+
+
+@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_an_empty_query_is_refused_by_number(tiny, text):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    with pytest.raises(EncoderError) as caught:
+        encoder.encode_queries(["the river", text])
+    assert str(caught.value) == f"query 1 of 2 is empty ({text!r}); give every query some text"
+
+
+def test_sentences_of_the_corpus_need_parameters_and_enter_the_fingerprint(tiny):
+    spec = replace(SPEC, sentences="corpus")
+    with pytest.raises(EncoderError) as caught:
+        DualEncoder.from_backbone(tiny("bert"), spec)
+    assert str(caught.value) == (
+        "encoder.sentences is corpus, but no Punkt parameters were given; "
+        "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
+    )
+    own = DualEncoder.from_backbone(tiny("bert"), spec, train_punkt([passage.text for passage in PASSAGES]))
+    assert own.fingerprint != DualEncoder.from_backbone(tiny("bert"), SPEC).fingerprint
+
+
+def test_the_encoder_and_the_losses_need_neither_ray_nor_pydantic():
+    code = (
+        "import sys; sys.modules.update({'ray': None, 'pydantic': None, 'pyarrow': None, 'faiss': None})\n"
+        "import mvr_ray.core.encoder, mvr_ray.core.losses\n"
+        "assert 'mvr_ray.config' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,158 @@
+"""Encoders at rest: equal embeddings and fingerprints after loading, and damage is told."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.errors import EncoderError, FingerprintError
+from mvr_ray.types import Passage
+
+SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
+PASSAGES = [Passage("1", "The river", "The river rises in the hills. It runs to the sea!")]
+STRATEGIES = ["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+
+
+@pytest.fixture
+def saved(tiny, tmp_path) -> Path:
+    DualEncoder.from_backbone(tiny("bert"), SPEC).save(tmp_path / "encoder")
+    return tmp_path / "encoder"
+
+
+def edit(folder: Path, change) -> None:
+    file = folder / "encoder.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loaded_encoder_embeds_and_is_named_as_the_saved_one(tiny, tmp_path, kind, strategy, tied):
+    if (kind, strategy) == ("mpnet", "viewers"):
+        strategy = "snippets"
+    encoder = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy, tied=tied))
+    with torch.no_grad():  # as training would: every tower becomes its own
+        for parameter in encoder.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape)
+    encoder.save(tmp_path)
+    loaded = DualEncoder.load(tmp_path)
+    assert (loaded.spec, loaded.fingerprint) == (encoder.spec, encoder.fingerprint)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    assert all((a == b).all() for a, b in zip(tokenized[0], loaded.tokenize_passages(PASSAGES)[0]))
+    assert (encoder.embed_passages(tokenized).views_PVD == loaded.embed_passages(tokenized).views_PVD).all()
+    assert (encoder.embed_queries(["the river"]) == loaded.embed_queries(["the river"])).all()
+
+
+def test_saving_twice_writes_the_same_bytes_and_no_path_of_this_machine(tiny, tmp_path):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy="viewers"))
+    encoder.save(tmp_path / "a")
+    DualEncoder.load(tmp_path / "a").save(tmp_path / "b")
+    files = sorted(file.relative_to(tmp_path / "a") for file in (tmp_path / "a").rglob("*") if file.is_file())
+    assert Path("shared/viewers.safetensors") in files
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+    for file in files:
+        content = (tmp_path / "a" / file).read_bytes()
+        assert content == (tmp_path / "b" / file).read_bytes()
+        assert tiny("bert").encode() not in content
+
+
+def test_the_fingerprint_is_the_same_in_another_process(saved):
+    code = f"from mvr_ray.core.encoder import DualEncoder; print(DualEncoder.load({str(saved)!r}).fingerprint)"
+    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    assert other == DualEncoder.load(saved).fingerprint
+    assert len(other) == 16 and int(other, 16) >= 0
+
+
+def test_the_fingerprint_changes_with_all_that_changes_an_embedding_and_nothing_else(tiny):
+    def name(spec: EncoderSpec, kind: str = "bert") -> str:
+        return DualEncoder.from_backbone(tiny(kind), spec).fingerprint
+
+    viewers, snippets = replace(SPEC, strategy="viewers"), replace(SPEC, strategy="snippets")
+    different = [
+        name(SPEC),
+        name(SPEC, "roberta"),
+        *(name(replace(SPEC, strategy=strategy)) for strategy in ("cls", "mean", "first_k", "viewers", "snippets")),
+        name(replace(SPEC, num_views=2)),
+        name(replace(SPEC, use_title=False)),
+        name(replace(SPEC, max_query_tokens=23)),
+        name(replace(SPEC, max_passage_tokens=63)),
+        name(replace(SPEC, normalize=False)),
+        name(replace(viewers, viewer_position="own")),
+        name(replace(viewers, seed=1)),
+        name(replace(viewers, viewer_init="cls")),
+        name(replace(snippets, readout="snippet_mean")),
+    ]
+    assert len(set(different)) == len(different)
+    same = [
+        replace(SPEC, score_scale=1.0),
+        replace(SPEC, seed=1),
+        replace(SPEC, tied=False),
+        replace(SPEC, viewer_position="own"),
+        replace(SPEC, readout="snippet_mean"),
+        replace(SPEC, viewer_init="cls"),
+    ]
+    assert {name(spec) for spec in same} == {name(SPEC)}
+    assert name(replace(SPEC, strategy="mean", num_views=5)) == name(replace(SPEC, strategy="mean"))
+
+
+def test_the_fingerprint_changes_with_one_weight(saved):
+    encoder = DualEncoder.load(saved)
+    before = encoder.fingerprint
+    with torch.no_grad():
+        next(encoder.parameters())[0, 0] += 1e-6
+    assert encoder.fingerprint != before
+
+
+def test_changed_files_are_told_by_both_fingerprints(saved):
+    was = DualEncoder.load(saved).fingerprint
+    edit(saved, lambda data: data["spec"].update(use_title=False))
+    with pytest.raises(FingerprintError) as caught:
+        DualEncoder.load(saved)
+    assert str(caught.value).startswith(f"encoder snapshot {saved} was saved as {was} but loads as ")
+    assert str(caught.value).endswith(": its files have changed; copy or make it again")
+
+
+BROKEN = [
+    (lambda folder: (folder / "encoder.json").unlink(), "{0} is no encoder snapshot: it has no encoder.json"),
+    (
+        lambda folder: (folder / "encoder.json").write_text("{"),
+        "{0}/encoder.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ),
+    (
+        lambda folder: edit(folder, lambda data: data.update(format_version=9)),
+        "encoder snapshot {0} has format 9, this mvr_ray reads 1; make it again with this mvr_ray",
+    ),
+    (
+        lambda folder: edit(folder, lambda data: data["spec"].update(colour="red")),
+        "{0}/encoder.json lacks or does not know these settings: colour; make the snapshot again",
+    ),
+    (
+        lambda folder: edit(folder, lambda data: data.pop("fingerprint")),
+        "{0}/encoder.json lacks or does not know these settings: fingerprint; make the snapshot again",
+    ),
+    (
+        lambda folder: shutil.rmtree(folder / "shared"),
+        "backbone folder {0}/shared does not exist; give a folder with config.json, model.safetensors and "
+        "tokenizer.json, or the name of a model on the Hugging Face hub",
+    ),
+    (
+        lambda folder: (folder / "punkt.json").unlink(),
+        "encoder snapshot {0} has no punkt.json; copy or make it again",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
+def test_a_broken_snapshot_says_what_is_broken(saved, damage, message):
+    damage(saved)
+    with pytest.raises(EncoderError) as caught:
+        DualEncoder.load(saved)
+    assert str(caught.value) == message.format(saved)
