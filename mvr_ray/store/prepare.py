@@ -5,14 +5,13 @@ the sources and the settings alone. Nothing of the store changes before all is w
 replaced is corpus.json, which names the parts.
 """
 
-import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, RowsLostError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
 from mvr_ray.store import layout
 from mvr_ray.store.chunks import Located, carried, chunk, locate
 from mvr_ray.store.corpus import (
@@ -36,57 +35,11 @@ from mvr_ray.store.formats import (
     read_source,
     source_files,
 )
+from mvr_ray.store.prepare_report import BadRows, PrepareReport
 from mvr_ray.store.spool import Spool
-from mvr_ray.types import Passage, Progress, Question, no_progress
-
-log = logging.getLogger(__name__)
+from mvr_ray.types import Progress, Question, no_progress
 
 REPORT_EVERY = 5000
-NUM_NAMED = 5
-
-
-@dataclass(frozen=True)
-class PrepareReport:
-    """What came in, what went out, and where the difference is.
-
-    passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
-    """
-
-    passages_read: int
-    passages_written: int
-    bad_rows: tuple[BadRow, ...]
-    duplicates: int
-    """Repeats of a passage in sources that repeat them, such as DPR's training files; kept once."""
-    questions: dict[str, int]
-    parts: int
-    digest: str
-    chunks_gained: int = 0
-    passages_not_drawn: int = 0
-    questions_not_drawn: int = 0
-    """Left out by max_questions, or because max_passages left out all their gold passages."""
-    rows_dropped: int = 0
-    """Rows that their format's convention leaves out, such as queries without judgements."""
-    hard_negatives_dropped: int = 0
-    """Hard negatives that name no passage of the corpus."""
-
-
-@dataclass
-class _Bad:
-    """Collects bad rows up to the limit."""
-
-    limit: int
-    rows: list[BadRow] = field(default_factory=list)
-
-    def add(self, row: BadRow) -> None:
-        self.rows.append(row)
-        log.warning("bad row: %s", row)
-        if len(self.rows) > self.limit:
-            named = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
-            more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
-            raise DataError(
-                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {named}{more}; "
-                f"correct the file, or raise prepare.max_bad_rows to go on without such rows"
-            )
 
 
 class _Asked(NamedTuple):
@@ -109,6 +62,21 @@ class _Found(NamedTuple):
     negatives: dict[str, str]
 
 
+class _Cut(NamedTuple):
+    """Passages ready for their parts (`pieces` may hold each id several times), and how many there are."""
+
+    pieces: Spool
+    found: _Found
+    num_repeats: int
+    num_unique: int
+    num_pieces: int
+
+
+class _Written(NamedTuple):
+    infos: list[PartInfo]
+    num_passages: int
+
+
 def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
     """Make the corpus and its question sets, replacing those of the same names.
 
@@ -116,39 +84,37 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
     source, RowsLostError if a passage went missing on the way.
     """
     _check(cfg)
-    bad = _Bad(cfg.max_bad_rows)
+    bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
         read = _read(cfg, folder / "read", bad, progress)
         kept = {name: _draw_questions(asked, cfg.max_questions) for name, asked in read.sets.items()}
-        pieces, found, repeats, num_unique = _cut(cfg, read.spool, folder / "cut", kept, bad, progress)
-        resolved = {name: _resolve(name, asked, found, bad) for name, asked in kept.items()}
-        passages = _draw_passages(cfg, pieces, resolved)
-        questions = {name: _with_passages(qs, passages) for name, qs in resolved.items()}
-        num_kept = {name: len(qs) for name, qs in questions.items()}
-        questions |= _splits(cfg, questions, found)
+        cut = _cut(cfg, read.spool, folder / "cut", kept, bad, progress)
+        resolved = {name: _resolve(name, asked, cut.found, bad) for name, asked in kept.items()}
+        passages = _draw_passages(cfg, cut, resolved)
+        questions = {name: _with_passages(some, passages) for name, some in resolved.items()}
+        num_unused = _count(kept) - _count(resolved)
+        num_not_drawn = _count(read.sets) - num_unused - _count(questions)
+        questions |= _splits(cfg, questions, cut.found)
         files = folder / "out"
-        infos = _write_parts(cfg, pieces, passages, files, bad, progress)
-        for name, qs in questions.items():
-            write_question_file(files / f"{name}.arrow", name, qs)
-        written = sum(info.num_passages for info in infos)
+        written = _write_parts(cfg, cut, passages, files, progress)
+        for name, some in questions.items():
+            write_question_file(files / f"{name}.arrow", name, some)
         report = PrepareReport(
             passages_read=read.spool.num_added,
-            passages_written=written,
+            passages_written=written.num_passages,
             bad_rows=tuple(bad.rows),
-            duplicates=repeats,
-            questions={name: len(qs) for name, qs in sorted(questions.items())},
-            parts=len(infos),
-            digest=corpus_digest(infos),
-            chunks_gained=pieces.num_added - num_unique,
-            passages_not_drawn=0 if passages is None else pieces.num_added - written,
-            questions_not_drawn=sum(len(asked) for asked in read.sets.values())
-            - sum(num_kept.values())
-            - sum(len(asked) - len(resolved[name]) for name, asked in kept.items()),
+            duplicates=cut.num_repeats,
+            questions={name: len(some) for name, some in sorted(questions.items())},
+            parts=len(written.infos),
+            digest=corpus_digest(written.infos),
+            chunks_gained=cut.num_pieces - cut.num_unique,
+            passages_not_drawn=cut.num_pieces - written.num_passages,
+            questions_not_drawn=num_not_drawn,
             rows_dropped=read.rows_dropped,
-            hard_negatives_dropped=_num_lost_negatives(kept, found),
+            hard_negatives_dropped=_num_lost_negatives(kept, cut.found),
         )
-        _require_whole(report, pieces, passages)
-        _put_in_place(cfg, store, files, infos, report)
+        _require_equal(cut.num_pieces if passages is None else len(passages), written.num_passages, "kept", "written")
+        _put_in_place(cfg, store, files, written.infos, report)
     return report
 
 
@@ -169,7 +135,7 @@ def _check(cfg: PrepareConfig) -> None:
             )
 
 
-def _read(cfg: PrepareConfig, folder: Path, bad: _Bad, progress: Progress) -> _Read:
+def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _Read:
     spool = Spool(folder, cfg.num_shards)
     sets: dict[str, list[_Asked]] = {source.questions: [] for source in cfg.sources if source.questions}
     seen: dict[tuple[str, str], str] = {}
@@ -209,9 +175,9 @@ def _draw_questions(asked: list[_Asked], limit: int) -> list[_Asked]:
 
 
 def _cut(
-    cfg: PrepareConfig, spool: Spool, folder: Path, kept: dict[str, list[_Asked]], bad: _Bad, progress: Progress
-) -> tuple[Spool, _Found, int, int]:
-    """Unique passages, cut; what they say about the questions; how many repeats and how many unique there were."""
+    cfg: PrepareConfig, spool: Spool, folder: Path, kept: dict[str, list[_Asked]], bad: BadRows, progress: Progress
+) -> _Cut:
+    """Drop repeats and duplicates, cut what is left, and note what it says about the questions."""
     asking: dict[str, list[tuple[str, Question]]] = {}
     negatives_wanted: set[str] = set()
     for name, asked in kept.items():
@@ -220,30 +186,33 @@ def _cut(
             for passage_id in question.positive_ids:
                 asking.setdefault(passage_id, []).append((name, question))
     found = _Found({}, {})
-    pieces = Spool(folder, cfg.num_shards)
-    repeats = num_unique = 0
+    pieces = Spool(folder, cfg.num_shards) if cfg.chunk_words else spool
+    num_repeats = num_unique = num_duplicates = num_pieces = 0
     for shard in range(spool.num_shards):
         shelf = spool.unique(shard)
-        repeats += shelf.repeats
+        num_repeats += shelf.repeats
         num_unique += len(shelf.passages)
+        num_duplicates += len(shelf.bad)
         for row in shelf.bad:
             bad.add(row)
         for passage in shelf.passages:
             chunks = chunk(passage, cfg.chunk_words)
+            num_pieces += len(chunks)
             if passage.id in negatives_wanted:
                 found.negatives[passage.id] = chunks[0].passage.id
             for name, question in asking.get(passage.id, ()):
                 starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
                 place = locate(passage.text, chunks, question.answers, starts)
                 found.places[name, question.id, passage.id] = place
-            for piece in chunks:
-                pieces.add(PassageRecord(piece.passage, f"passage {passage.id!r}"))
+            if cfg.chunk_words:
+                for piece in chunks:
+                    pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
         progress("parts sorted", shard + 1, spool.num_shards)
-    _require_equal(spool.num_added, num_unique + repeats + _num_duplicates(bad), "read", "sorted")
-    return pieces, found, repeats, num_unique
+    _require_equal(spool.num_added, num_unique + num_repeats + num_duplicates, "read", "sorted")
+    return _Cut(pieces, found, num_repeats, num_unique, num_pieces)
 
 
-def _resolve(name: str, asked: list[_Asked], found: _Found, bad: _Bad) -> list[Question]:
+def _resolve(name: str, asked: list[_Asked], found: _Found, bad: BadRows) -> list[Question]:
     """Questions over the corpus as cut; one whose positive names no passage is a bad row."""
     resolved = []
     for question, where in asked:
@@ -257,14 +226,14 @@ def _resolve(name: str, asked: list[_Asked], found: _Found, bad: _Bad) -> list[Q
     return resolved
 
 
-def _draw_passages(cfg: PrepareConfig, pieces: Spool, resolved: dict[str, list[Question]]) -> set[str] | None:
+def _draw_passages(cfg: PrepareConfig, cut: _Cut, resolved: dict[str, list[Question]]) -> set[str] | None:
     """Ids of the passages to keep, gold first; None keeps all."""
-    if not cfg.max_passages or pieces.num_added <= cfg.max_passages:
+    if not cfg.max_passages or cut.num_pieces <= cfg.max_passages:
         return None
     gold = {positive for questions in resolved.values() for question in questions for positive in question.positive_ids}
     lots = LowestLots(cfg.max_passages, "passages")
-    for shard in range(pieces.num_shards):
-        for passage in pieces.unique(shard).passages:
+    for shard in range(cfg.num_shards):
+        for passage in cut.pieces.unique(shard).passages:
             lots.add(passage.id, first=passage.id in gold)
     return lots.names()
 
@@ -305,15 +274,15 @@ def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], found: _Fo
 
 
 def _write_parts(
-    cfg: PrepareConfig, pieces: Spool, passages: set[str] | None, folder: Path, bad: _Bad, progress: Progress
-) -> list[PartInfo]:
+    cfg: PrepareConfig, cut: _Cut, passages: set[str] | None, folder: Path, progress: Progress
+) -> _Written:
     """Write every part under its content's name and read it back: what was to be written must be there."""
-    infos = []
+    infos: list[PartInfo] = []
     for shard in range(cfg.num_shards):
-        shelf = pieces.unique(shard)
-        for row in shelf.bad:
-            bad.add(row)
-        rows: list[Passage] = [p for p in shelf.passages if passages is None or p.id in passages]
+        shelf = cut.pieces.unique(shard)
+        if cfg.chunk_words and shelf.bad:
+            raise DataError(f"a chunk's id is a passage's id: {shelf.bad[0]}; give the source an id_prefix")
+        rows = [passage for passage in shelf.passages if passages is None or passage.id in passages]
         aside = folder / "part.arrow"
         write_passages(aside, rows)
         lost = sorted({row.id for row in rows} - set(CorpusPart(aside).ids()))
@@ -324,13 +293,12 @@ def _write_parts(
         infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
         aside.rename(folder / name)
         progress("parts written", shard + 1, cfg.num_shards)
-    return infos
+    return _Written(infos, sum(info.num_passages for info in infos))
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
     """Parts first, under names that no live corpus uses with other bytes; corpus.json last."""
-    path = layout.corpus_json(cfg.corpus)
-    before = {part.file for part in Corpus.open(store, cfg.corpus).info.parts} if store.exists(path) else set()
+    before = _parts_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{layout.corpus_dir(cfg.corpus)}/{part.file}")
     for name in report.questions:
@@ -345,12 +313,19 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
     )
-    store.write_bytes(path, info.to_json())
+    store.write_bytes(layout.corpus_json(cfg.corpus), info.to_json())
     # The corpus before this one stays for readers that have it open; what is older goes.
     keep = before | {part.file for part in infos}
     for name in store.list(layout.corpus_dir(cfg.corpus)):
         if name.endswith(".arrow") and name not in keep:
             store.delete(f"{layout.corpus_dir(cfg.corpus)}/{name}")
+
+
+def _parts_before(cfg: PrepareConfig, store: Store) -> set[str]:
+    try:
+        return {part.file for part in Corpus.open(store, cfg.corpus).info.parts}
+    except (MissingInputError, StorageError):
+        return set()
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
@@ -374,16 +349,10 @@ def _num_lost_negatives(kept: dict[str, list[_Asked]], found: _Found) -> int:
     )
 
 
-def _num_duplicates(bad: _Bad) -> int:
-    return sum(row.reason.startswith("passage id ") for row in bad.rows)
+def _count(sets: Mapping[str, Sized]) -> int:
+    return sum(len(some) for some in sets.values())
 
 
 def _require_equal(num_in: int, num_out: int, first: str, second: str) -> None:
     if num_in != num_out:
         raise RowsLostError(f"{num_in} passages {first}, {num_out} {second}; this is a fault of the program, report it")
-
-
-def _require_whole(report: PrepareReport, pieces: Spool, passages: set[str] | None) -> None:
-    expected = pieces.num_added if passages is None else len(passages)
-    collisions = sum(row.where.startswith("passage ") for row in report.bad_rows)
-    _require_equal(expected - (collisions if passages is None else 0), report.passages_written, "expected", "written")

@@ -1,0 +1,55 @@
+"""The books of `prepare`: every row that came in is written, or named, or counted here."""
+
+import logging
+from dataclasses import dataclass, field
+
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats import BadRow
+
+log = logging.getLogger(__name__)
+
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What came in, what went out, and where the difference is.
+
+    passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
+    """
+
+    passages_read: int
+    passages_written: int
+    bad_rows: tuple[BadRow, ...]
+    duplicates: int
+    """Repeats of a passage in sources that repeat them, such as DPR's training files; kept once."""
+    questions: dict[str, int]
+    parts: int
+    digest: str
+    chunks_gained: int = 0
+    passages_not_drawn: int = 0
+    questions_not_drawn: int = 0
+    """Left out by max_questions, or because max_passages left out all their gold passages."""
+    rows_dropped: int = 0
+    """Rows that their format's convention leaves out, such as queries without judgements."""
+    hard_negatives_dropped: int = 0
+    """Hard negatives that name no passage of the corpus."""
+
+
+@dataclass
+class BadRows:
+    """Collects bad rows up to the limit."""
+
+    limit: int
+    rows: list[BadRow] = field(default_factory=list)
+
+    def add(self, row: BadRow) -> None:
+        self.rows.append(row)
+        log.warning("bad row: %s", row)
+        if len(self.rows) > self.limit:
+            named = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
+            more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
+            raise DataError(
+                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {named}{more}; "
+                f"correct the file, or raise prepare.max_bad_rows to go on without such rows"
+            )

@@ -1,0 +1,142 @@
+"""Laws of passages and questions at rest."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import (
+    BATCH_ROWS,
+    Corpus,
+    CorpusPart,
+    read_questions,
+    shard_of,
+    write_passages,
+    write_questions,
+)
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Passage, Question
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+names = texts.filter(bool)
+worded = texts.filter(str.strip)
+
+
+def test_a_passages_shard_depends_on_its_id_alone_and_never_changes():
+    assert [shard_of(name, 7) for name in ("", "a", "wiki:1", "ä")] == [
+        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") % 7
+        for name in ("", "a", "wiki:1", "ä")
+    ]
+    counts = [sum(shard_of(str(i), 8) == shard for i in range(8000)) for shard in range(8)]
+    assert all(880 < count < 1120 for count in counts)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(names, st.tuples(texts, texts), max_size=30), names)
+def test_a_part_gives_back_its_passages_by_row_and_by_id(tmp_path: Path, content: dict, other: str):
+    passages = [Passage(name, *content[name]) for name in sorted(content)]
+    assert write_passages(tmp_path / "p.arrow", passages) == len(passages)
+    part = CorpusPart(tmp_path / "p.arrow")
+    assert part.passages() == passages
+    assert part.passages(3, 7) == passages[3:7]
+    assert part.ids() == [passage.id for passage in passages]
+    for row, passage in enumerate(passages):
+        assert part.row(passage.id) == row
+        assert part.get(passage.id) == passage
+    assert (part.get(other) is None) == (other not in content)
+
+
+def test_a_part_of_several_batches_is_one_sequence(tmp_path: Path):
+    passages = [Passage(f"{i:06d}", "t", str(i)) for i in range(2 * BATCH_ROWS + 3)]
+    write_passages(tmp_path / "p.arrow", passages)
+    part = CorpusPart(tmp_path / "p.arrow")
+    assert len(part) == len(passages)
+    assert part.passages(BATCH_ROWS - 2, 2 * BATCH_ROWS + 1) == passages[BATCH_ROWS - 2 : 2 * BATCH_ROWS + 1]
+    for row in (0, BATCH_ROWS - 1, BATCH_ROWS, 2 * BATCH_ROWS + 2):
+        assert part.row(passages[row].id) == row
+    assert part.row("000000x") == -1
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    answers = tuple(draw(st.lists(texts, max_size=3)))
+    starts = tuple(draw(st.integers(-1, 99)) for _ in answers) if draw(st.booleans()) else ()
+    ids = st.lists(names, max_size=3).map(tuple)
+    return Question(draw(names), draw(worded), answers, draw(ids), draw(ids), starts)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(questions(), max_size=10))
+def test_questions_come_back_as_they_were(tmp_path: Path, rows: list[Question]):
+    store = Store(tmp_path)
+    assert write_questions(store, "set", rows) == len(rows)
+    assert read_questions(store, "set") == rows
+
+
+def test_question_sets_work_on_every_kind_of_store(store: Store):
+    write_questions(store, "set", [Question("1", "why?")])
+    write_questions(store, "set", [Question("2", "how?")])
+    assert read_questions(store, "set") == [Question("2", "how?")]
+
+
+def test_wrong_questions_are_refused_and_the_old_set_stays(tmp_path: Path):
+    store = Store(tmp_path)
+    write_questions(store, "set", [Question("1", "why?")])
+    for wrong in (Question("", "x"), Question("1", " "), Question("1", "x", ("a",), (), (), (1, 2))):
+        with pytest.raises(DataError, match="set"):
+            write_questions(store, "set", [wrong])
+    assert read_questions(store, "set") == [Question("1", "why?")]
+
+
+def test_what_is_missing_names_the_command_and_what_there_is(tmp_path: Path):
+    store = Store(tmp_path)
+    with pytest.raises(MissingInputError, match="mvr-ray prepare CONFIG"):
+        Corpus.open(store, "corpus")
+    with pytest.raises(MissingInputError, match="there are: none"):
+        read_questions(store, "dev")
+    write_questions(store, "train", [])
+    with pytest.raises(MissingInputError, match="there are: train"):
+        read_questions(store, "dev")
+
+
+@pytest.fixture
+def corpus(store: Store, write) -> Corpus:
+    lines = "".join(f'{{"id": "{i}", "title": "t{i % 3}", "text": "body {i}"}}\n' for i in range(50))
+    prepare(PrepareConfig(sources=[SourceConfig(path=str(write("p.jsonl", lines)))], num_shards=3), store)
+    return Corpus.open(store, "corpus")
+
+
+def test_a_corpus_holds_every_passage_in_the_shard_of_its_id(corpus: Corpus):
+    assert (corpus.num_passages, corpus.num_shards) == (50, 3)
+    for shard in range(3):
+        ids = corpus.part(shard).ids()
+        assert ids == sorted(ids)
+        assert all(shard_of(name, 3) == shard for name in ids)
+    assert {passage.id for passage in corpus} == {str(i) for i in range(50)}
+    assert corpus.get(["7", "none", "49"]) == {
+        "7": Passage("7", "t1", "body 7"),
+        "49": Passage("49", "t1", "body 49"),
+    }
+    assert corpus.articles()["t2"] == sorted(str(i) for i in range(2, 50, 3))
+
+
+def test_damage_is_named(corpus: Corpus):
+    corpus.verify()
+    path = f"{layout.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
+    data = corpus.store.read_bytes(path)
+    corpus.store.write_bytes(path, data[:-1] + b"X")
+    with pytest.raises(DigestError, match="part 1 of corpus 'corpus'"):
+        corpus.verify()
+    corpus.store.write_bytes(path, data[:-1])
+    with pytest.raises(StorageError, match=r"part 1 .* cut short"):
+        Corpus.open(corpus.store, "corpus").part(1)
+    for bad in (b"{", b"[]", b'{"format_version": 9}', b'{"format_version": 1}'):
+        corpus.store.write_bytes(layout.corpus_json("corpus"), bad)
+        with pytest.raises(StorageError, match=r"corpus\.json"):
+            Corpus.open(corpus.store, "corpus")

@@ -1,0 +1,260 @@
+"""Laws of index versions: one winner, live stays whole through crashes, damage is named, nothing live is collected."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+
+
+def make_shard(store: Store, folder: Path, content: bytes, shard: int = 0) -> ShardEntry:
+    folder.mkdir(parents=True)
+    (folder / layout.EMBEDDINGS).write_bytes(content)
+    (folder / "index.bin").write_bytes(content[::-1])
+    return manifest.add_shard(store, "i", folder, ShardMeta(shard, 2, 5))
+
+
+def describe(shards: list[ShardEntry], parent: int = 0) -> Manifest:
+    return Manifest(
+        index="i",
+        operation="index",
+        encoder_name="encoder",
+        encoder_fingerprint="f" * 16,
+        similarity="cosine",
+        num_views=8,
+        dimension=4,
+        dtype="fp16",
+        corpus="corpus",
+        corpus_digest="c" * 32,
+        index_params={"kind": "flat"},
+        shards=tuple(shards),
+        parent=parent,
+    )
+
+
+@pytest.fixture
+def entry(store: Store, tmp_path: Path) -> ShardEntry:
+    return make_shard(store, tmp_path / "made", b"content")
+
+
+def test_what_is_published_is_read_back(store: Store, entry: ShardEntry):
+    published = manifest.publish(store, dataclasses.replace(describe([entry]), recall=0.1 + 0.2, metrics={"ä": 1e-30}))
+    assert published.version == 1
+    assert published.created
+    assert manifest.read(store, "i") == published
+    assert manifest.read(store, "i", 1) == published
+    assert manifest.latest_version(store, "i") == 1
+    assert manifest.verify(store, published).problems == []
+    assert manifest.verify(store, published).num_files == 2
+
+
+def test_content_digest_is_equal_for_equal_content_only(entry: ShardEntry):
+    first = describe([entry])
+    assert dataclasses.replace(first, parent=3, version=4, created="now").content_digest() == first.content_digest()
+    assert dataclasses.replace(first, dtype="fp32").content_digest() != first.content_digest()
+
+
+def test_equal_shards_are_kept_once(store: Store, tmp_path: Path, entry: ShardEntry):
+    assert make_shard(store, tmp_path / "again", b"content") == entry
+    assert make_shard(store, tmp_path / "other", b"other").digest != entry.digest
+    assert make_shard(store, tmp_path / "moved", b"content", shard=1).digest != entry.digest
+    assert len(store.list(layout.shards_dir("i"))) == 3
+
+
+def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path: Path, entry: ShardEntry):
+    store.write_bytes(f"{layout.shard_dir('i', entry.digest)}/index.bin", b"tnetnoX")
+    assert make_shard(store, tmp_path / "again", b"content") == entry
+    folder = manifest.open_shard(store, "i", entry)
+    assert (folder / "index.bin").read_bytes() == b"tnetnoc"
+
+
+def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path):
+    entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
+    published = manifest.publish(store, describe(entries))
+    path = f"{layout.shard_dir('i', entries[1].digest)}/{layout.EMBEDDINGS}"
+    flipped = bytearray(store.read_bytes(path))
+    flipped[3] ^= 1
+    store.write_bytes(path, bytes(flipped))
+    report = manifest.verify(store, published)
+    assert [(problem.shard, problem.path) for problem in report.problems] == [(1, path)]
+    with pytest.raises(DigestError, match=r"embeddings\.arrow of shard 1"):
+        report.require()
+    with pytest.raises(DigestError, match=r"embeddings\.arrow of shard 1"):
+        manifest.open_shard(store, "i", entries[1])
+    manifest.open_shard(store, "i", entries[0])
+
+
+def test_a_damaged_manifest_is_refused(store: Store, entry: ShardEntry):
+    published = manifest.publish(store, describe([entry]))
+    path = layout.manifest("i", 1)
+    good = published.to_json()
+    for bad, error in (
+        (good.replace(b"fp16", b"fp32"), DigestError),
+        (good[:-9], ManifestError),
+        (b"[]", ManifestError),
+        (json.dumps({**json.loads(good), "format_version": 99}).encode(), ManifestError),
+    ):
+        store.write_bytes(path, bad)
+        with pytest.raises(error, match=r"1\.json"):
+            manifest.read(store, "i")
+
+
+def test_refined_queries_are_verified_with_the_version(store: Store, entry: ShardEntry, tmp_path: Path):
+    file = tmp_path / "queries.arrow"
+    file.write_bytes(b"moved")
+    digest = manifest.add_refined_queries(store, "i", file)
+    published = manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": digest}))
+    assert manifest.verify(store, published).problems == []
+    store.write_bytes(layout.refined_queries("i", digest), b"moveD")
+    with pytest.raises(DigestError, match="queries"):
+        manifest.verify(store, published).require()
+
+
+def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry: ShardEntry):
+    with pytest.raises(MissingInputError, match="mvr-ray index CONFIG"):
+        manifest.read(store, "i")
+    manifest.publish(store, describe([entry]))
+    with pytest.raises(MissingInputError, match=r"no version 7 .* there are 1"):
+        manifest.read(store, "i", 7)
+
+
+def test_a_manifest_whose_files_are_not_there_is_not_published(store: Store, entry: ShardEntry):
+    store.delete(f"{layout.shard_dir('i', entry.digest)}/index.bin")
+    with pytest.raises(ManifestError, match=r"1 of 2 shard files missing .*index\.bin"):
+        manifest.publish(store, describe([entry]))
+    assert manifest.list_versions(store, "i") == []
+
+
+def test_numbers_that_are_not_finite_are_refused(store: Store, entry: ShardEntry):
+    with pytest.raises(ManifestError, match="finite"):
+        manifest.publish(store, dataclasses.replace(describe([entry]), recall=float("nan")))
+
+
+def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Store, entry: ShardEntry):
+    start = threading.Barrier(6)
+
+    def publish(number: int) -> Manifest | None:
+        start.wait()
+        try:
+            return manifest.publish(store, dataclasses.replace(describe([entry]), config_digest=str(number)))
+        except PublishConflictError:
+            return None
+
+    with ThreadPoolExecutor(6) as pool:
+        won = [published for published in pool.map(publish, range(6)) if published]
+    assert len(won) == 1
+    assert manifest.read(store, "i") == won[0]
+    assert manifest.list_versions(store, "i") == [1]
+
+
+def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry):
+    manifest.publish(store, describe([entry]))
+    manifest.publish(store, describe([entry], parent=1))
+    for parent in (0, 1, 5):
+        with pytest.raises(PublishConflictError, match="version 2 is live"):
+            manifest.publish(store, describe([entry], parent=parent))
+
+
+def test_an_error_after_the_manifest_was_created_counts_as_published(
+    store: Store, entry: ShardEntry, monkeypatch: pytest.MonkeyPatch
+):
+    create_once = Store.create_once
+
+    def create_then_fail(self: Store, path: str, data: bytes) -> None:
+        create_once(self, path, data)
+        raise StorageError("the connection broke")
+
+    monkeypatch.setattr(Store, "create_once", create_then_fail)
+    published = manifest.publish(store, describe([entry]))
+    assert manifest.read(store, "i") == published
+
+
+def test_rolling_back_publishes_the_old_content_as_a_new_version(store: Store, tmp_path: Path, entry: ShardEntry):
+    first = manifest.publish(store, describe([entry]))
+    second = manifest.publish(store, describe([make_shard(store, tmp_path / "s2", b"new")], parent=1))
+    third = manifest.rollback(store, "i", 1)
+    assert (third.version, third.parent, third.operation) == (3, 2, "rollback")
+    assert third.content_digest() == first.content_digest() != second.content_digest()
+    assert third.shards == first.shards
+
+
+def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: Store, tmp_path: Path):
+    entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n) for n in range(4)]
+    for parent in range(3):
+        manifest.publish(store, describe([entries[parent], entries[0]], parent=parent))
+    unpublished = layout.shard_dir("i", entries[3].digest)
+    store.write_bytes(f"{layout.staging_dir('i', 'key')}/chunk", b"x")
+    assert manifest.collect(store, "i", keep=1, grace_s=3600) == []
+    removed = manifest.collect(store, "i", keep=2, grace_s=0)
+    assert removed == [layout.manifest("i", 1), unpublished, layout.staging_dir("i", "key")]
+    removed = manifest.collect(store, "i", keep=1, grace_s=0)
+    assert removed == [layout.manifest("i", 2), layout.shard_dir("i", entries[1].digest)]
+    live = manifest.read(store, "i")
+    assert live.version == 3
+    assert manifest.verify(store, live).problems == []
+
+
+KILLED = """
+import dataclasses, os, signal, sys
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+
+def die_at(name, at):
+    real, calls = getattr(os, name), [0]
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    setattr(os, name, wrapped)
+
+store = Store(sys.argv[1])
+live = manifest.read(store, "i")
+die_at(sys.argv[2], int(sys.argv[3]))
+manifest.publish(store, dataclasses.replace(live, parent=live.version, config_digest="new"))
+"""
+
+
+@pytest.mark.parametrize(("call", "at"), [("utime", 1), ("fsync", 1), ("link", 1), ("fsync", 2)])
+def test_a_publisher_killed_anywhere_leaves_a_whole_live_version(tmp_path: Path, call: str, at: int):
+    store = Store(tmp_path / "store")
+    first = manifest.publish(store, describe([make_shard(store, tmp_path / "made", b"content")]))
+    done = subprocess.run([sys.executable, "-c", KILLED, store.root, call, str(at)], capture_output=True)
+    assert done.returncode == -9, done.stderr.decode()
+    live = manifest.read(store, "i")
+    assert live.version in (1, 2)
+    assert live == first or live.config_digest == "new"
+    assert manifest.verify(store, live).problems == []
+    after = manifest.publish(store, dataclasses.replace(live, parent=live.version))
+    assert manifest.read(store, "i") == after
+
+
+def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk], capture_output=True).returncode:
+        return  # only root can mount; the file-size limit in test_files covers the same path
+    try:
+        store = Store(disk)
+        entry = make_shard(store, tmp_path / "made", b"content")
+        first = manifest.publish(store, describe([entry]))
+        (disk / "filler").write_bytes(b"x" * (store.free_bytes() or 0))
+        with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*No space left on device"):
+            manifest.publish(store, describe([entry], parent=1))
+        assert manifest.read(store, "i") == first
+        with pytest.raises(StorageError, match="No space left on device"):
+            make_shard(store, tmp_path / "big", b"y" * 500_000)
+        assert manifest.verify(store, first).problems == []
+        (disk / "filler").unlink()
+        assert manifest.publish(store, describe([entry], parent=1)).version == 2
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
