@@ -15,6 +15,7 @@ import ray
 from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed import reindex
 from mvr_ray.distributed.refine_fleet import Refiners
@@ -154,17 +155,17 @@ def test_the_linear_form_equals_a_plain_reading_of_the_paper(store):
 
 
 def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
-    """A step this large destroys the index within a few rounds, while the loss keeps falling."""
-    few = corpus.read_questions(Store(str(store)), "squad_known")[:1]
-    corpus.write_questions(Store(str(store)), "few", few)
-    run = config(store, method="passage", questions="few", depth=3, step_size=0.3, rounds=6, patience=6, labels="gold")
+    """The step is far too large: later rounds cost held-out accuracy, the first does not."""
+    kept = Store(str(store))
+    corpus.write_questions(kept, "few", corpus.read_questions(kept, "squad_known")[:12])
+    run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, labels="gold")
     report = refining.refine(run)
-    assert len(report.rounds) > 1
     heldout = [row.gate_gold_top1 for row in report.rounds]
-    assert report.published is not None
-    assert heldout[report.best_round - 1] == max(heldout)
+    assert report.best_round == 1 + heldout.index(max(heldout))
+    assert heldout[-1] < max(heldout)
     assert accuracy(report, "squad_gate", "gold").after[0] == pytest.approx(max(heldout))
-    old, new = digests(manifest.read(Store(str(store)), "squad", 1)), digests(report.published)
+    assert report.published is not None
+    old, new = digests(manifest.read(kept, "squad", 1)), digests(report.published)
     before, after = all_views(store, 1), all_views(store, 2)
     dirty = {corpus.shard_of(passage_id, 4) for passage_id in before if before[passage_id] != after[passage_id]}
     assert [a != b for a, b in zip(old, new)] == [shard in dirty for shard in range(4)]
@@ -181,12 +182,11 @@ def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
     assert not list((store / "indexes/squad/staging").glob("refine-*"))
 
 
-@pytest.mark.parametrize("method", ["hybrid", "feedback_views"])
-def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path, method):
+def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path):
     published = []
     for refiners in (1, 2):
         store = shutil.copytree(indexed, tmp_path / f"with-{refiners}")
-        run = config(store, method=method, max_heldout_loss=100, rounds=2)
+        run = config(store, method="hybrid", max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
         published.append(refining.refine(run).published)
     assert digests(published[0]) == digests(published[1])
@@ -267,7 +267,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
     with Refiners(task, 4, 2, 0.5) as refiners:
         hits = refiners.search(0, queries, 10, "", lambda *_: None)
         positive = rng.random(hits.passage_QK.shape) < 0.5
-        labels = refining_labels(hits, positive)
+        labels = labels_from_hits(hits.passage_QK, hits.view_QK, positive)
         handed = {shard: (part,) for shard, part in refiners.split(labels).items()}
         refiners.each("move", 0, handed, queries, StepSettings(0.05, -1e9))
         moved = refiners.search(1, queries, 10, "", lambda *_: None)
@@ -278,12 +278,6 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
         first = refiners.search(0, queries, 10, "", lambda *_: None)
     assert np.array_equal(again.passage_QK, moved.passage_QK) and np.array_equal(again.view_QK, moved.view_QK)
     assert np.array_equal(first.passage_QK, hits.passage_QK)
-
-
-def refining_labels(hits, positive):
-    from mvr_ray.core.pseudo_labels import labels_from_hits
-
-    return labels_from_hits(hits.passage_QK, hits.view_QK, positive)
 
 
 def test_feedback_from_a_file_teaches_its_questions(store):
