@@ -16,6 +16,7 @@ from mvr_ray.errors import DataError
 READ_CHARS = 1 << 16
 MAX_ITEM_CHARS = 1 << 28
 NEAR_END_CHARS = 16
+NUMBER_TAIL_CHARS = 2
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\n\r"
 
@@ -51,14 +52,15 @@ class JsonReader:
             try:
                 value, stop = _DECODER.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
+                offset = error.pos - self._at
                 cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
                 if not cut or not self._more(num_chars):
-                    raise self._broken(error.msg, error.pos) from None
+                    raise self._broken(error.msg, self._at + offset) from None
             except RecursionError:
                 raise self._broken("nested too deeply", self._at) from None
             else:
-                # A number that touches the end of the buffer may go on.
-                if stop < len(self._buffer) or not self._more(num_chars):
+                # A number close to the end of the buffer may go on, as `1` does in `1.5` and `1e+5`.
+                if stop + NUMBER_TAIL_CHARS < len(self._buffer) or not self._more(num_chars):
                     self._advance(stop)
                     return value
             num_chars *= 2
@@ -115,10 +117,12 @@ class JsonReader:
         if self._ended:
             return False
         piece = self._file.read(num_chars)
-        self._ended = not piece
+        if not piece:
+            self._ended = True
+            return False
         self._buffer = self._buffer[self._at :] + piece
         self._at = 0
-        return bool(piece)
+        return True
 
     def _broken(self, reason: str, position: int) -> DataError:
         line = self.line + self._buffer.count("\n", self._at, position)

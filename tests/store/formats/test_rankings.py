@@ -1,0 +1,155 @@
+"""Rankings as others read them: DPR's reader, trec_eval, and our own files back again."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import ir_measures
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats import RankedPassage, RankedQuestion, read_qrels, read_trec_run, write_ranking
+from mvr_ray.types import Question
+
+ROWS = [
+    RankedQuestion(
+        Question("q1", 'who "is" it?', ("me", "ä")),
+        [
+            RankedPassage("p2", "T", "body", 81.37321, True, 3, "bo"),
+            RankedPassage("p1", "", "other", 80.5, False, 0, "other"),
+        ],
+    ),
+    RankedQuestion(Question("q2", "no hits"), []),
+]
+
+
+class DprReaderPassage:
+    """The fields that DPR's reader accepts for a passage, and no others."""
+
+    def __init__(self, id: str, text: str, title: str, score: str, has_answer: bool) -> None:
+        self.key = (id, text, title, score, has_answer)
+
+
+def test_dprs_reader_accepts_every_context(tmp_path: Path):
+    assert write_ranking(ROWS, tmp_path / "r.json", "dpr") == 2
+    loaded = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [(row["question"], row["answers"]) for row in loaded] == [('who "is" it?', ["me", "ä"]), ("no hits", [])]
+    read = [DprReaderPassage(**ctx).key for ctx in loaded[0]["ctxs"]]
+    assert read == [("p2", "body", "T", "81.37321", True), ("p1", "other", "", "80.5", False)]
+
+
+def test_extras_come_only_on_request(tmp_path: Path):
+    write_ranking(ROWS, tmp_path / "r.json", "dpr", extras=True)
+    ctx = json.loads((tmp_path / "r.json").read_text())[0]["ctxs"][0]
+    assert (ctx["view"], ctx["snippet"]) == (3, "bo")
+    with pytest.raises(TypeError):
+        DprReaderPassage(**ctx)
+
+
+@pytest.mark.parametrize("format", ["dpr", "pyserini"])
+def test_an_empty_ranking_is_still_valid_json(tmp_path: Path, format: str):
+    write_ranking([], tmp_path / "r.json", format)
+    assert not json.loads((tmp_path / "r.json").read_text())
+
+
+def test_pyserini_json(tmp_path: Path):
+    write_ranking(ROWS, tmp_path / "r.json", "pyserini")
+    loaded = json.loads((tmp_path / "r.json").read_text())
+    assert list(loaded) == ["q1", "q2"]
+    assert loaded["q1"]["contexts"][0] == {"docid": "p2", "score": "81.37321", "text": "T\nbody", "has_answer": True}
+
+
+def test_jsonl_and_parquet_hold_everything(tmp_path: Path):
+    write_ranking(ROWS, tmp_path / "r.jsonl", "jsonl")
+    write_ranking(ROWS, tmp_path / "r.parquet", "parquet")
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["id"] for line in lines] == ["q1", "q2"]
+    first = {"rank": 1, "id": "p2", "title": "T", "text": "body", "has_answer": True, "view": 3, "snippet": "bo"}
+    assert {key: value for key, value in lines[0]["hits"][0].items() if key != "score"} == first
+    table = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert [(row["question_id"], row["rank"], row["passage_id"], row["snippet"]) for row in table] == [
+        ("q1", 1, "p2", "bo"),
+        ("q1", 2, "p1", "other"),
+    ]
+    assert np.float32(table[0]["score"]) == np.float32(lines[0]["hits"][0]["score"]) == np.float32(81.37321)
+
+
+def test_msmarco_run(tmp_path: Path):
+    write_ranking(ROWS, tmp_path / "r.tsv", "msmarco")
+    assert (tmp_path / "r.tsv").read_text() == "q1\tp2\t1\nq1\tp1\t2\n"
+
+
+def test_trec_run_reads_back(tmp_path: Path):
+    write_ranking(ROWS, tmp_path / "r.txt", "trec", tag="mine")
+    assert (tmp_path / "r.txt").read_text() == "q1 Q0 p2 1 81.373210 mine\nq1 Q0 p1 2 80.500000 mine\n"
+    assert [line[:3] for line in read_trec_run(tmp_path / "r.txt")] == [("q1", "p2", 1), ("q1", "p1", 2)]
+
+
+scores = st.lists(
+    st.one_of(
+        st.sampled_from([0.0, 1.0, 81.37321, -3.5, 1e-7, 16777216.0]),
+        st.floats(-1e6, 1e6, width=32),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scores, st.integers(0, 9))
+def test_trec_evals_order_is_ours_whatever_ties(tmp_path: Path, values: list[float], seed: int):
+    names = [f"d{i}" for i in range(len(values))]
+    random.Random(seed).shuffle(names)
+    hits = [RankedPassage(name, "", "x", score) for name, score in zip(names, sorted(values, reverse=True))]
+    write_ranking([RankedQuestion(Question("q", "?"), hits)], tmp_path / "r.txt", "trec")
+    lines = list(read_trec_run(tmp_path / "r.txt"))
+    by_score = sorted(lines, key=lambda line: line.passage_id, reverse=True)
+    by_score.sort(key=lambda line: np.float32(line.score), reverse=True)
+    assert [line.passage_id for line in by_score] == [hit.id for hit in hits]
+    for line, hit in zip(lines, hits):
+        slack = 1e-6 + len(hits) * max(2e-6, 2 * float(np.spacing(np.float32(max(map(abs, values))))))
+        assert math.isclose(line.score, hit.score, abs_tol=slack)
+
+
+def test_an_independent_evaluator_sees_our_order_in_a_tie(tmp_path: Path):
+    hits = [RankedPassage(name, "", "x", 1.0) for name in ("a", "b", "c")]
+    write_ranking([RankedQuestion(Question("q", "?"), hits)], tmp_path / "r.txt", "trec")
+    (tmp_path / "qrels").write_text("q 0 a 1\n")
+    run = list(ir_measures.read_trec_run(str(tmp_path / "r.txt")))
+    qrels = list(ir_measures.read_trec_qrels(str(tmp_path / "qrels")))
+    assert ir_measures.calc_aggregate([ir_measures.RR], qrels, run)[ir_measures.RR] == 1.0
+
+
+@pytest.mark.parametrize(("question", "passage"), [("q 1", "p"), ("q", "p 1"), ("q", "p\u00a0x"), ("", "p")])
+def test_ids_that_a_trec_run_cannot_hold_are_refused_and_no_file_stays(tmp_path: Path, question: str, passage: str):
+    rows = [RankedQuestion(Question(question, "?"), [RankedPassage(passage, "", "x", 1.0)])]
+    with pytest.raises(DataError, match=r"white space.*dpr, jsonl or parquet"):
+        write_ranking(rows, tmp_path / "r.txt", "trec")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_formats_are_refused_with_the_known_ones(tmp_path: Path):
+    with pytest.raises(DataError, match="there are dpr, trec"):
+        write_ranking([], tmp_path / "r", "xml")
+
+
+def test_judgements_of_both_shapes(write: Callable[[str, str], Path]):
+    expected = {"q1": {"d1": 2, "d2": 0}, "q2": {"d1": 1}}
+    assert read_qrels(write("trec", "q1 0 d1 2\nq1 0 d2 0\n\nq2 0 d1 1\n")) == expected
+    assert read_qrels(write("beir", "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td1\t1\n")) == expected
+    for content, message in (("q1 d1\n", ":1: 2 columns"), ("q 0 d x\n", "grade 'x'")):
+        with pytest.raises(DataError, match=message):
+            read_qrels(write("bad", content))
+
+
+def test_broken_runs_are_named_with_their_line(write: Callable[[str, str], Path]):
+    with pytest.raises(DataError, match="bad:2: 3 columns"):
+        list(read_trec_run(write("bad", "q Q0 d 1 1.0 t\nq Q0 d\n")))
+    with pytest.raises(DataError, match="bad:1: rank 'x'"):
+        list(read_trec_run(write("bad", "q Q0 d x 1.0 t\n")))

