@@ -42,6 +42,8 @@ _ARCHITECTURE = (
     "relative_attention_num_buckets",
 )
 """Settings of a backbone that change its output without changing its weights."""
+_TOKENIZER = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
+"""The parts of a tokenizer that bear on ids and offsets."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Tower(nn.Module):
         config = self.backbone.config
         known = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}  # type: ignore[arg-type]
         hasher.update(json.dumps(known, sort_keys=True).encode())
-        hasher.update(self.tokenizer.backend_tokenizer.to_str().encode())
+        parts = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        hasher.update(json.dumps({name: parts[name] for name in _TOKENIZER}, sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             plain = tensor.detach().cpu().contiguous()
             hasher.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())

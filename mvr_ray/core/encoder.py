@@ -9,6 +9,7 @@ Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,20 +128,28 @@ class DualEncoder(nn.Module):
         return hasher.hexdigest()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
-        """Cut to `max_query_tokens`. Raises EncoderError for a query without a word."""
-        for at, text in enumerate(texts):
-            if not text.strip():
+        """Cut to `max_query_tokens`. Raises EncoderError for a query without a token."""
+        tokens = _tokens(self.question_tower, texts)
+        for at, (text, found) in enumerate(zip(texts, tokens)):
+            if not found.ids or not text.strip():
                 raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
-        return [self.layout.query(self.spec, tokens.ids) for tokens in _tokens(self.question_tower, texts)]
+        return [self.layout.query(self.spec, found.ids) for found in tokens]
 
-    def tokenize_passages(self, passages: Sequence[Passage]) -> list[TokenizedPassage]:
-        """The tokens of each passage and where its views are read. Needs no accelerator; same passages, same arrays."""
+    def tokenize_passages(self, passages: Sequence[Passage], max_tokens: int = 0) -> list[TokenizedPassage]:
+        """The tokens of each passage and where its views are read; same passages, same arrays, on any machine.
+
+        `max_tokens` shortens passages further than the settings do, for training; 0 does not.
+        """
+        spec = self.spec
+        if max_tokens:
+            spec = replace(spec, max_passage_tokens=min(max_tokens, spec.max_passage_tokens))
+            self.layout.check(spec, "of this encoder")
         texts = _tokens(self.passage_tower, [passage.text for passage in passages])
         titles = [Tokens([], [])] * len(passages)
         if self.spec.use_title:
             titles = _tokens(self.passage_tower, [passage.title.strip() for passage in passages])
         return [
-            self.layout.passage(self.spec, title.ids, text, self.snippets(passage))
+            self.layout.passage(spec, title.ids, text, self.snippets(passage))
             for passage, title, text in zip(passages, titles, texts)
         ]
 
@@ -280,7 +289,9 @@ def _pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> _Padded:
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[Tokens]:
-    encodings = tower.tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    # Half a surrogate pair is no text to the tokenizer; a question mark takes its place, so offsets stay as they are.
+    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    encodings = tower.tokenizer.backend_tokenizer.encode_batch(clean, add_special_tokens=False)
     return [Tokens(encoding.ids, [end for _, end in encoding.offsets]) for encoding in encodings]
 
 

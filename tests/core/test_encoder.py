@@ -256,7 +256,34 @@ def test_a_query_of_ten_thousand_words_is_cut(tiny):
     assert query.num_tokens == SPEC.max_query_tokens
 
 
-@pytest.mark.parametrize("text", ["", " \n\t"])
+def test_half_a_surrogate_pair_is_read_as_a_question_mark(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    assert (encoder.embed_queries(["the \ud800 river"]) == encoder.embed_queries(["the ? river"])).all()
+    broken = Passage("1", "", "The river \udfff rises. It runs to the sea!")
+    assert encoder.view_spans(broken)[1] == (19, 38)
+
+
+def test_training_may_shorten_passages_but_not_lengthen_them(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"])
+    lengths = [encoder.tokenize_passages(PASSAGES[4:], limit)[0].num_tokens for limit in (0, 20, 64, 90)]
+    assert lengths == [64, 20, 64, 64]
+    with pytest.raises(EncoderError) as caught:
+        encoder.tokenize_passages(PASSAGES, 8)
+    assert str(caught.value) == (
+        "max_passage_tokens is 8, too few for 3 views under strategy 'snippets'; give at least 10 or lower num_views"
+    )
+
+
+def test_low_precision_changes_vectors_little_and_they_come_out_in_float32(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    with torch.autocast("cpu", torch.bfloat16):
+        views = encoder.embed_passages(tokenized).views_PVD
+    assert views.dtype == np.float32
+    np.testing.assert_allclose(views, encoder.embed_passages(tokenized).views_PVD, atol=0.03)
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "\x00"])
 def test_an_empty_query_is_refused_by_number(tiny, text):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     with pytest.raises(EncoderError) as caught:
