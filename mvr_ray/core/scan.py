@@ -109,7 +109,7 @@ class Scan(Generic[Array]):
         return pack_hits(scored, [len(batch.queries_QD) for batch in batches], len(queries_QD), k)
 
     def _norm(self, step: Step, computed: float) -> float:
-        """Upper bound of the vectors' norms. Float32 squares are trusted within their error; float64 decides the rest."""
+        """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
         terms = (self.table.dimension + 2) * UNIT
         if computed < 1e15:
             return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62

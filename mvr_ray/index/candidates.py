@@ -1,0 +1,102 @@
+"""From nearest vectors to the best passages: what the approximate indexes share.
+
+A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first and
+twice as many each further time, until a query has k distinct passages. What an index cannot find (an unlucky graph, too
+few probed lists) is found by scanning the shard. Every candidate is then scored exactly with all its views.
+
+Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.core.exact import BlockTable, Pairs, best_first, checked_k, checked_queries
+from mvr_ray.core.kernels import make_kernel
+from mvr_ray.core.scan import Scan, pack_hits
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
+
+FIRST_FETCH = 3
+VECTORS_AT_ONCE = 16384
+
+
+class ApproximateIndex:
+    """An index over vector numbers 0 .. N - 1 in block order. A kind of index says how to find the nearest."""
+
+    kind = ""
+    exact = False
+
+    def __init__(self, blocks: Sequence[EmbeddingBlock], *, threads: int | None = None) -> None:
+        self.scan = Scan(blocks, make_kernel(threads=threads))
+        table = self.scan.table
+        self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
+        counts = [np.diff(block.row_ptr) for block in table.blocks]
+        self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
+
+    def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+        """Numbers of about the nearest vectors [Q, fetch], -1 where there are no more to be found."""
+        raise NotImplementedError
+
+    def max_fetch(self) -> int:
+        """The most vectors that `nearest` can return."""
+        return self.num_vectors
+
+    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+        """k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: what was missed is unknown."""
+        queries_QD = checked_queries(queries_QD, self.dimension)
+        if checked_k(k) >= self.scan.table.num_scorable:
+            return self.scan.search(queries_QD, k)
+        found, unlucky_Q = self._candidates(queries_QD, k)
+        best = best_first(self.scan.table.rescore(queries_QD, found), k)
+        hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
+        if len(unlucky_Q):
+            for column, scanned in zip(hits, self.scan.search(queries_QD[unlucky_Q], k)):
+                column[unlucky_Q] = scanned
+        hits.frontier_Q[:] = np.inf
+        return hits
+
+    def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
+        """At least k distinct passages for each query, and the queries for which the index could not find as many."""
+        asked_Q, fetch = np.arange(len(queries_QD)), min(FIRST_FETCH * k, self.max_fetch())
+        query_parts, row_parts, unlucky = [], [], []
+        while len(asked_Q):
+            number_QF = self.nearest(queries_QD[asked_Q], fetch)
+            real_QF = number_QF >= 0
+            row_M = np.searchsorted(self.ends, number_QF[real_QF], side="right")
+            query_M = np.repeat(asked_Q, real_QF.sum(axis=1))
+            query_M, row_M = np.divmod(np.unique(query_M * self.num_passages + row_M), self.num_passages)
+            enough_Q = np.bincount(query_M, minlength=len(queries_QD)) >= k
+            query_parts.append(query_M[enough_Q[query_M]])
+            row_parts.append(row_M[enough_Q[query_M]])
+            dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())
+            unlucky.append(asked_Q[dry_Q & ~enough_Q[asked_Q]])
+            asked_Q = asked_Q[~dry_Q & ~enough_Q[asked_Q]]
+            fetch = min(2 * fetch, self.max_fetch())
+        none = [np.zeros(0, np.int64)]
+        pairs = Pairs(np.concatenate(query_parts or none), np.concatenate(row_parts or none))
+        return pairs, np.concatenate(unlucky or none)
+
+
+def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.float32]]:
+    """All vectors in order, some thousands at a time, finite or ShardIndexError."""
+    first_row = 0
+    for block in blocks:
+        start, stop = int(block.row_ptr[0]), int(block.row_ptr[-1])
+        for low in range(start, stop, VECTORS_AT_ONCE):
+            vectors_ND = block.vectors_ND[low : min(low + VECTORS_AT_ONCE, stop)].astype(np.float32)
+            finite_N = np.isfinite(vectors_ND).all(axis=1)
+            if not finite_N.all():
+                vector = low + int(np.flatnonzero(~finite_N)[0])
+                row = int(np.searchsorted(block.row_ptr, vector, side="right")) - 1
+                raise ShardIndexError(
+                    f"passage {block.ids[row]!r} (row {first_row + row}) has a vector with NaN or infinity; "
+                    f"encode it again"
+                )
+            yield vectors_ND
+        first_row += len(block.ids)
+
+
+def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
+    return BlockTable(blocks).num_vectors

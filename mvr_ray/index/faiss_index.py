@@ -1,0 +1,175 @@
+"""Any Faiss factory string over the views of a shard, by inner product.
+
+Built by one thread from a fixed seed, so the same vectors give the same file. Opened mapped and read-only: nothing is
+loaded until a search touches it, and processes share the pages. (Faiss aborts the process if anything is added to a
+mapped index, so nothing here ever adds to one.)
+
+Shapes: Q queries, N vectors, F fetched, D dimension.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import ApproximateIndex, count_vectors, float32_vectors
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+FAISS_FILE = "index.faiss"
+TRAIN_SEED = 20220527
+MIN_TRAIN_VECTORS = 65536
+TRAIN_VECTORS_PER_LIST = 64
+MAX_GPU_FETCH = 2048
+
+
+def check_faiss(params: IndexParams, dimension: int) -> None:
+    """ShardIndexError if Faiss cannot make such an index."""
+    if params.nprobe < 1:
+        raise ShardIndexError(f"nprobe is {params.nprobe}; at least one list must be probed")
+    _make(params.factory, dimension)
+
+
+def build_faiss(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
+    """Train on a seeded sample, add every vector in order, write one file."""
+    num_vectors = count_vectors(blocks)
+    if not num_vectors:
+        return []
+    index = _make(params.factory, int(blocks[0].vectors_ND.shape[1]))
+    searchable = _searchable(index)
+    if isinstance(searchable, faiss.IndexHNSW):
+        searchable.hnsw.efConstruction = params.hnsw_ef_construction
+    num_lists = searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
+    with _one_thread():
+        try:
+            if not index.is_trained:
+                limit = max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists)
+                index.train(_sample(blocks, num_vectors, limit))
+            for vectors_ND in float32_vectors(blocks):
+                index.add(vectors_ND)
+            faiss.write_index(index, str(folder / FAISS_FILE))
+        except RuntimeError as error:
+            raise ShardIndexError(
+                f"Faiss cannot build {params.factory!r} over {num_vectors} vectors in {folder}: {_reason(error)}; "
+                f"use a smaller factory, fewer shards, or index.kind=flat"
+            ) from error
+    return [FAISS_FILE]
+
+
+class FaissIndex(ApproximateIndex):
+    """An index file, mapped; on a GPU, copied there."""
+
+    kind = "faiss"
+
+    def __init__(
+        self,
+        params: IndexParams,
+        blocks: Sequence[EmbeddingBlock],
+        folder: Path,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(blocks, threads=threads)
+        if threads is not None:
+            faiss.omp_set_num_threads(threads)
+        self.on_gpu = device != "cpu"
+        self.index = self._open(folder / FAISS_FILE, params) if self.num_vectors else None
+        if self.index is not None and self.on_gpu:
+            self.index = _to_gpu(self.index, device, params.factory)
+
+    def _open(self, path: Path, params: IndexParams) -> faiss.Index:
+        if not path.is_file():
+            raise ShardIndexError(f"no Faiss index at {path}; build the index again")
+        try:
+            index = faiss.read_index(str(path), 0 if self.on_gpu else faiss.IO_FLAG_MMAP_IFC)
+        except RuntimeError as error:
+            raise ShardIndexError(f"Faiss cannot read {path}: {_reason(error)}; build the index again") from error
+        if (index.d, index.ntotal) != (self.dimension, self.num_vectors):
+            raise ShardIndexError(
+                f"{path} holds {index.ntotal} vectors of dimension {index.d}, the embeddings are {self.num_vectors} of "
+                f"{self.dimension}; build the index again"
+            )
+        searchable = _searchable(index)
+        if isinstance(searchable, faiss.IndexIVF):
+            searchable.nprobe = min(params.nprobe, searchable.nlist)
+        if isinstance(searchable, faiss.IndexHNSW):
+            searchable.hnsw.efSearch = params.hnsw_ef_search
+        return index
+
+    def max_fetch(self) -> int:
+        return min(MAX_GPU_FETCH, self.num_vectors) if self.on_gpu else self.num_vectors
+
+    def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+        assert self.index is not None, "a shard without vectors is never asked for its nearest"
+        return self.index.search(queries_QD, fetch)[1]
+
+
+def _make(factory: str, dimension: int) -> faiss.Index:
+    try:
+        index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ShardIndexError(
+            f"Faiss factory string {factory!r} does not work for inner products of dimension {dimension}: {_reason(error)}"
+        ) from error
+    if isinstance(index, faiss.IndexIDMap):
+        raise ShardIndexError(
+            f"Faiss factory string {factory!r} renames vectors; leave IDMap out, rows are numbered here"
+        )
+    return index
+
+
+def _searchable(index: faiss.Index) -> faiss.Index:
+    """The index inside transforms and refinements."""
+    while True:
+        if isinstance(index, faiss.IndexPreTransform):
+            index = faiss.downcast_index(index.index)
+        elif isinstance(index, faiss.IndexRefine):
+            index = faiss.downcast_index(index.base_index)
+        else:
+            return index
+
+
+def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:
+    """At most `limit` vectors, the same ones every time, in order."""
+    if num_vectors <= limit:
+        return np.concatenate(list(float32_vectors(blocks)))
+    chosen = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
+    parts, first = [], 0
+    for vectors_ND in float32_vectors(blocks):
+        low, high = np.searchsorted(chosen, [first, first + len(vectors_ND)])
+        parts.append(vectors_ND[chosen[low:high] - first])
+        first += len(vectors_ND)
+    return np.concatenate(parts)
+
+
+def _to_gpu(index: faiss.Index, device: str, factory: str) -> faiss.Index:
+    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
+        raise ShardIndexError(
+            f"cannot search Faiss on {device!r}: this Faiss sees no GPU; install mvr-ray[gpu] or use 'cpu'"
+        )
+    number = int(device.partition(":")[2] or 0)
+    try:
+        return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
+    except RuntimeError as error:
+        raise ShardIndexError(f"Faiss cannot put {factory!r} on {device!r}: {_reason(error)}; use 'cpu'") from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def _reason(error: RuntimeError) -> str:
+    """What Faiss said, without where in its source it said it."""
+    text = str(error).strip()
+    return re.sub(r"\s+", " ", text.rpartition("Error: ")[2] or re.sub(r"^.*?\.cpp:\d+: ", "", text, flags=re.S))[-300:]

@@ -1,0 +1,97 @@
+"""An hnswlib graph over the views of a shard, by inner product: one label a vector, its number in block order.
+
+Built by one thread from a fixed seed, so the same vectors give the same file. (hnswlib's own multi-vector space gives wrong
+answers for inner products; passages are put together in `candidates` instead.)
+
+Shapes: Q queries, N vectors, F fetched, D dimension.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import hnswlib
+import numpy as np
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import ApproximateIndex, count_vectors, float32_vectors
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+HNSW_FILE = "index.hnsw"
+LEVEL_SEED = 100
+
+
+def check_hnsw(params: IndexParams) -> None:
+    """ShardIndexError if no graph can be built so."""
+    if params.hnsw_m < 2:
+        raise ShardIndexError(f"hnsw_m is {params.hnsw_m}; a node needs at least 2 links")
+    if min(params.hnsw_ef_construction, params.hnsw_ef_search) < 1:
+        raise ShardIndexError(
+            f"hnsw_ef_construction is {params.hnsw_ef_construction} and hnsw_ef_search {params.hnsw_ef_search}; "
+            f"both must be at least 1"
+        )
+
+
+def build_hnsw(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
+    """Add every vector in order, write one file."""
+    num_vectors = count_vectors(blocks)
+    if not num_vectors:
+        return []
+    graph = hnswlib.Index(space="ip", dim=int(blocks[0].vectors_ND.shape[1]))
+    graph.init_index(
+        max_elements=num_vectors,
+        M=params.hnsw_m,
+        ef_construction=params.hnsw_ef_construction,
+        random_seed=LEVEL_SEED,
+    )
+    first = 0
+    for vectors_ND in float32_vectors(blocks):
+        graph.add_items(vectors_ND, np.arange(first, first + len(vectors_ND)), num_threads=1)
+        first += len(vectors_ND)
+    graph.save_index(str(folder / HNSW_FILE))
+    return [HNSW_FILE]
+
+
+class HnswIndex(ApproximateIndex):
+    """An index file, loaded into memory."""
+
+    kind = "hnsw"
+
+    def __init__(
+        self, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None
+    ) -> None:
+        super().__init__(blocks, threads=threads)
+        self.ef_search = params.hnsw_ef_search
+        self.lock = threading.Lock()  # the breadth of a search is a field of the graph
+        if not self.num_vectors:
+            return
+        path = folder / HNSW_FILE
+        if not path.is_file():
+            raise ShardIndexError(f"no hnswlib index at {path}; build the index again")
+        self.graph = hnswlib.Index(space="ip", dim=self.dimension)
+        try:
+            self.graph.load_index(str(path))
+        except RuntimeError as error:
+            raise ShardIndexError(f"hnswlib cannot read {path}: {error}; build the index again") from error
+        if self.graph.get_current_count() != self.num_vectors:
+            raise ShardIndexError(
+                f"{path} holds {self.graph.get_current_count()} vectors, the embeddings are {self.num_vectors}; "
+                f"build the index again"
+            )
+        if threads is not None:
+            self.graph.set_num_threads(threads)
+
+    def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+        with self.lock:
+            self.graph.set_ef(max(self.ef_search, fetch))
+            try:
+                return self.graph.knn_query(queries_QD, k=fetch)[0].astype(np.int64)
+            except RuntimeError:  # some query reached fewer vectors than asked; hnswlib does not say which
+                return np.stack([self._nearest_to_one(query_D, fetch) for query_D in queries_QD])
+
+    def _nearest_to_one(self, query_D: FloatArray, fetch: int) -> IntArray:
+        try:
+            return self.graph.knn_query(query_D, k=fetch)[0][0].astype(np.int64)
+        except RuntimeError:
+            return np.full(fetch, -1, np.int64)
