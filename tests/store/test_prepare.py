@@ -1,0 +1,279 @@
+"""Laws of prepare: every row is accounted for, the same input gives the same bytes, the old corpus stays until the new
+one is whole."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.draws import draw
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import read_source
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Question
+
+Write = Callable[[str, str | bytes], Path]
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def config(path: Path, **more: object) -> PrepareConfig:
+    return PrepareConfig(sources=[SourceConfig(path=str(path), questions="q")], **more)
+
+
+def passage(number: int, text: str = "") -> dict:
+    return {"id": f"p{number}", "title": f"t{number % 7}", "text": text or f"body of {number}"}
+
+
+def question(number: int, *positives: int, **more: object) -> dict:
+    return {"id": f"q{number}", "question": "why?", "positive_ids": [f"p{i}" for i in positives], **more}
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_everything_read_is_written_and_counted(write: Write, store: Store):
+    path = write("rows.jsonl", lines(*map(passage, range(40)), question(1, 3), question(2)))
+    seen = []
+    report = prepare(config(path, num_shards=3), store, lambda *told: seen.append(told))
+    assert (report.passages_read, report.passages_written, report.parts) == (40, 40, 3)
+    assert report.questions == {"q": 2}
+    corpus = Corpus.open(store, "corpus")
+    assert (corpus.num_passages, corpus.digest) == (40, report.digest)
+    assert corpus.info.sources[0].num_bytes == path.stat().st_size
+    assert corpus.info.questions == {"q": 2}
+    assert {what for what, _, _ in seen} == {"rows read", "parts sorted", "parts written"}
+    assert read_questions(store, "q")[0] == Question("q1", "why?", (), ("p3",))
+    corpus.verify()
+
+
+def test_the_same_rows_in_any_order_give_the_same_parts_and_the_same_run_the_same_bytes(write: Write, tmp_path: Path):
+    rows = [passage(number) for number in range(50)]
+    one, other = write("one.jsonl", lines(*rows)), write("other.jsonl", lines(*reversed(rows)))
+    reports = [prepare(config(path), Store(tmp_path / name)) for name, path in (("a", one), ("b", one), ("c", other))]
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    assert reports[0].digest == reports[2].digest
+    parts = [{k: v for k, v in snapshot(tmp_path / name).items() if "part-" in k} for name in "ac"]
+    assert parts[0] == parts[1]
+
+
+def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write, tmp_path: Path):
+    rows = [passage(0), passage(1), {"id": "p2", "text": " "}, passage(1, "again"), question(1, 9), question(2, 0), {}]
+    path = write("rows.jsonl", lines(*rows, question(2, 1)))
+    store = Store(tmp_path / "store")
+    with pytest.raises(
+        DataError, match=r"1 bad rows, more than prepare.max_bad_rows=0: .*rows\.jsonl:3: text is empty"
+    ):
+        prepare(config(path), store)
+    assert not store.exists(layout.corpus_dir("corpus"))
+    with pytest.raises(DataError, match="max_bad_rows=4"):
+        prepare(config(path, max_bad_rows=4), store)
+    report = prepare(config(path, max_bad_rows=5), store)
+    told = [str(row).partition("/sources/")[2].partition(" stands already")[0] for row in report.bad_rows]
+    assert told == [
+        "rows.jsonl:3: text is empty",
+        "rows.jsonl:7: id is missing",
+        "rows.jsonl:8: question id 'q2'",
+        "rows.jsonl:4: passage id 'p1'",
+        "rows.jsonl:5: positive 'p9' of question 'q1' names no passage of the corpus",
+    ]
+    assert (report.passages_read, report.passages_written) == (3, 2)
+    assert Corpus.open(store, "corpus").get(["p1"])["p1"].text == "body of 1"
+    assert [q.id for q in read_questions(store, "q")] == ["q2"]
+
+
+def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Write, tmp_path: Path):
+    def row(text: str) -> dict:
+        ctx = {"title": "T", "text": text, "passage_id": "1"}
+        lost = {"title": "L", "text": "lost", "passage_id": "2"}
+        return {"question": "q", "answers": ["same"], "positive_ctxs": [ctx], "hard_negative_ctxs": [lost]}
+
+    report = prepare(config(write("a.json", json.dumps([row("same"), row("same")]))), Store(tmp_path / "a"))
+    assert (report.passages_read, report.passages_written, report.duplicates) == (4, 2, 2)
+    assert read_questions(Store(tmp_path / "a"), "q")[0].answer_starts == (0,)
+    with pytest.raises(DataError, match="passage id '1' stands already"):
+        prepare(config(write("b.json", json.dumps([row("same"), row("other")]))), Store(tmp_path / "b"))
+
+
+def test_hard_negatives_that_name_no_passage_are_dropped_and_counted(write: Write, tmp_path: Path):
+    path = write("r.jsonl", lines(passage(0), passage(1), question(1, 0, hard_negative_ids=["p1", "p8", "p9"])))
+    report = prepare(config(path), Store(tmp_path))
+    assert report.hard_negatives_dropped == 2
+    assert read_questions(Store(tmp_path), "q")[0].hard_negative_ids == ("p1",)
+
+
+def test_limits_keep_gold_first_by_draws_that_do_not_depend_on_order(write: Write, tmp_path: Path):
+    rows = [passage(number) for number in range(60)] + [question(number, number) for number in range(20)]
+    digests = set()
+    for name, ordered in (("a", rows), ("b", rows[::-1])):
+        path, store = write(f"{name}.jsonl", lines(*ordered)), Store(tmp_path / name)
+        report = prepare(config(path, max_passages=15, max_questions=5), store)
+        kept = {q.id for q in read_questions(store, "q")}
+        assert kept == draw([f"q{number}" for number in range(20)], 5, "questions")
+        ids = {p.id for p in Corpus.open(store, "corpus")}
+        assert len(ids) == 15
+        assert {f"p{q[1:]}" for q in kept} <= ids
+        assert (report.passages_not_drawn, report.questions_not_drawn) == (45, 15)
+        digests.add(report.digest)
+    assert len(digests) == 1
+
+
+def test_questions_without_a_drawn_gold_passage_go_and_are_counted(write: Write, tmp_path: Path):
+    rows = [passage(number) for number in range(10)] + [question(number, number) for number in range(10)]
+    report = prepare(config(write("r.jsonl", lines(*rows, question(99))), max_passages=4), Store(tmp_path))
+    ids = {p.id for p in Corpus.open(Store(tmp_path), "corpus")}
+    kept = read_questions(Store(tmp_path), "q")
+    assert len(kept) == 5
+    assert {p for q in kept for p in q.positive_ids} == ids
+    assert report.questions_not_drawn == 6
+
+
+def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
+    text = " ".join(f"w{i}" for i in range(250))
+    answers = {"answers": ["w120", "w240 w241"], "answer_starts": [text.index("w120"), text.index("w240")]}
+    rows = [passage(0, text), passage(1), question(1, 0, hard_negative_ids=["p1"], **answers)]
+    report = prepare(config(write("r.jsonl", lines(*rows)), chunk_words=100), Store(tmp_path))
+    corpus = Corpus.open(Store(tmp_path), "corpus")
+    assert sorted(p.id for p in corpus) == ["p0#0", "p0#1", "p0#2", "p1#0"]
+    assert (report.passages_read, report.chunks_gained, report.passages_written) == (2, 2, 4)
+    (moved,) = read_questions(Store(tmp_path), "q")
+    assert moved.positive_ids == ("p0#1", "p0#2")
+    assert moved.hard_negative_ids == ("p1#0",)
+    assert moved.answer_starts[1] == -1
+    assert corpus.get(["p0#1"])["p0#1"].text.startswith("w120", moved.answer_starts[0])
+
+
+def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):
+    rows = [passage(number) for number in range(70)] + [question(number, number) for number in range(70)]
+    cfg = config(write("r.jsonl", lines(*rows)), splits=[SplitConfig(source="q")])
+    report = prepare(cfg, Store(tmp_path))
+    names = ["q_gate", "q_known", "q_other", "q_unseen"]
+    sets = {name: read_questions(Store(tmp_path), name) for name in names}
+    assert sum(map(len, sets.values())) == report.questions["q"] == 70
+    titles = {p.id: p.title for p in Corpus.open(Store(tmp_path), "corpus")}
+    unseen = {titles[q.positive_ids[0]] for q in sets["q_unseen"]}
+    assert unseen
+    assert unseen.isdisjoint(titles[q.positive_ids[0]] for n in names[:3] for q in sets[n])
+
+
+def test_settings_that_cannot_work_are_refused_before_reading(write: Write, tmp_path: Path):
+    path = write("r.jsonl", lines(passage(0)))
+    store = Store(tmp_path / "store")
+    for cfg, message in (
+        (PrepareConfig(), "sources is empty"),
+        (PrepareConfig(sources=[SourceConfig(path=str(path), passages=False)]), "passages: true"),
+        (config(path, splits=[SplitConfig(source="x")]), "no question set 'x'; there are: q"),
+        (config(path, splits=[SplitConfig(source="q", known_share=0.8, gate_share=0.3)]), "more than 1 together"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(cfg, store)
+    with pytest.raises(MissingInputError, match=r"none\.json"):
+        prepare(config(tmp_path / "none.json"), store)
+
+
+def test_a_reader_of_the_corpus_before_keeps_it_and_what_is_older_goes(write: Write, store: Store):
+    opened = []
+    for number in range(3):
+        prepare(config(write("r.jsonl", lines(passage(number))), num_shards=1), store)
+        opened.append(Corpus.open(store, "corpus"))
+    assert [p.id for p in opened[1]] == ["p1"]
+    assert [p.id for p in opened[2]] == ["p2"]
+    assert len(store.list(layout.corpus_dir("corpus"))) == 3
+
+
+def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
+    def lose_a_file(what: str, done: int, total: int) -> None:
+        if what == "parts sorted" and done == 1:
+            (spooled,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
+            spooled.unlink()
+
+    path = write("r.jsonl", lines(*map(passage, range(20))))
+    with pytest.raises(RowsLostError, match=r"20 passages read, \d+ sorted"):
+        prepare(config(path, num_shards=2), Store(tmp_path / "store"), lose_a_file)
+
+
+STOPPED = """
+import os, signal, sys
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+
+real, calls = os.fsync, [0]
+def fsync(handle):
+    calls[0] += 1
+    if calls[0] == int(sys.argv[3]):
+        os.kill(os.getpid(), getattr(signal, sys.argv[4]))
+    real(handle)
+os.fsync = fsync
+prepare(PrepareConfig(sources=[SourceConfig(path=sys.argv[2], questions="q")], num_shards=2), Store(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("stop", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("at", [1, 5, 9, 12])
+def test_stopped_anywhere_the_corpus_stays_whole_and_the_same_command_finishes(
+    write: Write, tmp_path: Path, stop: str, at: int
+):
+    old, new = write("old.jsonl", lines(*map(passage, range(20)))), write("new.jsonl", lines(*map(passage, range(30))))
+    store = Store(tmp_path / "store")
+    before = prepare(config(old, num_shards=2), store)
+    command = [sys.executable, "-c", STOPPED, store.root, str(new), str(at), stop]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (-9, -2, 1), done.stderr
+    corpus = Corpus.open(store, "corpus")
+    corpus.verify()
+    assert corpus.digest == before.digest
+    assert sum(1 for _ in corpus) == 20
+    if stop == "SIGINT":
+        assert store.list(".scratch") == []
+    after = prepare(config(new, num_shards=2), store)
+    assert Corpus.open(store, "corpus").digest == after.digest
+    assert Corpus.open(store, "corpus").num_passages == 30
+
+
+@pytest.mark.data
+def test_real_squad_is_conserved_with_every_answer_in_its_place(data_dir: Path, squad_dev: dict, tmp_path: Path):
+    source = SourceConfig(path=str(data_dir / "squad" / "dev-v1.1.json.gz"), questions="dev")
+    store = Store(tmp_path)
+    report = prepare(PrepareConfig(sources=[source], splits=[SplitConfig(source="dev")]), store)
+    assert (report.passages_read, report.passages_written, report.questions["dev"]) == (1530, 1530, 7794)
+    assert sum(report.questions[f"dev_{name}"] for name in ("known", "gate", "other", "unseen")) == 7794
+    corpus = Corpus.open(store, "corpus")
+    texts = sorted(p["context"] for article in squad_dev["data"] for p in article["paragraphs"])
+    assert sorted(p.text for p in corpus) == texts
+    assert len(corpus.articles()) == 36
+    questions = read_questions(store, "dev")
+    gold = corpus.get({q.positive_ids[0] for q in questions})
+    for q in questions:
+        text = gold[q.positive_ids[0]].text
+        assert all(text.startswith(answer, start) for answer, start in zip(q.answers, q.answer_starts, strict=True))
+
+
+@pytest.mark.data
+def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir: Path, tmp_path: Path):
+    source = SourceConfig(path=str(data_dir / "squad" / "dev-v1.1.json.gz"), questions="dev")
+    store = Store(tmp_path)
+    report = prepare(PrepareConfig(sources=[source], chunk_words=100), store)
+    corpus = Corpus.open(store, "corpus")
+    words = sum(len(r.passage.text.split()) for r in read_source(source.model_copy(update={"questions": None})))
+    assert sum(len(p.text.split()) for p in corpus) == words
+    questions = read_questions(store, "dev")
+    assert report.questions["dev"] == len(questions) == 7794
+    gold = corpus.get({q.positive_ids[0] for q in questions})
+    placed = 0
+    for q in questions:
+        text = gold[q.positive_ids[0]].text
+        known = [(a, s) for a, s in zip(q.answers, q.answer_starts, strict=True) if s >= 0]
+        assert all(text.startswith(answer, start) for answer, start in known)
+        placed += bool(known)
+    assert placed / len(questions) > 0.99
