@@ -14,9 +14,9 @@ import dataclasses
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.refine_policy import Reject, Stop
 from mvr_ray.distributed import router, session
+from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine_fleet import QUERY_BLOCK, HitTable, Refiners, fill
 from mvr_ray.distributed.refine_journal import Journal
 from mvr_ray.distributed.refine_loop import MOVES_QUERIES, RefinementLoop, least_harmful
@@ -24,8 +24,8 @@ from mvr_ray.distributed.refine_publish import describe, save_queries
 from mvr_ray.distributed.refine_questions import RefineQuestions, gather
 from mvr_ray.distributed.refine_report import REPORT_DEPTHS, RefineReport
 from mvr_ray.distributed.refine_shards import RefinerTask
-from mvr_ray.errors import CoverageError, DataError, FingerprintError
-from mvr_ray.store import layout, manifest
+from mvr_ray.errors import CoverageError, DataError
+from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -124,16 +124,7 @@ def embed_questions(
     store: Store, base: Manifest, questions: RefineQuestions, threads: int, progress: Progress
 ) -> FloatArray:
     """Every question by the encoder that made the version."""
-    import torch
-
-    torch.set_num_threads(threads)
-    folder = store.local_path(layout.encoder_dir(base.encoder_name, base.encoder_fingerprint))
-    encoder = DualEncoder.load(folder)
-    if encoder.fingerprint != base.encoder_fingerprint:
-        raise FingerprintError(
-            f"index {base.index!r} version {base.version} was made by encoder {base.encoder_fingerprint}, but {folder} "
-            f"holds {encoder.fingerprint}; restore that snapshot, or index again"
-        )
+    encoder = open_encoder(store, base.encoder_name, base.encoder_fingerprint, threads=threads)
     texts = [question.text for question in questions.table]
     blocks = []
     for low in range(0, len(texts), QUERY_BLOCK):

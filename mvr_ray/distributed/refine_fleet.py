@@ -7,7 +7,6 @@ itself to the round that a call names.
 Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `shard_start[shard] + row`.
 """
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,16 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
 
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.scoring import merge_hits
+from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.refine_shards import RefinerTask, ShardRefiner
-from mvr_ray.errors import ResourceError
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import FloatArray, Hit, IntArray, Progress
-
-logger = logging.getLogger(__name__)
 
 QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
 LABEL_BLOCK = 200_000
@@ -74,7 +70,10 @@ class Refiners:
             loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
         remote: Any = ray.remote(ShardRefiner).options(num_cpus=cpus, max_restarts=4, max_task_retries=4)
         self.actors: list[Any] = [remote.remote(task.holding(shards)) for _, shards in loads]
-        self.holder: dict[int, Any] = {shard: actor for actor, (_, shards) in zip(self.actors, loads) for shard in shards}
+        self.holder: dict[int, Any] = {}
+        for actor, (_, shards) in zip(self.actors, loads):
+            self.holder.update(dict.fromkeys(shards, actor))
+        self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
         self.labels = LabelCache(self.num_passages)
 
     def __enter__(self) -> "Refiners":
@@ -85,13 +84,8 @@ class Refiners:
             ray.kill(actor)
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
-        try:
+        with own_errors("refinement"):
             return ray.get(list(refs))
-        except RayActorError as error:
-            raise ResourceError(
-                f"a refinement actor died five times and was given up ({str(error).splitlines()[0]}); most likely it "
-                f"had too little memory: raise resources.refiners, then run the same command again, it continues"
-            ) from error
 
     def place(self, passages: IntArray) -> tuple[IntArray, IntArray]:
         """Position in `shards`, and row, of numbered passages."""
@@ -110,7 +104,7 @@ class Refiners:
         asked = [shard for shard in self.shards if by_shard[shard]]
         found = self.get([self.holder[shard].locate.remote(shard, by_shard[shard]) for shard in asked])
         return {
-            passage_id: int(self.shard_start[self.shards.index(shard)]) + int(row)
+            passage_id: self.start_of[shard] + int(row)
             for shard, rows in zip(asked, found)
             for passage_id, row in zip(by_shard[shard], rows)
             if row >= 0
@@ -135,7 +129,7 @@ class Refiners:
         return HitTable(passage_QK, view_QK)
 
     def number_of(self, hit: Hit) -> int:
-        return int(self.shard_start[self.shards.index(hit.shard)]) + hit.row
+        return self.start_of[hit.shard] + hit.row
 
     def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
         """Whether each hit holds an answer of its question, bool [Q, K]; asked once a (question, passage).
@@ -178,6 +172,7 @@ class Refiners:
     def each(self, method: str, at: int, per_shard: Mapping[int, tuple[Any, ...]], *common: Any) -> list[Any]:
         """Call `method(at, shard, *its arguments, *common)` for each shard named; answers in shard order."""
         shards = sorted(per_shard)
+        common = tuple(ray.put(value) if isinstance(value, np.ndarray) else value for value in common)
         return self.get([getattr(self.holder[s], method).remote(at, s, *per_shard[s], *common) for s in shards])
 
 

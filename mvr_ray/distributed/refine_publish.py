@@ -22,16 +22,16 @@ def describe(
     run: RunConfig, base: Manifest, refiners: Refiners, at: int, accuracy: Sequence[Accuracy]
 ) -> tuple[Manifest, int]:
     """The manifest of the version as it stands after round `at`, its changed shards written, and how many changed."""
-    written = refiners.each("write", at, {entry.shard: () for entry in base.shards})
+    written = refiners.each("write", at, {entry.shard: () for entry in base.shards}, run.index.recall_sample)
     dirty = sum(shard.dirty_passages for shard in written)
-    recalls = [shard.recall for shard in written if shard.recall is not None]
+    recalls = [(shard.recall, shard.entry.num_passages) for shard in written if shard.recall is not None]
     refined = dataclasses.replace(
         base,
         operation=f"refine:{run.refine.method}",
         parent=base.version,
         shards=tuple(shard.entry for shard in written),
-        recall=min([*recalls, base.recall]) if base.recall is not None else None,
-        metrics={**base.metrics, **as_metrics(accuracy)},
+        recall=sum(recall * num for recall, num in recalls) / sum(num for _, num in recalls) if recalls else None,
+        metrics={**{name: value for name, value in base.metrics.items() if "/" not in name}, **as_metrics(accuracy)},
         config_digest=run.digest("refine"),
         dirty_share=dirty / max(base.num_passages, 1),
     )

@@ -8,7 +8,6 @@ twice ends the same. Each shard is worked on alone: which shards share a process
 Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback views, D dimension.
 """
 
-import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from mvr_ray.core import aopt
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.distributed.refine_state import ShardState, ShardViews
-from mvr_ray.distributed.reindex import build_shard
+from mvr_ray.distributed.reindex import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
 from mvr_ray.store import embeddings, layout
 from mvr_ray.store.corpus import Corpus, CorpusPart
@@ -85,7 +84,7 @@ class ShardMoved(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A shard at rest; `recall` where its index was built anew and is approximate."""
+    """A shard at rest; `recall` where its index is approximate."""
 
     entry: ShardEntry
     dirty_passages: int
@@ -185,15 +184,17 @@ class ShardRefiner:
         changed = state.feedback_changes(now)
         return ShardMoved(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
 
-    def write(self, at: int, shard: int) -> WrittenShard:
+    def write(self, at: int, shard: int, recall_sample: int) -> WrittenShard:
         """The shard after round `at` at rest: its old entry where no stored byte differs, else a new one."""
+        entry = self.entries[shard]
         changes = self.views[shard].changes(self._state(at, shard), self.manifest.num_views)
-        if not changes:
-            return WrittenShard(self.entries[shard], 0, None)
-        with tempfile.TemporaryDirectory(prefix="mvr-ray-refine-") as folder:
-            file = Path(folder) / layout.EMBEDDINGS
-            embeddings.rewrite(self.stored[shard], file, changes)
-            return WrittenShard(build_shard(self.store, self.manifest, shard, Path(folder)), len(changes), None)
+        if changes:
+            with self.store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
+                entry = build_shard(self.store, self.manifest, shard, folder)
+        return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
     def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
