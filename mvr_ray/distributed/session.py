@@ -4,8 +4,11 @@ Ray waits in silence for what it can never place, so every stage states its need
 where Ray would hang. One CPU always stays free, because reading data needs a place beside a pool of actors.
 """
 
+import importlib
 import logging
 import os
+import platform
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[missing-module-attribute]
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.errors import ResourceError
@@ -62,6 +66,14 @@ class Need(NamedTuple):
     memory_bytes: int = 0
 
 
+class Check(NamedTuple):
+    """One thing that `doctor` looked at; `detail` says what was found and, if it is not ok, what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
 @contextmanager
 def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[ClusterInfo]:
     """Be in a Ray session: the one this process is in, the cluster of `address` or RAY_ADDRESS, else a private one.
@@ -69,12 +81,17 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
     Only what was started or joined here is left at the end, also after Ctrl-C. `dashboard` is for Ray Train and the
     state API on a private cluster. Raises ResourceError when the cluster cannot be reached or started.
     """
+    address = resources.address or os.environ.get("RAY_ADDRESS")
+    if address and address.startswith(("http://", "https://")):
+        raise ResourceError(
+            f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
+            f"stage as a job with RAY_API_SERVER_ADDRESS={address}"
+        )
     if ray.is_initialized():
         yield describe(private=False, can_grow=resources.autoscaling)
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    address = resources.address or os.environ.get("RAY_ADDRESS")
     with _joined(address) if address else _private(resources, dashboard):
         yield describe(private=not address, can_grow=resources.autoscaling)
 
@@ -82,13 +99,9 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
 @contextmanager
 def _joined(address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
-    if address.startswith(("http://", "https://")):
-        raise ResourceError(
-            f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
-            f"stage as a job with RAY_API_SERVER_ADDRESS={address}"
-        )
+    _reread_authentication()
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise ResourceError(
             f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): {error}; "
@@ -102,9 +115,11 @@ def _joined(address: str) -> Iterator[None]:
 
 @contextmanager
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     folder = _temporary_folder()
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+    secret = _own_token()
+    os.environ.update(secret)
+    _reread_authentication()
     try:
         ray.init(
             address="local",
@@ -114,7 +129,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             configure_logging=False,
         )
         yield
@@ -128,15 +143,31 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+        for name in secret:
+            os.environ.pop(name, None)
+        _reread_authentication()
 
 
 def _temporary_folder() -> Path:
-    for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108 - only where short
+    for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):
         if parent and len(parent) <= MAX_TEMP_PATH - 20 and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="mvr-", dir=parent))
     raise ResourceError(
         f"no writable temporary folder with a path under {MAX_TEMP_PATH - 20} characters; name one with RAY_TMPDIR"
     )
+
+
+def _own_token() -> dict[str, str]:
+    """Authentication of a private cluster: as the environment has it, else a token that only this process knows."""
+    if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _reread_authentication() -> None:
+    """Ray reads RAY_AUTH_MODE and the token once, when it is imported; make it read them again."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _has_token() -> bool:
@@ -212,3 +243,85 @@ def _misfit(info: ClusterInfo, need: Need) -> str | None:
         f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
         f"but the {len(info.nodes)} nodes have room for {places}"
     )
+
+
+_LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "nltk", "Stemmer")
+
+
+def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
+    """Look at this machine as a stage would: interpreter, libraries, memory, temporary folder, authentication, GPUs.
+
+    The cluster of `resources.address` or RAY_ADDRESS, if there is one, is tried too.
+    """
+    checks = [
+        Check("python", True, platform.python_version()),
+        Check("ray", ray.__version__.startswith("2.60."), f"{ray.__version__}; mvr_ray is tested with 2.60"),
+    ]
+    checks += [_library(name) for name in _LIBRARIES]
+    checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]
+    address = (resources.address if resources else None) or os.environ.get("RAY_ADDRESS")
+    if address and not ray.is_initialized():
+        checks.append(_reachable(address))
+    return checks
+
+
+def _library(name: str) -> Check:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
+        return Check(name, False, f"cannot be imported: {error}{extra}")
+    return Check(name, True, str(getattr(module, "__version__", "installed")))
+
+
+def _processors() -> Check:
+    cores = os.cpu_count() or 1
+    return Check("processors", True, f"{cores} cores; a private cluster gets {max(4, 2 * cores)} logical CPUs")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
+
+
+def _temporary() -> Check:
+    try:
+        folder = _temporary_folder()
+    except ResourceError as error:
+        return Check("temporary folder", False, str(error))
+    free = shutil.disk_usage(folder).free / 2**30
+    folder.rmdir()
+    return Check("temporary folder", free >= 2, f"{folder.parent} with {free:.1f} GiB free; Ray spills objects there")
+
+
+def _shared_memory() -> Check:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return Check("shared memory", True, "no /dev/shm on this system")
+    free = shutil.disk_usage(shared).free / 2**30
+    return Check("shared memory", free >= 0.5, f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more")
+
+
+def _authentication() -> Check:
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode == "token" and not _has_token():
+        return Check("authentication", False, "RAY_AUTH_MODE=token, but no token: set RAY_AUTH_TOKEN_PATH")
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if token.is_file() and token.stat().st_mode & 0o077:
+        return Check("authentication", False, f"{token} can be read by others: chmod 600 {token}")
+    return Check("authentication", True, f"RAY_AUTH_MODE={mode or 'not set: a token of its own for a private cluster'}")
+
+
+def _gpus() -> Check:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return Check("gpus", True, "none visible to torch; the CPU does all the work")
+    return Check("gpus", True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+
+
+def _reachable(address: str) -> Check:
+    try:
+        with connect(ResourcesConfig(address=address)) as info:
+            return Check("cluster", True, f"{address}: {len(info.nodes)} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs")
+    except ResourceError as error:
+        return Check("cluster", False, str(error))

@@ -1,0 +1,109 @@
+"""Sessions: what is started is left, what cannot be placed is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import ClusterInfo, Need, Node, connect, doctor, require
+from mvr_ray.errors import ResourceError
+
+
+def cluster(*nodes: tuple[float, float], memory: int = 8 << 30, can_grow: bool = False) -> ClusterInfo:
+    made = tuple(Node(cpus, gpus, memory) for cpus, gpus in nodes)
+    return ClusterInfo(
+        sum(n.cpus for n in made), sum(n.gpus for n in made), memory * len(made), made, can_grow=can_grow
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "needs", "told"),
+    [
+        (cluster((4, 0)), [Need("encoders", 4, 1)], "1 must stay free"),
+        (cluster((4, 0)), [Need("searchers", 2, 1), Need("refiners", 2, 1)], "2 searchers x 1 CPU"),
+        (cluster((8, 0)), [Need("trainers", 2, 1, gpus=1)], "2 GPUs asked for, the cluster has 0"),
+        (cluster((4, 0), (4, 0)), [Need("trainers", 1, 6)], "1 trainers of 6 CPU"),
+        (cluster((8, 1), (8, 1)), [Need("trainers", 1, 1, gpus=2)], "2 nodes have room for 0"),
+        (cluster((8, 0), memory=1 << 30), [Need("searchers", 1, 1, memory_bytes=2 << 30)], "2.0 GiB asked for"),
+    ],
+)
+def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, told):
+    with pytest.raises(ResourceError, match=told):
+        require(info, needs)
+
+
+@pytest.mark.parametrize(
+    ("info", "needs"),
+    [
+        (cluster((4, 0)), [Need("encoders", 3, 1)]),
+        (cluster((4, 0)), [Need("encoders", 8, 0.25)]),
+        (cluster((4, 1), (4, 1)), [Need("trainers", 2, 2, gpus=1)]),
+        (cluster((2, 1)), [Need("encoders", 2, 0.5, gpus=0.5)]),
+        (cluster((1, 0), can_grow=True), [Need("encoders", 9, 1)]),
+    ],
+)
+def test_a_shape_with_room_passes(info, needs):
+    require(info, needs)
+
+
+def test_doctor_finds_what_the_package_needs():
+    checks = {check.name: check for check in doctor()}
+    for name in ("ray", "torch", "pyarrow", "faiss", "bm25s", "Stemmer", "temporary folder"):
+        assert checks[name].ok, checks[name]
+
+
+def test_a_dashboard_address_is_refused_with_what_to_set_instead():
+    with (
+        pytest.raises(ResourceError, match="RAY_API_SERVER_ADDRESS=http://somewhere:8265"),
+        connect(ResourcesConfig(address="http://somewhere:8265")),
+    ):
+        pass
+
+
+@pytest.mark.ray
+def test_connecting_inside_a_session_keeps_it_open(ray_session):
+    with connect(ResourcesConfig()) as info:
+        assert info.cpus == ray_session.cpus
+    assert ray.is_initialized()
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+with connect(ResourcesConfig(local_cpus=2)) as info:
+    import ray
+    node = ray._private.worker._global_node
+    folder = Path(node.temp_dir)
+    pids = [p.process.pid for group in node.all_processes.values() for p in group]
+    print("up", info.cpus, os.environ["RAY_AUTH_MODE"], folder, *pids, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.ray
+def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+    )
+    assert child.stdout
+    line = child.stdout.readline().split()
+    assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=30)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
+    folder, pids = Path(line[3]), [int(pid) for pid in line[4:]]
+    assert not folder.exists()
+    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
+    assert len(pids) >= 2
+    assert not alive
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
