@@ -1,0 +1,277 @@
+"""Passages to embeddings on a pool of encoder actors, chunk by chunk.
+
+A chunk is `index.sort_window` passages of one corpus part, in id order. A CPU task tokenises it (where encoders use no
+GPU, Ray Data runs that step inside the encoder's process); an encoder sorts it by length, embeds it in batches of at
+most `index.tokens_per_batch` padded tokens, and writes it whole to the staging folder. What a batch holds follows from
+the chunk alone, so the bytes do not depend on how many workers there are or which of them died; a killed run loses the
+chunks under way, and the same command encodes only those that are missing.
+
+Shapes: P passages, V views per passage, N view vectors, D dimension.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+import torch
+from ray.data import ActorPoolStrategy, TaskPoolStrategy
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.core.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.distributed import session
+from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.errors import ResourceError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+
+__all__ = ["Chunk", "EncodeTask", "LocalEncoder", "encode_corpus", "encode_task", "resolve_encoder", "staged_chunks"]
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS = 4096
+_ARRAYS = {"input_ids": np.int32, "position_ids": np.int32, "view_T": np.int16}
+
+
+class Chunk(NamedTuple):
+    """Rows `start` up to `stop` of one corpus part."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class EncodeTask(NamedTuple):
+    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder."""
+
+    store: str
+    corpus: str
+    corpus_digest: str
+    index: str
+    key: str
+    encoder_name: str
+    fingerprint: str
+    num_views: int
+    dimension: int
+    dtype: Dtype
+    tokens_per_batch: int
+    sort_window: int
+
+    def staged(self, chunk: Chunk) -> str:
+        return layout.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
+
+
+def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> EncodeTask:
+    """The task of a run; its staging key covers everything that changes an embedding's bytes."""
+    index = run.index
+    decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
+    return EncodeTask(
+        store=run.store.path,
+        corpus=corpus.name,
+        corpus_digest=corpus.digest,
+        index=index.name,
+        key=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
+        encoder_name=encoder.name,
+        fingerprint=encoder.fingerprint,
+        num_views=encoder.num_views,
+        dimension=encoder.dimension,
+        dtype=index.dtype,
+        tokens_per_batch=index.tokens_per_batch,
+        sort_window=index.sort_window,
+    )
+
+
+def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[Chunk]:
+    total = corpus.info.parts[shard].num_passages
+    return [Chunk(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)]
+
+
+def staged_chunks(task: EncodeTask, chunks: Iterable[Chunk]) -> set[Chunk]:
+    """Which of the chunks are in the staging folder. A file there is whole: it was put there in one step."""
+    store = Store(task.store)
+    names = set(store.list(layout.staging_dir(task.index, task.key)))
+    return {chunk for chunk in chunks if task.staged(chunk).rpartition("/")[2] in names}
+
+
+def encode_corpus(
+    task: EncodeTask,
+    corpus: Corpus,
+    shards: Sequence[int],
+    resources: ResourcesConfig,
+    progress: Progress = no_progress,
+) -> int:
+    """Put every chunk of these shards into the staging folder; returns how many passages were embedded now.
+
+    Raises ResourceError before any work when the cluster has no place for the encoders.
+    """
+    chunks = [chunk for shard in shards for chunk in chunks_of(task, corpus, shard)]
+    total = sum(chunk.stop - chunk.start for chunk in chunks)
+    there = staged_chunks(task, chunks)
+    done = before = sum(chunk.stop - chunk.start for chunk in there)
+    missing = [chunk for chunk in chunks if chunk not in there]
+    log.info("encode: index=%s passages=%d already=%d chunks=%d", task.index, total, before, len(missing))
+    if before:
+        progress("encode", before, total)
+    if not missing:
+        return 0
+    with session.connect(resources) as info:
+        cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
+        session.require(info, [session.Need("encoders", resources.encoders_min, cpus, gpus)])
+        with own_errors("encoding"):
+            for row in _pipeline(task, missing, resources).iter_rows():
+                done += row["passages"]
+                progress("encode", done, total)
+    return done - before
+
+
+def _pipeline(task: EncodeTask, chunks: Sequence[Chunk], resources: ResourcesConfig) -> ray.data.Dataset:
+    tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
+    return (
+        ray.data.from_items([chunk._asdict() for chunk in chunks], override_num_blocks=min(len(chunks), MAX_BLOCKS))
+        .map_batches(
+            tokenize_chunks,
+            batch_size=1,
+            batch_format="pyarrow",
+            fn_kwargs={"task": task},
+            compute=TaskPoolStrategy(size=tokenizers),
+        )
+        .map_batches(
+            ChunkEncoder,
+            batch_size=1,
+            batch_format="pyarrow",
+            fn_constructor_kwargs={
+                "task": task,
+                "threads": resources.torch_threads,
+                "gpu": resources.gpus_per_encoder > 0,
+            },
+            num_cpus=resources.cpus_per_encoder,
+            num_gpus=resources.gpus_per_encoder,
+            compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
+        )
+    )
+
+
+def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
+    """Each row, a chunk, with the ids and tokens of its passages, laid end to end."""
+    encoder = kept_encoder(task.store, task.encoder_name, task.fingerprint)
+    corpus = Corpus.open(Store(task.store), task.corpus)
+    if corpus.digest != task.corpus_digest:
+        raise ResourceError(
+            f"corpus {task.corpus!r} was replaced while it was being encoded; run the same command again"
+        )
+    rows: list[dict[str, Any]] = []
+    for chunk in batch.to_pylist():
+        passages = corpus.part(chunk["shard"]).passages(chunk["start"], chunk["stop"])
+        packed = pack_tokens(encoder.tokenize_passages(passages))
+        rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
+    columns = {name: pa.array([row[name] for row in rows]) for name in ("shard", "start", "stop", "ids")}
+    for name, dtype in {"lengths": np.int32, **_ARRAYS}.items():
+        columns[name] = pa.array([row[name] for row in rows], pa.large_list(pa.from_numpy_dtype(dtype)))
+    return pa.table(columns)
+
+
+def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, np.ndarray]:
+    packed = {
+        name: np.concatenate([getattr(passage, name) for passage in tokenized] or [np.zeros(0)]).astype(dtype)
+        for name, dtype in _ARRAYS.items()
+    }
+    return {**packed, "lengths": np.array([passage.num_tokens for passage in tokenized], np.int32)}
+
+
+def unpack_tokens(packed: dict[str, np.ndarray]) -> list[TokenizedPassage]:
+    ends = np.cumsum(packed["lengths"])[:-1]
+    pieces = [np.split(np.asarray(packed[name], dtype), ends) for name, dtype in _ARRAYS.items()]
+    return [TokenizedPassage(*arrays) for arrays in zip(*pieces)]
+
+
+class ChunkEncoder:
+    """An encoder that embeds chunks and puts them into the staging folder; one actor of the pool."""
+
+    def __init__(self, task: EncodeTask, threads: int = 1, gpu: bool = False) -> None:
+        self.task = task
+        self.store = Store(task.store)
+        self.threads = threads
+        self.gpu = gpu
+
+    @cached_property
+    def encoder(self) -> DualEncoder:
+        """Opened by the first chunk: an error in an actor's constructor would reach the driver as text only."""
+        task = self.task
+        if self.gpu:
+            return open_encoder(self.store, task.encoder_name, task.fingerprint, threads=self.threads, gpu=True)
+        return kept_encoder(task.store, task.encoder_name, task.fingerprint)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        torch.set_num_threads(self.threads)
+        rows = [self.encode(batch, at) for at in range(batch.num_rows)]
+        return pa.table({"passages": pa.array(rows, pa.int64())})
+
+    def encode(self, batch: pa.Table, at: int) -> int:
+        """Embed the chunk in row `at`, unless it was written before this call was retried."""
+        shard, start, stop = (batch.column(name)[at].as_py() for name in Chunk._fields)
+        path = self.task.staged(Chunk(shard, start, stop))
+        if not self.store.exists(path):
+            packed = {name: batch.column(name)[at].values.to_numpy() for name in ("lengths", *_ARRAYS)}
+            ids = batch.column("ids")[at].as_py()
+            try:
+                block = embed_chunk(
+                    self.encoder, ids, unpack_tokens(packed), self.task.tokens_per_batch, self.task.dtype
+                )
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"the GPU has no room for a batch of {self.task.tokens_per_batch} tokens ({error}); "
+                    f"lower index.tokens_per_batch"
+                ) from None
+            self._write(block, path)
+        return stop - start
+
+    def _write(self, block: EmbeddingBlock, path: str) -> None:
+        with self.store.scratch() as folder:
+            file = folder / "chunk.arrow"
+            with EmbeddingWriter(file, self.task.dimension, self.task.num_views, self.task.dtype) as writer:
+                writer.write(block)
+            self.store.put_file(file, path)
+
+
+def embed_chunk(
+    encoder: DualEncoder,
+    ids: list[str],
+    tokenized: Sequence[TokenizedPassage],
+    tokens_per_batch: int,
+    dtype: Dtype,
+) -> EmbeddingBlock:
+    """All views of a chunk's passages, in the order given, whatever batches they were embedded in."""
+    shape = (len(ids), encoder.num_views, encoder.dimension)
+    views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
+    mask_PV = np.zeros(shape[:2], bool)
+    for rows in token_batches([passage.num_tokens for passage in tokenized], tokens_per_batch):
+        embedded = encoder.embed_passages([tokenized[row] for row in rows])
+        with np.errstate(over="ignore"):
+            views_PVD[rows] = embedded[0]
+        mask_PV[rows] = embedded[1]
+    row_ptr = np.concatenate([[0], np.cumsum(mask_PV.sum(1))]).astype(np.int64)
+    return EmbeddingBlock(ids, row_ptr, np.nonzero(mask_PV)[1].astype(np.int16), views_PVD[mask_PV])
+
+
+def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows in batches of at most `budget` tokens once padded to the batch's longest, longest first, ties by row.
+
+    A text longer than the budget has a batch of its own.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not batches or (len(batches[-1]) + 1) * width > budget:
+            batches.append([])
+            width = lengths[row]
+        batches[-1].append(row)
+    return batches

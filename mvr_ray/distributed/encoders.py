@@ -1,0 +1,126 @@
+"""Which encoder snapshot a stage works with, and opening it in any process of the cluster.
+
+A snapshot in the store never changes, so its name and fingerprint say everything. `index.encoder` chooses it: a
+fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from the backbone here, and saved), or auto.
+"""
+
+import json
+import logging
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.snippets import train_punkt
+from mvr_ray.errors import FingerprintError, MissingInputError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+
+log = logging.getLogger(__name__)
+
+
+class LocalEncoder(NamedTuple):
+    """A snapshot of the store, with a local folder that holds its files."""
+
+    folder: Path
+    name: str
+    fingerprint: str
+    num_views: int
+    dimension: int
+    similarity: str
+
+
+def encoder_spec(run: RunConfig) -> EncoderSpec:
+    """The `encoder` section as core code takes it."""
+    values = run.encoder.model_dump()
+    return EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
+
+
+def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncoder:
+    """The snapshot that `index.encoder` names. An untrained one is made from the backbone and saved like any other.
+
+    `corpus` is read only where `encoder.sentences` asks for its sentences; absent: the run's own.
+    """
+    store, name = Store(run.store.path), run.encoder.name
+    wanted = run.index.encoder
+    if wanted in ("trained", "auto"):
+        newest = latest_fingerprint(store, name)
+        if newest is not None:
+            return local_encoder(store, name, newest)
+        if wanted == "trained":
+            raise MissingInputError(
+                f"no trained encoder {name!r} in {store.where(layout.encoders_dir(name))}; train one "
+                f"(mvr-ray train CONFIG), or set index.encoder=untrained"
+            )
+    elif wanted != "untrained":
+        return local_encoder(store, name, wanted)
+    return _untrained(run, store, corpus)
+
+
+def latest_fingerprint(store: Store, name: str) -> str | None:
+    """Fingerprint of the snapshot that was trained last, None where none was."""
+    path = layout.latest_encoder(name)
+    return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
+
+
+def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
+    """A snapshot of the store by name and fingerprint.
+
+    Raises MissingInputError, naming those that are there, and FingerprintError when the folder holds another encoder.
+    """
+    path = layout.encoder_dir(name, fingerprint)
+    if not store.exists(f"{path}/{layout.ENCODER_JSON}"):
+        known = [entry for entry in store.list(layout.encoders_dir(name)) if not entry.endswith(".json")]
+        raise MissingInputError(
+            f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
+            f"{', '.join(known) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
+            f"index.encoder"
+        )
+    folder = store.local_path(path)
+    described = json.loads((folder / layout.ENCODER_JSON).read_text(encoding="utf-8"))
+    if described["fingerprint"] != fingerprint:
+        raise FingerprintError(
+            f"{store.where(path)} holds encoder {described['fingerprint']}, but {fingerprint} was asked for, which "
+            f"made the embeddings; restore that snapshot, or index again"
+        )
+    similarity = "cosine" if described["spec"]["normalize"] else "inner_product"
+    return LocalEncoder(folder, name, fingerprint, described["num_views"], described["dimension"], similarity)
+
+
+def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
+    """Put a snapshot in the store under its fingerprint; an equal one that is there stays."""
+    fingerprint = encoder.fingerprint
+    with store.scratch() as folder:
+        encoder.save(folder / fingerprint)
+        store.upload_dir(folder / fingerprint, layout.encoder_dir(name, fingerprint))
+    return local_encoder(store, name, fingerprint)
+
+
+def open_encoder(store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False) -> DualEncoder:
+    """Load a snapshot and find it whole; on the GPU that this process was given if `gpu`."""
+    torch.set_num_threads(threads)
+    encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder)
+    return encoder.to("cuda") if gpu else encoder
+
+
+@lru_cache(maxsize=1)
+def kept_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
+    """The snapshot that this process opened last: the tasks of one worker process load it once."""
+    return open_encoder(Store(root), name, fingerprint)
+
+
+def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
+    spec = encoder_spec(run)
+    punkt = None
+    if spec.has_snippets and spec.sentences == "corpus":
+        corpus = corpus or Corpus.open(store, run.prepare.corpus)
+        punkt = train_punkt(passage.text for passage in corpus)
+    encoder = DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)
+    held = save_encoder(store, run.encoder.name, encoder)
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", held.name, held.fingerprint, spec.strategy)
+    return held

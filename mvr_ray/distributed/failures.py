@@ -1,0 +1,35 @@
+"""Errors of ours that crossed a Ray task: Ray wraps them, and a user should meet them unwrapped."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray.exceptions
+from ray.data.exceptions import SystemException
+
+from mvr_ray.errors import MvrRayError, ResourceError
+
+
+@contextmanager
+def own_errors(what: str) -> Iterator[None]:
+    """Raise our own error where one lies behind Ray's, and ResourceError where Ray itself gave up on `what`."""
+    try:
+        yield
+    except (ray.exceptions.RayError, SystemException) as error:
+        raise unwrapped(error, what) from error
+
+
+def unwrapped(error: BaseException, what: str) -> BaseException:
+    """The error of ours behind one of Ray's; else a user's own exception stays as it is, and the rest is Ray's."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, ray.exceptions.RayTaskError) and isinstance(at.cause, MvrRayError):
+            return at.cause
+        if isinstance(at, MvrRayError) and not isinstance(at, ray.exceptions.RayError):
+            return at
+        at = getattr(at, "cause", None) if isinstance(at, ray.exceptions.RayTaskError) else at.__cause__
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return error
+    return ResourceError(
+        f"{what} stopped: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason'}; "
+        f"see whether a machine ran out of memory or left the cluster, then run the same command again, it continues"
+    )

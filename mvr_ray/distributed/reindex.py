@@ -1,0 +1,320 @@
+"""From a corpus and an encoder to a published index version.
+
+    encode -> one build task a shard (concatenate its chunks, build its index, name it by content) -> measure -> publish
+
+A shard that is built is noted in the staging folder, and one that an earlier version has from the same settings is
+taken from there, so the same command continues after any crash and does nothing twice. Passages read, embedded, indexed
+and in the manifest are counted against each other before anything is published.
+
+Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from mvr_ray.config import IndexConfig, RunConfig
+from mvr_ray.core.collapse import MAX_COSINE, MIN_LV, collapse_report
+from mvr_ray.distributed import session
+from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.encoders import LocalEncoder
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.errors import RowsLostError
+from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+RECALL_DEPTH = 100
+COLLAPSE_SAMPLE = 256
+BUILD_CPUS = 1.0
+
+
+class BuiltShard(NamedTuple):
+    """A shard at rest and what was measured on it; None where there is nothing to measure."""
+
+    entry: ShardEntry
+    recall: float | None
+    pair_cosine: float | None
+    lv: float | None
+
+
+def index_params(index: IndexConfig) -> IndexParams:
+    """The `index` section's part of how a shard is indexed."""
+    return IndexParams(**{field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)})
+
+
+def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
+    """Encode the corpus, build every shard and publish the version; the live one where nothing would change.
+
+    Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
+    PublishConflictError. After any of them the live version is as it was, and the same command continues.
+    """
+    store = Store(run.store.path)
+    corpus = Corpus.open(store, run.prepare.corpus)
+    encoder = resolve_encoder(run, corpus)
+    params = index_params(run.index)
+    check_params(params, encoder.dimension)
+    task = encode_task(run, corpus, encoder)
+    draft = _draft(store, run, corpus, encoder, params, task)
+    kept = _kept_shards(store, draft)
+    wanted = [shard for shard in range(corpus.num_shards) if shard not in kept]
+    if not wanted and (live := _unchanged(store, draft, kept)):
+        log.info("index unchanged: index=%s version=%d", live.index, live.version)
+        progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
+        return live
+    with session.connect(run.resources) as info:
+        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        todo = [shard for shard in wanted if _noted(store, draft, task.key, shard) is None]
+        encode_corpus(task, corpus, todo, run.resources, progress)
+        with own_errors("building the index"):
+            shards = _build(task, draft, corpus, kept, run.index.recall_sample, progress)
+    finished = _described(draft, shards)
+    require_all_rows(corpus, finished)
+    repaired = _unchanged(store, draft, {entry.shard: entry for entry in finished.shards})
+    published = repaired or manifest.publish(store, finished)
+    store.delete_dir(layout.staging_dir(draft.index, task.key))
+    progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
+    return published
+
+
+def build_shard(store: Store, described: Manifest, shard: int, folder: Path) -> ShardEntry:
+    """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
+
+    `described` says which index it belongs to and how it is indexed; it need not be published.
+    """
+    embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
+    if embedded.num_passages:
+        build_index(IndexParams(**described.index_params), embedded.blocks(), folder)
+    meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
+    return manifest.add_shard(store, described.index, folder, meta)
+
+
+def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: int) -> float | None:
+    """Share of exact search's best passages that the shard's own index finds; None for an exact one.
+
+    The queries are `sample` of the shard's own views, drawn by its number.
+    """
+    params = IndexParams(**described.index_params)
+    if params.kind == "flat" or not sample or not entry.num_passages:
+        return None
+    folder = manifest.open_shard(store, described.index, entry)
+    blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+    queries_QD = sample_views(blocks, sample, entry.shard)
+    exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
+    return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
+
+
+def sample_views(blocks: Sequence[EmbeddingBlock], num: int, seed: int) -> FloatArray:
+    """`num` views of a shard (all, where it has fewer), drawn by `seed`, as float32."""
+    ends = np.cumsum([len(block.vectors_ND) for block in blocks])
+    rows_Q = np.sort(np.random.default_rng(seed).permutation(int(ends[-1]))[:num])
+    at_Q = np.searchsorted(ends, rows_Q, side="right")
+    picked = [blocks[at].vectors_ND[row - (ends[at - 1] if at else 0)] for at, row in zip(at_Q, rows_Q)]
+    return np.stack(picked).astype(np.float32)
+
+
+def require_all_rows(corpus: Corpus, described: Manifest) -> None:
+    """RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
+    for entry in described.shards:
+        expected = corpus.info.parts[entry.shard].num_passages
+        if entry.num_passages != expected:
+            folder = manifest.open_shard(corpus.store, described.index, entry)
+            _require_ids(corpus.part(entry.shard).ids(), EmbeddingShard.open(folder / layout.EMBEDDINGS).ids(), entry)
+    if described.num_passages != corpus.num_passages:
+        raise RowsLostError(
+            f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {described.num_passages}; "
+            f"nothing was published"
+        )
+
+
+def _require_ids(expected: Sequence[str], found: Sequence[str], where: Any) -> None:
+    lost = sorted(set(expected) - set(found))
+    if lost or len(expected) != len(found):
+        named = ", ".join(lost[:5]) or f"none, but {len(found) - len(expected)} too many"
+        raise RowsLostError(
+            f"{where}: {len(expected)} passages read, {len(found)} embedded; {len(lost)} missing ({named}); nothing "
+            f"was published. Run the same command again"
+        )
+
+
+def _draft(
+    store: Store, run: RunConfig, corpus: Corpus, encoder: LocalEncoder, params: IndexParams, task: EncodeTask
+) -> Manifest:
+    """The manifest to be, without shards; `config_digest` covers everything that decides their bytes."""
+    decides = [task.key, dataclasses.asdict(params), run.index.recall_sample]
+    return Manifest(
+        index=run.index.name,
+        operation="index",
+        encoder_name=encoder.name,
+        encoder_fingerprint=encoder.fingerprint,
+        similarity=encoder.similarity,
+        num_views=encoder.num_views,
+        dimension=encoder.dimension,
+        dtype=run.index.dtype,
+        corpus=corpus.name,
+        corpus_digest=corpus.digest,
+        index_params=dataclasses.asdict(params),
+        shards=(),
+        parent=manifest.latest_version(store, run.index.name),
+        config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
+    )
+
+
+def _kept_shards(store: Store, draft: Manifest) -> dict[int, ShardEntry]:
+    """Shards that an earlier version built from the same corpus, encoder and settings, as far as they are whole."""
+    for version in reversed(manifest.list_versions(store, draft.index)):
+        earlier = manifest.read(store, draft.index, version)
+        if earlier.operation == "index" and earlier.config_digest == draft.config_digest:
+            damaged = {problem.shard for problem in manifest.verify(store, earlier).problems}
+            if damaged:
+                log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, version, damaged)
+            return {entry.shard: entry for entry in earlier.shards if entry.shard not in damaged}
+    return {}
+
+
+def _unchanged(store: Store, draft: Manifest, kept: dict[int, ShardEntry]) -> Manifest | None:
+    """The live version, where publishing these shards would say again what it says."""
+    if not draft.parent:
+        return None
+    live = manifest.read(store, draft.index)
+    same = live.shards == tuple(kept[shard] for shard in sorted(kept)) and not live.refined_queries
+    alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
+    return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
+
+
+def _note(draft: Manifest, key: str, shard: int) -> str:
+    return layout.staged_shard(draft.index, key, draft.config_digest, shard)
+
+
+def _build(
+    task: EncodeTask,
+    draft: Manifest,
+    corpus: Corpus,
+    kept: dict[int, ShardEntry],
+    sample: int,
+    progress: Progress,
+) -> list[BuiltShard]:
+    """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
+    remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
+    waiting = [remote.remote(task, draft, shard, kept.get(shard), sample) for shard in range(corpus.num_shards)]
+    built: list[BuiltShard] = []
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1)
+        built += ray.get(ready)
+        progress("build shards", len(built), corpus.num_shards)
+    return sorted(built, key=lambda shard: shard.entry.shard)
+
+
+def build_one(task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | None, sample: int) -> BuiltShard:
+    """One shard from its staged chunks, or as it is kept or noted already; measured either way."""
+    store = Store(task.store)
+    if kept is None and (noted := _noted(store, draft, task.key, shard)):
+        return noted
+    entry = kept
+    if entry is None:
+        with _shard_folder(store) as folder:
+            _concatenate(store, task, shard, folder / layout.EMBEDDINGS)
+            entry = build_shard(store, draft, shard, folder)
+    recall = shard_recall(store, draft, entry, sample)
+    folder = store.local_path(layout.shard_dir(draft.index, entry.digest))
+    built = BuiltShard(entry, recall, *_collapse(EmbeddingShard.open(folder / layout.EMBEDDINGS)))
+    if kept is None:
+        note = json.dumps({**built._asdict(), "entry": dataclasses.asdict(entry)})
+        store.write_bytes(_note(draft, task.key, shard), note.encode())
+    return built
+
+
+def _noted(store: Store, draft: Manifest, key: str, shard: int) -> BuiltShard | None:
+    """A shard that an earlier try of the same command built, if it is still there."""
+    path = _note(draft, key, shard)
+    if not store.exists(path):
+        return None
+    fields = json.loads(store.read_bytes(path))
+    entry = fields.pop("entry")
+    files = {name: manifest.FileEntry(**file) for name, file in entry.pop("files").items()}
+    folder = layout.shard_dir(draft.index, entry["digest"])
+    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in files.items()):
+        return None
+    return BuiltShard(ShardEntry(**entry, files=files), **fields)
+
+
+@contextmanager
+def _shard_folder(store: Store) -> Iterator[Path]:
+    with store.scratch() as scratch:
+        folder = scratch / "shard"
+        folder.mkdir()
+        yield folder
+
+
+def _concatenate(store: Store, task: EncodeTask, shard: int, path: Path) -> None:
+    """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there."""
+    corpus = Corpus.open(store, task.corpus)
+    part = corpus.part(shard)
+    ids = part.ids()
+    with EmbeddingWriter(path, task.dimension, task.num_views, task.dtype) as writer:
+        for chunk in chunks_of(task, corpus, shard):
+            staged = EmbeddingShard.open(store.local_path(task.staged(chunk)))
+            _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+            for block in staged.blocks():
+                writer.write(block)
+
+
+def _collapse(embedded: EmbeddingShard) -> tuple[float | None, float | None]:
+    """Mean cosine between two views of a passage and their local variation, over the shard's first passages."""
+    if not embedded.num_passages:
+        return None, None
+    block = embedded.blocks()[0]
+    num = min(COLLAPSE_SAMPLE, len(block.ids))
+    stop = int(block.row_ptr[num])
+    views_PVD = np.zeros((num, embedded.num_views, embedded.dimension), np.float32)
+    mask_PV = np.zeros(views_PVD.shape[:2], bool)
+    rows_N = np.repeat(np.arange(num), np.diff(block.row_ptr[: num + 1]))
+    own_N = block.view_numbers_N[:stop] < embedded.num_views
+    places = rows_N[own_N], block.view_numbers_N[:stop][own_N]
+    views_PVD[places] = block.vectors_ND[:stop][own_N]
+    mask_PV[places] = True
+    report = collapse_report(views_PVD, mask_PV)
+    return report.mean_pair_cosine, report.lv
+
+
+def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
+    """The draft with its shards and what was measured on them, averaged over passages."""
+    measured = {
+        "recall": _mean([(shard.recall, shard.entry.num_passages) for shard in shards]),
+        "view_pair_cosine": _mean([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
+        "lv": _mean([(shard.lv, shard.entry.num_passages) for shard in shards]),
+    }
+    metrics = {name: value for name, value in measured.items() if value is not None}
+    cosine, lv = measured["view_pair_cosine"], measured["lv"]
+    if cosine is not None and lv is not None:
+        metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
+        told = log.warning if metrics["collapsed"] else log.info
+        told(
+            "views %s: index=%s view_pair_cosine=%.4f lv=%.4f",
+            "collapsed into one vector" if metrics["collapsed"] else "differ",
+            draft.index,
+            cosine,
+            lv,
+        )
+    entries = tuple(shard.entry for shard in shards)
+    return dataclasses.replace(draft, shards=entries, recall=measured["recall"], metrics=metrics)
+
+
+def _mean(weighted: Sequence[tuple[float | None, int]]) -> float | None:
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
