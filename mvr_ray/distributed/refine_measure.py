@@ -109,9 +109,8 @@ class Judge:
                 if not len(members := self.members(group, kind)):
                     continue
                 was, now = (top_k_accuracy(ranks.of(kind)[members], REPORT_DEPTHS) for ranks in (before, after))
-                rows.append(
-                    Accuracy(group.name, group.protocol, kind, len(members), tuple(was.values()), tuple(now.values()))
-                )
+                pairs = [share for k in REPORT_DEPTHS for share in (was[k], now[k])]
+                rows.append(Accuracy(group.name, group.protocol, kind, len(members), *pairs))
         return rows
 
 

@@ -18,14 +18,29 @@ Kind = Literal["answer", "gold"]
 
 
 class Accuracy(NamedTuple):
-    """Top-k accuracy of one group of questions, in the order of REPORT_DEPTHS."""
+    """Top-k accuracy of one group of questions before and after, a column each so that it prints as a table."""
 
     group: str
     protocol: Protocol
     kind: Kind
     num_questions: int
-    before: tuple[float, ...]
-    after: tuple[float, ...]
+    top_1_before: float
+    top_1_after: float
+    top_5_before: float
+    top_5_after: float
+    top_20_before: float
+    top_20_after: float
+    top_100_before: float
+    top_100_after: float
+
+    @property
+    def before(self) -> tuple[float, ...]:
+        """In the order of REPORT_DEPTHS."""
+        return self.top_1_before, self.top_5_before, self.top_20_before, self.top_100_before
+
+    @property
+    def after(self) -> tuple[float, ...]:
+        return self.top_1_after, self.top_5_after, self.top_20_after, self.top_100_after
 
 
 class RoundReport(NamedTuple):
@@ -79,17 +94,7 @@ class RefineReport:
     def from_json(cls, text: str) -> "RefineReport":
         """The report as saved, `published` left empty."""
         plain = json.loads(text)
-        rows = [
-            Accuracy(
-                row["group"],
-                row["protocol"],
-                row["kind"],
-                row["num_questions"],
-                tuple(row["before"]),
-                tuple(row["after"]),
-            )
-            for row in plain.pop("accuracy")
-        ]
+        rows = [Accuracy(**row) for row in plain.pop("accuracy")]
         rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
         plain["published"] = None
         return cls(accuracy=tuple(rows), rounds=rounds, **plain)

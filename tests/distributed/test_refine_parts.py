@@ -205,7 +205,7 @@ def test_a_report_survives_the_disk():
         method="linear",
         rounds=(RoundReport(1, 0.0, 5, 6, 0.1, 0.2, 0.3, 1, 2, 3, 0.5, 0.5, 0.5, 0.5),),
         best_round=1,
-        accuracy=(Accuracy("known", "transductive", "gold", 7, (0.1, 0.2, 0.3, 0.4), (0.2, 0.3, 0.4, 0.5)),),
+        accuracy=(Accuracy("known", "transductive", "gold", 7, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.5),),
         dirty_share=0.25,
         rewritten_shards=2,
         published=None,
