@@ -82,9 +82,18 @@ class Scan(Generic[Array]):
     """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 8 bytes a step,
     unless `resident` keeps the vectors on the kernel's device."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock], kernel: Kernel[Array], resident: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[EmbeddingBlock],
+        kernel: Kernel[Array],
+        *,
+        resident: bool = False,
+        queries_at_once: int = QUERIES_AT_ONCE,
+        candidates_at_once: int = CANDIDATES_AT_ONCE,
+    ) -> None:
         self.table = BlockTable(blocks)
         self.kernel = kernel
+        self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
         self.norms = [-1.0] * len(self.steps)
         self.resident = [kernel.put(step.vectors_ND) for step in self.steps] if resident else []
@@ -95,8 +104,8 @@ class Scan(Generic[Array]):
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
         limit = min(k + 1, self.table.num_scorable)
-        parts = range(0, len(queries_QD), QUERIES_AT_ONCE)
-        batches = [_Batch(self, queries_QD[at : at + QUERIES_AT_ONCE], limit) for at in parts] if limit else []
+        parts = range(0, len(queries_QD), self.queries_at_once)
+        batches = [_Batch(self, queries_QD[at : at + self.queries_at_once], limit) for at in parts] if limit else []
         for number, step in enumerate(self.steps if batches else []):
             vectors_ND = self.kernel.float32(
                 self.resident[number] if self.resident else self.kernel.put(step.vectors_ND)
@@ -134,7 +143,7 @@ class _Batch(Generic[Array]):
         self.pending: list[Scored] = []  # upper bounds in place of scores
         self.num_pending = 0
         self.settled: list[Scored] = []
-        self.max_pending = CANDIDATES_AT_ONCE + 4 * limit * len(queries_QD)
+        self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
 
     def scan(self, step: Step, vectors_ND: Array, norm: float) -> None:
         kernel, dimension = self.scan_of.kernel, self.scan_of.table.dimension

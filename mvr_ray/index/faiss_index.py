@@ -114,7 +114,8 @@ def _make(factory: str, dimension: int) -> faiss.Index:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         raise ShardIndexError(
-            f"Faiss factory string {factory!r} does not work for inner products of dimension {dimension}: {_reason(error)}"
+            f"Faiss factory string {factory!r} does not work for inner products of dimension {dimension}: "
+            f"{_reason(error)}"
         ) from error
     if isinstance(index, faiss.IndexIDMap):
         raise ShardIndexError(
@@ -171,5 +172,5 @@ def _one_thread() -> Iterator[None]:
 
 def _reason(error: RuntimeError) -> str:
     """What Faiss said, without where in its source it said it."""
-    text = str(error).strip()
-    return re.sub(r"\s+", " ", text.rpartition("Error: ")[2] or re.sub(r"^.*?\.cpp:\d+: ", "", text, flags=re.S))[-300:]
+    text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", text)[-300:]

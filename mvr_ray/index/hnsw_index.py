@@ -1,7 +1,7 @@
 """An hnswlib graph over the views of a shard, by inner product: one label a vector, its number in block order.
 
-Built by one thread from a fixed seed, so the same vectors give the same file. (hnswlib's own multi-vector space gives wrong
-answers for inner products; passages are put together in `candidates` instead.)
+Built by one thread from a fixed seed, so the same vectors give the same file. (hnswlib's own multi-vector space gives
+wrong answers for inner products; passages are put together in `candidates` instead.)
 
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import hnswlib
+import hnswlib  # pyrefly: ignore[missing-import]
 import numpy as np
 
 from mvr_ray.errors import ShardIndexError
