@@ -1,0 +1,272 @@
+"""The one door to an index version: queries in, the best passages of all shards out, and what was searched for them.
+
+    scatter  every shard gives its best rows and its frontier
+    merge    the best k of all shards; shards whose frontier reaches into them are asked again for k rows
+    state    version, encoder, passages searched of those in the manifest, certified exact or approximate
+
+Shards of an exact index are first asked for their fair share of k plus four standard deviations, which nearly always
+settles the merge; the certificate says when it does not. The same Router runs over actors and, for laptops and tests,
+over shards held in this process.
+
+Shapes: Q queries, K hits, D dimension.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.exact import checked_k, checked_queries
+from mvr_ray.core.scoring import merge_hits, needs_second_round
+from mvr_ray.distributed import session
+from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.searchers import (
+    Fleet,
+    Gathered,
+    LocalFleet,
+    RemoteFleet,
+    SearcherTask,
+    ShardFound,
+    ShardSearcher,
+)
+from mvr_ray.errors import CoverageError, DigestError, MissingInputError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import Answer, Exactness, FloatArray, Hit, IntArray, Passage, ShardHits
+
+__all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 600.0
+T = TypeVar("T", bound=np.ndarray[Any, Any])
+
+
+class MatchingSnippet(NamedTuple):
+    """What won: a snippet of the passage, the passage as a whole, or a feedback view (no part of its text)."""
+
+    kind: Literal["snippet", "passage", "feedback"]
+    start: int
+    stop: int
+    text: str
+
+
+class Router:
+    """Answers from one version and its own encoder. Safe to use from several threads."""
+
+    def __init__(self, store: Store, described: Manifest, fleet: Fleet, *, allow_partial: bool = False) -> None:
+        """`allow_partial`: give what the living shards found, with its coverage, instead of a CoverageError."""
+        self.store = store
+        self.manifest = described
+        self.fleet = fleet
+        self.allow_partial = allow_partial
+        self.threads = 1
+        self._lock = threading.Lock()
+        self._encoder: DualEncoder | None = None
+        self._corpus: Corpus | None = None
+
+    @property
+    def dimension(self) -> int:
+        return self.manifest.dimension
+
+    @property
+    def num_views(self) -> int:
+        return self.manifest.num_views
+
+    @property
+    def encoder(self) -> DualEncoder:
+        """The snapshot that made the index, opened when first needed.
+
+        Raises MissingInputError if the store lacks it, FingerprintError if another stands in its place.
+        """
+        with self._lock:
+            if self._encoder is None:
+                name, fingerprint = self.manifest.encoder_name, self.manifest.encoder_fingerprint
+                self._encoder = open_encoder(self.store, name, fingerprint, threads=self.threads)
+            return self._encoder
+
+    @property
+    def corpus(self) -> Corpus:
+        """The passages that were indexed. Raises MissingInputError if the corpus has been prepared anew since."""
+        with self._lock:
+            if self._corpus is None:
+                opened = Corpus.open(self.store, self.manifest.corpus)
+                if opened.digest != self.manifest.corpus_digest:
+                    raise MissingInputError(
+                        f"index {self.manifest.index!r} version {self.manifest.version} was made from corpus "
+                        f"{opened.name!r} of digest {self.manifest.corpus_digest}, which is now {opened.digest}; "
+                        f"index again (mvr-ray index CONFIG), or prepare the old sources"
+                    )
+                self._corpus = opened
+            return self._corpus
+
+    def embed(self, texts: Sequence[str]) -> FloatArray:
+        """queries_QD of the version's own encoder. Raises EncoderError for a text without a word."""
+        return self.encoder.embed_queries(texts)
+
+    def search_text(self, texts: Sequence[str], k: int) -> Answer:
+        return self.search(self.embed(texts), k)
+
+    def search(self, queries_QD: FloatArray, k: int) -> Answer:
+        """The best k distinct passages a query, or all there are.
+
+        Raises ShardIndexError for k below 1 or vectors of another dimension, CoverageError when a shard is silent.
+        """
+        checked_k(k)
+        queries_QD = checked_queries(queries_QD, self.dimension)
+        counts = {entry.shard: entry.num_passages for entry in self.manifest.shards}
+        if not len(queries_QD):
+            return self._answer([], sum(counts.values()), 0, 0)
+        exact = self.manifest.index_params["kind"] == "flat"
+        first = first_depth(k, len(counts)) if exact else k
+        gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(counts))
+        found = {answer.shard: answer for answer in gathered.found}
+        merged, rounds = merge_hits(_in_order(found), k), 1
+        again = needs_second_round(_in_order(found), merged, k) if exact else {}
+        if again:
+            second = self.fleet.ask(queries_QD, k, again)
+            gathered = Gathered(gathered.found, gathered.unanswered + second.unanswered)
+            for answer in second.found:
+                found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
+            for missing in second.unanswered:
+                for shard in missing.shards:
+                    del found[shard]
+            merged, rounds = merge_hits(_in_order(found), k), 2
+        if gathered.unanswered:
+            self._told(gathered, sum(counts[shard] for shard in found))
+        rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
+        return self._answer(merged or [[] for _ in queries_QD], sum(counts[s] for s in found), rounds, rescored)
+
+    def ready(self) -> None:
+        """Return when every shard can be searched, also after a searcher has died and started again."""
+        self.fleet.ready()
+
+    def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
+        return self.corpus.get(ids)
+
+    def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
+        """Characters of each view's snippet, None where a view has none of its own."""
+        return self.encoder.view_spans(passage)
+
+    def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
+        """What of the passage the winning view stands for."""
+        if view >= self.num_views:
+            return MatchingSnippet("feedback", 0, 0, "")
+        span = self.view_spans(passage)[view]
+        if span is None:
+            return MatchingSnippet("passage", 0, len(passage.text), passage.text)
+        return MatchingSnippet("snippet", *span, passage.text[span[0] : span[1]])
+
+    def refined_queries(self, questions: str) -> dict[str, FloatArray]:
+        """Moved vectors of a question set by question id, where refinement kept some; else empty.
+
+        They have seen the answers of their questions: results with them are transductive.
+        """
+        digest = self.manifest.refined_queries.get(questions)
+        if digest is None:
+            return {}
+        path = layout.refined_queries(self.manifest.index, digest)
+        if not self.store.sha256(path).startswith(digest):
+            raise DigestError(f"{self.store.where(path)} is damaged; refine again, or search without it")
+        blocks = EmbeddingShard.open(self.store.local_path(path)).blocks()
+        return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
+
+    def _answer(self, hits: list[list[Hit]], searched: int, rounds: int, rescored: int) -> Answer:
+        described, total = self.manifest, self.manifest.num_passages
+        kind = str(described.index_params["kind"])
+        method = f"faiss {described.index_params['factory']}" if kind == "faiss" else kind
+        exactness = Exactness(kind == "flat" and searched == total, method, rounds, rescored)
+        fingerprint = described.encoder_fingerprint
+        return Answer(hits, described.index, described.version, fingerprint, searched, total, exactness)
+
+    def _told(self, gathered: Gathered, searched: int) -> None:
+        """CoverageError naming the silent shards, or a warning where partial answers are allowed."""
+        silent = {shard: missing.reason for missing in gathered.unanswered for shard in missing.shards}
+        names = ", ".join(f"{shard} ({reason})" for shard, reason in sorted(silent.items()))
+        told = (
+            f"{len(silent)} of {len(self.manifest.shards)} shards of index {self.manifest.index!r} version "
+            f"{self.manifest.version} did not answer: {names}; {searched} of {self.manifest.num_passages} passages "
+            f"were searched"
+        )
+        if not self.allow_partial:
+            raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again")
+        log.warning(told)
+
+
+@contextmanager
+def open_router(
+    run: RunConfig,
+    version: int | None = None,
+    *,
+    local: bool = False,
+    allow_partial: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[Router]:
+    """A version of `index.name` (the live one when none is named), every shard open.
+
+    `local` holds the shards in this process and needs no Ray. Else `resources.searchers` actors hold them until the
+    end; each is given `timeout_s` to answer. Raises MissingInputError, DigestError, ManifestError, ResourceError.
+    """
+    store = Store(run.store.path)
+    described = manifest.read(store, run.index.name, version)
+    resources = run.resources
+    shards = tuple(entry.shard for entry in described.shards)
+    device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
+    task = SearcherTask(run.store.path, described, shards, resources.torch_threads, device)
+    if local:
+        yield _ready(run, Router(store, described, LocalFleet(task), allow_partial=allow_partial))
+        return
+    with session.connect(resources) as info:
+        count = min(resources.searchers, len(shards))
+        cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
+        session.require(info, [session.Need("searchers", count, cpus, gpus)])
+        fleet = RemoteFleet.start(task, resources, timeout_s)
+        try:
+            yield _ready(run, Router(store, described, fleet, allow_partial=allow_partial))
+        finally:
+            fleet.stop()
+
+
+def _ready(run: RunConfig, router: Router) -> Router:
+    router.threads = run.resources.torch_threads
+    router.ready()
+    return router
+
+
+def first_depth(k: int, num_shards: int) -> int:
+    """Rows to ask a shard for: its fair share of k by a random spread, and four standard deviations more."""
+    share = k / max(num_shards, 1)
+    return k if num_shards <= 1 else min(k, math.ceil(share + 4 * math.sqrt(share)) + 1)
+
+
+def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, k: int) -> ShardFound:
+    """The first answer of a shard with the second one's lists, up to k long, for the queries that were asked again."""
+    assert positions is not None
+    rows_QK = _laid_over(first.hits.rows_QK, second.hits.rows_QK, positions, k, -1)
+    scores_QK = _laid_over(first.hits.scores_QK, second.hits.scores_QK, positions, k, -np.inf)
+    views_QK = _laid_over(first.hits.views_QK, second.hits.views_QK, positions, k, -1)
+    frontier_Q = np.array(first.hits.frontier_Q)
+    frontier_Q[positions] = second.hits.frontier_Q
+    hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
+    return ShardFound(first.shard, {**first.ids, **second.ids}, hits)
+
+
+def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float) -> T:
+    wide_QK: Any = np.full((len(old_QK), max(k, old_QK.shape[1])), padding, old_QK.dtype)
+    wide_QK[:, : old_QK.shape[1]] = old_QK
+    wide_QK[positions] = padding
+    wide_QK[positions, : new_RK.shape[1]] = new_RK
+    return wide_QK
+
+
+def _in_order(found: Mapping[int, ShardFound]) -> list[ShardFound]:
+    return [found[shard] for shard in sorted(found)]
