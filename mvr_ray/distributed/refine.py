@@ -135,6 +135,8 @@ def embed_questions(
 
 def _routed_hits(run: RunConfig, base: Manifest, queries_LD: FloatArray, progress: Progress) -> HitTable | None:
     """What the published version answers to the labelled questions; None where its index is only approximate."""
+    if base.index_params["kind"] != "flat":
+        return None
     k = min(max(run.refine.depth, *REPORT_DEPTHS), base.num_passages)
     entries = sorted(base.shards, key=lambda entry: entry.shard)
     start = dict(zip((e.shard for e in entries), np.cumsum([0, *(e.num_passages for e in entries)]).tolist()))
