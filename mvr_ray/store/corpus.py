@@ -245,7 +245,7 @@ def read_questions(store: Store, name: str) -> list[Question]:
     if not store.exists(path):
         known = question_sets(store)
         raise MissingInputError(
-            f"question set {name!r} not found in {store.root}; there are: {', '.join(known) or 'none'}. "
+            f"question set {name!r} not found in {store.name}; there are: {', '.join(known) or 'none'}. "
             f"`mvr-ray prepare CONFIG` stores the sets that prepare.sources and prepare.splits name"
         )
     rows: list[Question] = []

@@ -36,21 +36,29 @@ class Store:
         if filesystem is not None:
             self._objects = ObjectFiles(filesystem, self.root)
         elif "://" in self.root:
-            with _told("open the store", self.root):
+            with _told("open the store", self.name):
                 opened, prefix = pyarrow.fs.FileSystem.from_uri(self.root)
             self._objects = ObjectFiles(opened, prefix)
         self._folder = Path(self.root).expanduser()
 
     def __repr__(self) -> str:
-        return f"Store({self.root!r})"
+        return f"Store({self.name!r})"
 
     @property
     def is_local(self) -> bool:
         return self._objects is None
 
+    @property
+    def name(self) -> str:
+        """The root as messages show it: without keys and options that its address may hold."""
+        if "://" not in self.root:
+            return self.root
+        scheme, _, rest = self.root.partition("://")
+        return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+
     def where(self, path: str) -> str:
         """How an error message names a path of this store."""
-        return f"{self.root.rstrip('/')}/{_checked(path)}"
+        return f"{self.name.rstrip('/')}/{_checked(path)}"
 
     def read_bytes(self, path: str) -> bytes:
         try:
@@ -219,7 +227,7 @@ class Store:
             with tempfile.TemporaryDirectory(prefix="mvr_ray-") as name:
                 yield Path(name)
             return
-        with _told("make a scratch folder in", self.root):
+        with _told("make a scratch folder in", self.name):
             shelf = self._folder / SCRATCH
             shelf.mkdir(parents=True, exist_ok=True)
             for old in shelf.iterdir():

@@ -207,10 +207,10 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
     """A version's manifest; the live one's when no version is named."""
     versions = list_versions(store, index)
     if not versions:
-        raise MissingInputError(f"index {index!r} has no version in {store.root}; make one: mvr-ray index CONFIG")
+        raise MissingInputError(f"index {index!r} has no version in {store.name}; make one: mvr-ray index CONFIG")
     if version is not None and version not in versions:
         raise MissingInputError(
-            f"index {index!r} has no version {version} in {store.root}; there are {', '.join(map(str, versions))}"
+            f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"
         )
     path = layout.manifest(index, versions[-1] if version is None else version)
     return Manifest.from_json(store.read_bytes(path), store.where(path))
@@ -291,21 +291,24 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     candidates = [layout.shard_dir(index, name) for name in store.list(layout.shards_dir(index))]
     candidates += [f"{layout.refined_queries_dir(index)}/{n}" for n in store.list(layout.refined_queries_dir(index))]
     candidates += [layout.staging_dir(index, key) for key in store.list(layout.staging_root(index))]
+    named: dict[int, set[str]] = {}
     for path in candidates:
         # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
-        if path not in _named(store, index) and store.age_s(path) >= grace_s:
+        if not _is_named(store, index, path, named) and store.age_s(path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removed.append(path)
     return removed
 
 
-def _named(store: Store, index: str) -> set[str]:
-    manifests = [read(store, index, version) for version in list_versions(store, index)]
-    shards = {layout.shard_dir(index, shard.digest) for manifest in manifests for shard in manifest.shards}
-    queries = {
-        layout.refined_queries(index, digest) for manifest in manifests for digest in manifest.refined_queries.values()
-    }
-    return shards | queries
+def _is_named(store: Store, index: str, path: str, named: dict[int, set[str]]) -> bool:
+    """Whether a version that is there now names the path; `named` keeps what the versions seen so far name."""
+    versions = list_versions(store, index)
+    for version in versions:
+        if version not in named:
+            one = read(store, index, version)
+            named[version] = {layout.shard_dir(index, shard.digest) for shard in one.shards}
+            named[version] |= {layout.refined_queries(index, digest) for digest in one.refined_queries.values()}
+    return any(path in named[version] for version in versions)
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:

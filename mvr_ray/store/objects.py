@@ -23,6 +23,7 @@ from mvr_ray.errors import PublishConflictError
 
 CLAIM_TRIES = 8
 FIRST_PAUSE_S = 0.05
+SETTLED_S = 5.0
 COPY_CHUNK_BYTES = 1 << 20
 
 
@@ -38,8 +39,7 @@ class ObjectFiles:
             return stream.read()
 
     def write(self, path: str, data: bytes) -> None:
-        # A local file system behind a prefix needs its folders; object stores take this as a hint.
-        self.filesystem.create_dir(self._at(path).rpartition("/")[0], recursive=True)
+        self._make_parent(path)
         with self.filesystem.open_output_stream(self._at(path)) as stream:
             stream.write(data)
 
@@ -68,12 +68,12 @@ class ObjectFiles:
         )
 
     def upload(self, source: Path, path: str) -> None:
-        self.filesystem.create_dir(self._at(path).rpartition("/")[0], recursive=True)
+        self._make_parent(path)
         with source.open("rb") as file, self.filesystem.open_output_stream(self._at(path)) as stream:
             shutil.copyfileobj(file, stream, COPY_CHUNK_BYTES)
 
     def download(self, path: str, cache: Path) -> Path:
-        """A local copy of a file or folder. A changed object (size or time) is fetched anew."""
+        """A local copy of a file or folder; what changed in size or time is fetched anew, what is very young always."""
         info = self._info(path)
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(self._at(path))
@@ -126,6 +126,11 @@ class ObjectFiles:
     def _at(self, path: str) -> str:
         return f"{self.prefix}/{path}"
 
+    def _make_parent(self, path: str) -> None:
+        # Object stores have no folders; making them would leave empty marker objects.
+        if isinstance(self.filesystem, fs.LocalFileSystem):
+            self.filesystem.create_dir(self._at(path).rpartition("/")[0], recursive=True)
+
     def _info(self, path: str) -> fs.FileInfo:
         return self.filesystem.get_file_info(self._at(path))
 
@@ -145,7 +150,8 @@ class ObjectFiles:
             with self.filesystem.open_input_stream(info.path) as stream, pa.OSFile(str(aside), "wb") as file:
                 while piece := stream.read(COPY_CHUNK_BYTES):
                     file.write(piece)
-            if info.mtime_ns is not None:
+            # Object times are whole seconds: a copy of a very young object may be outdated without looking so.
+            if info.mtime_ns is not None and time.time() - _changed_s(info) > SETTLED_S:
                 os.utime(aside, ns=(info.mtime_ns, info.mtime_ns))
             aside.replace(target)
         finally:

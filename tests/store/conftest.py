@@ -1,6 +1,7 @@
-"""Stores of both kinds: a folder, and a file system reached as object stores are."""
+"""Stores of every kind: a folder, a file system reached as object stores are, and an S3 server in this process."""
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.fs
@@ -9,12 +10,20 @@ import pytest
 from mvr_ray.store.files import Store
 
 
-@pytest.fixture(params=["folder", "objects"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+@pytest.fixture(params=["folder", "objects", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
     if request.param == "folder":
-        return Store(tmp_path / "store")
-    return Store(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
+        yield Store(tmp_path / "store")
+    elif request.param == "objects":
+        yield Store(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
+    else:
+        spec = importlib.util.spec_from_file_location("s3_server", Path(__file__).with_name("s3_server.py"))
+        assert spec and spec.loader
+        server = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(server)
+        with server.serve() as root:
+            yield Store(root)
 
 
 @pytest.fixture

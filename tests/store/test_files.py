@@ -155,6 +155,12 @@ def test_scratch_is_gone_after_success_and_failure(store: Store):
     assert not folder.exists()
 
 
+def test_keys_in_a_stores_address_are_never_shown():
+    store = Store("s3://key:secret@bucket/some/prefix?region=eu-west-1&scheme=http")
+    assert "secret" not in f"{store!r} {store.where('a/b')}"
+    assert store.where("a/b") == "s3://bucket/some/prefix/a/b"
+
+
 def test_paths_outside_the_store_are_refused(store: Store):
     for path in ("", "/etc/passwd", "../x", "a/../../x"):
         with pytest.raises(AssertionError):
