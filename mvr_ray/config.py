@@ -242,6 +242,10 @@ class RetrieveConfig(Section):
     tag: Name = "mvr_ray"
     strict_answers: bool = False
     """Refuse empty answers, which by the field's rule match every passage."""
+    refined_queries: bool = False
+    """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
+    extras: bool = False
+    """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
 
 class EvaluateConfig(Section):

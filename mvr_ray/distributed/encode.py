@@ -134,11 +134,12 @@ def encode_corpus(
 
 
 def _pipeline(task: EncodeTask, chunks: Sequence[Chunk], resources: ResourcesConfig) -> ray.data.Dataset:
+    tokenize: Any = tokenize_chunks
     tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
     return (
         ray.data.from_items([chunk._asdict() for chunk in chunks], override_num_blocks=min(len(chunks), MAX_BLOCKS))
         .map_batches(
-            tokenize_chunks,
+            tokenize,
             batch_size=1,
             batch_format="pyarrow",
             fn_kwargs={"task": task},

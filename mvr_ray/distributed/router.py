@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -63,13 +63,26 @@ class MatchingSnippet(NamedTuple):
 class Router:
     """Answers from one version and its own encoder. Safe to use from several threads."""
 
-    def __init__(self, store: Store, described: Manifest, fleet: Fleet, *, allow_partial: bool = False) -> None:
-        """`allow_partial`: give what the living shards found, with its coverage, instead of a CoverageError."""
+    def __init__(
+        self,
+        store: Store,
+        described: Manifest,
+        fleet: Fleet,
+        *,
+        allow_partial: bool = False,
+        threads: int = 1,
+        gpu: bool = False,
+    ) -> None:
+        """`allow_partial`: give what the living shards found, with its coverage, instead of a CoverageError.
+
+        `threads` and `gpu` are for embedding questions in this process.
+        """
         self.store = store
         self.manifest = described
         self.fleet = fleet
         self.allow_partial = allow_partial
-        self.threads = 1
+        self.threads = threads
+        self.gpu = gpu
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
@@ -91,7 +104,7 @@ class Router:
         with self._lock:
             if self._encoder is None:
                 name, fingerprint = self.manifest.encoder_name, self.manifest.encoder_fingerprint
-                self._encoder = open_encoder(self.store, name, fingerprint, threads=self.threads)
+                self._encoder = open_encoder(self.store, name, fingerprint, threads=self.threads, gpu=self.gpu)
             return self._encoder
 
     @property
@@ -222,24 +235,18 @@ def open_router(
     shards = tuple(entry.shard for entry in described.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     task = SearcherTask(run.store.path, described, shards, resources.torch_threads, device)
-    if local:
-        yield _ready(run, Router(store, described, LocalFleet(task), allow_partial=allow_partial))
-        return
-    with session.connect(resources) as info:
-        count = min(resources.searchers, len(shards))
-        cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
-        session.require(info, [session.Need("searchers", count, cpus, gpus)])
-        fleet = RemoteFleet.start(task, resources, timeout_s)
-        try:
-            yield _ready(run, Router(store, described, fleet, allow_partial=allow_partial))
-        finally:
-            fleet.stop()
-
-
-def _ready(run: RunConfig, router: Router) -> Router:
-    router.threads = run.resources.torch_threads
-    router.ready()
-    return router
+    with ExitStack() as stack:
+        if local:
+            fleet: Fleet = LocalFleet(task)
+        else:
+            info = stack.enter_context(session.connect(resources))
+            count = min(resources.searchers, len(shards))
+            cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
+            session.require(info, [session.Need("searchers", count, cpus, gpus)])
+            fleet = RemoteFleet.start(task, resources, timeout_s)
+            stack.callback(fleet.stop)
+        fleet.ready()
+        yield Router(store, described, fleet, allow_partial=allow_partial, threads=resources.torch_threads)
 
 
 def first_depth(k: int, num_shards: int) -> int:

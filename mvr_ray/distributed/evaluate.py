@@ -1,0 +1,141 @@
+"""How well an index version answers question sets: by answers, by gold passages, beside BM25.
+
+    answer/top-k    share of questions with an answer-bearing passage among the first k        questions with answers
+    gold/top-k      share of questions with a gold passage among the first k                   questions with gold ids
+    gold/mrr        mean reciprocal rank of the first gold passage, over the first max(k)
+    gold/ndcg@10    normalised discounted cumulative gain of gold passages
+
+Every value is a mean over questions with its 95 % bootstrap interval. Only whole answers count: a version of which a
+shard is silent is not measured.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import EvaluateConfig, RunConfig
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
+from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import ConfigError
+from mvr_ray.store import corpus
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.types import FloatArray, Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+NDCG_CUTOFF = 10
+
+
+class EvaluationRow(NamedTuple):
+    """One measured value (a share, 0..1) with its 95 % interval over `n` questions."""
+
+    system: str
+    questions: str
+    metric: str
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+class EvaluationReport(NamedTuple):
+    index: str
+    version: int
+    encoder_fingerprint: str
+    passages: int
+    exact: bool
+    rows: list[EvaluationRow]
+
+
+def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
+    """Measure a version (the live one when none is named) on every set of `evaluate.questions`.
+
+    Raises ConfigError where no set is named, MissingInputError, CoverageError, ResourceError.
+    """
+    settings, store = run.evaluate, Store(run.store.path)
+    if not settings.questions:
+        raise ConfigError(
+            f"evaluate.questions names no question set; stored are: {', '.join(corpus.question_sets(store)) or 'none'}"
+        )
+    sets = [QuestionSet(name, corpus.read_questions(store, name)) for name in dict.fromkeys(settings.questions)]
+    rank = RankSettings(
+        k=max(settings.k),
+        match=settings.match,
+        strict_answers=run.retrieve.strict_answers,
+        refined_queries=run.retrieve.refined_queries,
+    )
+    rows: list[EvaluationRow] = []
+    with open_router(run, version) as router:
+        described = router.manifest
+        ranked = rank_questions(run, router, sets, rank, progress)
+        for name, questions in sets:
+            rows += measured(run.index.name, name, list(itertools.islice(ranked, len(questions))), settings)
+        if settings.bm25:
+            for asked in sets:
+                progress("bm25", 0, len(asked.questions))
+                found = list(bm25_ranking(router.corpus, asked, rank))
+                rows += measured("bm25", asked.name, found, settings)
+                progress("bm25", len(found), len(found))
+    log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
+    return EvaluationReport(
+        described.index,
+        described.version,
+        described.encoder_fingerprint,
+        described.num_passages,
+        described.index_params["kind"] == "flat",
+        rows,
+    )
+
+
+def measured(system: str, name: str, ranked: Sequence[RankedQuestion], settings: EvaluateConfig) -> list[EvaluationRow]:
+    """Every metric that the set's questions allow."""
+    ks = sorted(set(settings.k))
+    values: list[tuple[str, FloatArray]] = []
+    answered = [row for row in ranked if row.question.answers]
+    if answered:
+        ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in answered])
+        values += [(f"answer/top-{k}", found_within(ranks_Q, k)) for k in ks]
+    judged = [row for row in ranked if row.question.positive_ids]
+    if judged:
+        gold = [dict.fromkeys(row.question.positive_ids, 1) for row in judged]
+        lists = [[hit.id for hit in row.passages] for row in judged]
+        ranks_Q = first_ranks([[i in wanted for i in ids] for ids, wanted in zip(lists, gold)])
+        values += [(f"gold/top-{k}", found_within(ranks_Q, k)) for k in ks]
+        values.append(("gold/mrr", reciprocal_ranks(ranks_Q, max(ks))))
+        values.append((f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF)))
+    return [_row(system, name, metric, values_Q, settings) for metric, values_Q in values]
+
+
+def _row(system: str, name: str, metric: str, values_Q: FloatArray, settings: EvaluateConfig) -> EvaluationRow:
+    low, high = bootstrap_interval(values_Q, settings.seed, settings.bootstrap)
+    return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
+
+
+def bm25_ranking(searched: Corpus, asked: QuestionSet, settings: RankSettings) -> Iterator[RankedQuestion]:
+    """BM25's hits over the same passages, judged by the same rules."""
+    from mvr_ray.distributed.mine import bm25_search
+
+    matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
+    found = bm25_search(searched, [question.text for question in asked.questions], settings.k)
+    for question, hits in zip(asked.questions, found):
+        texts = searched.get(hit.passage_id for hit in hits)
+        yield RankedQuestion(
+            question,
+            [
+                RankedPassage(
+                    hit.passage_id,
+                    "",
+                    "",
+                    hit.score,
+                    matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None,
+                )
+                for hit in hits
+            ],
+        )

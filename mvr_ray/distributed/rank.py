@@ -1,0 +1,193 @@
+"""Many questions ranked at once: a pool of rankers embeds batches of them, asks the searchers, judges the hits.
+
+A batch is `retrieve.batch` questions of one set, in order, so that what is embedded together, and with it every score,
+does not depend on how many rankers there are. Batches come back in any order and are handed on in theirs.
+
+Shapes: Q queries, D dimension.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+import torch
+from ray.data import ActorPoolStrategy
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.answers import AnswerMatcher, Match
+from mvr_ray.distributed import session
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.router import MatchingSnippet, Router
+from mvr_ray.distributed.searchers import Fleet
+from mvr_ray.errors import CoverageError
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import Answer, FloatArray, Hit, Passage, Progress, Question, no_progress
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS = 4096
+TRIES = 3
+SNIPPETS_KEPT = 100_000
+
+
+class QuestionSet(NamedTuple):
+    """Questions and the name that they are stored under; for a file's questions, its name."""
+
+    name: str
+    questions: Sequence[Question]
+
+
+class RankSettings(NamedTuple):
+    """What to find and what to say of it. `snippets` costs a tokenisation a passage."""
+
+    k: int
+    match: Match = "string"
+    strict_answers: bool = False
+    texts: bool = False
+    snippets: bool = False
+    refined_queries: bool = False
+
+
+class QuestionRanker:
+    """Ranks batches of questions over one version; needs a router, and Ray only where its fleet does."""
+
+    def __init__(self, router: Router, settings: RankSettings, threads: int = 1) -> None:
+        self.router = router
+        self.settings = settings
+        self.threads = threads
+        self.matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
+        self._refined: dict[str, dict[str, FloatArray]] = {}
+        self._snippets: dict[tuple[str, int], MatchingSnippet] = {}
+
+    def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
+        """The hits of each question, best first, each judged by the question's answers."""
+        torch.set_num_threads(self.threads)
+        answer = self._search(self._embed(batch))
+        passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
+        return [
+            [self._described(question, hit, passages[hit.passage_id]) for hit in hits]
+            for question, hits in zip(batch.questions, answer.hits)
+        ]
+
+    def _embed(self, batch: QuestionSet) -> FloatArray:
+        """Queries by the encoder; by refinement where it kept a vector of the question and the run asks for it."""
+        queries_QD = self.router.embed([question.text for question in batch.questions])
+        if not self.settings.refined_queries:
+            return queries_QD
+        if batch.name not in self._refined:
+            self._refined[batch.name] = self.router.refined_queries(batch.name)
+        moved = self._refined[batch.name]
+        return np.stack([moved.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
+
+    def _search(self, queries_QD: FloatArray) -> Answer:
+        """A whole answer: after a searcher died, once it is back."""
+        for again in range(1, TRIES):
+            try:
+                return self.router.search(queries_QD, self.settings.k)
+            except CoverageError as error:
+                log.warning("asking again: try=%d reason=%s", again, error)
+                self.router.ready()
+        return self.router.search(queries_QD, self.settings.k)
+
+    def _described(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
+        marked = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
+        title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
+        snippet = self._snippet(passage, hit.view) if self.settings.snippets else ""
+        return RankedPassage(hit.passage_id, title, text, hit.score, marked, hit.view, snippet)
+
+    def _snippet(self, passage: Passage, view: int) -> str:
+        key = passage.id, view
+        if key not in self._snippets:
+            if len(self._snippets) >= SNIPPETS_KEPT:
+                self._snippets.clear()
+            self._snippets[key] = self.router.matching_snippet(passage, view)
+        return self._snippets[key].text
+
+
+class _RankerActor:
+    """A ranker on a worker: batches as JSON in and out. Opens its encoder with the first batch."""
+
+    def __init__(
+        self, store: str, described: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
+    ) -> None:
+        router = Router(Store(store), described, fleet, threads=threads, gpu=gpu)
+        self.ranker = QuestionRanker(router, settings, threads)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        numbers, ranked = [], []
+        for row in table.to_pylist():
+            name, questions = json.loads(row["questions"])
+            hits = self.ranker.rank(QuestionSet(name, [_question(fields) for fields in questions]))
+            numbers.append(row["number"])
+            ranked.append(json.dumps(hits))
+        return pa.table({"number": pa.array(numbers, pa.int64()), "ranked": pa.array(ranked, pa.large_string())})
+
+
+def rank_questions(
+    run: RunConfig,
+    router: Router,
+    sets: Sequence[QuestionSet],
+    settings: RankSettings,
+    progress: Progress = no_progress,
+) -> Iterator[RankedQuestion]:
+    """Every question of every set with its hits, in order. Raises ResourceError where rankers have no place."""
+    size, resources = run.retrieve.batch, run.resources
+    batches = [
+        QuestionSet(name, questions[start : start + size])
+        for name, questions in sets
+        for start in range(0, len(questions), size)
+    ]
+    if not batches:
+        return
+    rows = [{"number": number, "questions": json.dumps(batch)} for number, batch in enumerate(batches)]
+    cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
+    needs = [
+        session.Need("rankers", resources.encoders_min, cpus, gpus),
+        session.Need(
+            "searchers",
+            min(resources.searchers, len(router.manifest.shards)),
+            resources.cpus_per_searcher,
+            resources.gpus_per_searcher,
+        ),
+    ]
+    session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
+    actor: Any = _RankerActor
+    ranked = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS)).map_batches(
+        actor,
+        batch_size=1,
+        batch_format="pyarrow",
+        fn_constructor_kwargs={
+            "store": run.store.path,
+            "described": router.manifest,
+            "fleet": router.fleet,
+            "settings": settings,
+            "threads": resources.torch_threads,
+            "gpu": gpus > 0,
+        },
+        num_cpus=cpus,
+        num_gpus=gpus,
+        compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
+    )
+    done, total, expected = 0, sum(len(batch.questions) for batch in batches), 0
+    early: dict[int, str] = {}
+    with own_errors("ranking questions"):
+        for row in ranked.iter_rows():
+            early[row["number"]] = row["ranked"]
+            while expected in early:
+                questions = batches[expected].questions
+                for question, hits in zip(questions, json.loads(early.pop(expected))):
+                    yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
+                expected += 1
+                done += len(questions)
+                progress("questions", done, total)
+
+
+def _question(fields: Sequence[Any]) -> Question:
+    name, text, *lists = fields
+    return Question(name, text, *(tuple(values) for values in lists))

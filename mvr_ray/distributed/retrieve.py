@@ -1,0 +1,85 @@
+"""Rankings of a question set over an index version, written for others to read; and the stage that measures one."""
+
+import logging
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
+from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import MissingInputError
+from mvr_ray.store import corpus, layout
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
+from mvr_ray.types import Progress, no_progress
+
+__all__ = ["EvaluationReport", "EvaluationRow", "RetrieveReport", "evaluate", "retrieve"]
+
+log = logging.getLogger(__name__)
+
+
+class RetrieveReport(NamedTuple):
+    """What was written, and what it was found in."""
+
+    output: str
+    format: str
+    questions: int
+    k: int
+    index: str
+    version: int
+    encoder_fingerprint: str
+    passages: int
+    exact: bool
+
+
+def retrieve(
+    run: RunConfig,
+    questions: str,
+    output: Path,
+    format: RankingFormat = "dpr",
+    progress: Progress = no_progress,
+    version: int | None = None,
+) -> RetrieveReport:
+    """Rank the best `retrieve.k` passages of every question into `output`, which appears whole, in question order.
+
+    `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, CoverageError.
+    """
+    asked = question_set(Store(run.store.path), questions)
+    snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
+    settings = RankSettings(
+        k=run.retrieve.k,
+        match=run.evaluate.match,
+        strict_answers=run.retrieve.strict_answers,
+        texts=format not in ("trec", "msmarco"),
+        snippets=snippets,
+        refined_queries=run.retrieve.refined_queries,
+    )
+    with open_router(run, version) as router:
+        ranked = rank_questions(run, router, [asked], settings, progress)
+        count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
+        described = router.manifest
+    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, described.index, described.version)
+    return RetrieveReport(
+        str(output),
+        format,
+        count,
+        run.retrieve.k,
+        described.index,
+        described.version,
+        described.encoder_fingerprint,
+        described.num_passages,
+        described.index_params["kind"] == "flat",
+    )
+
+
+def question_set(store: Store, named: str) -> QuestionSet:
+    """A stored question set by name, else the questions of a file."""
+    if re.fullmatch(r"[\w.-]+", named) and store.exists(layout.questions(named)):
+        return QuestionSet(named, corpus.read_questions(store, named))
+    path = resolve_path(named)
+    if not path.is_file():
+        known = ", ".join(corpus.question_sets(store)) or "none"
+        raise MissingInputError(f"questions {named!r}: neither a file nor a stored set of {store.root} (sets: {known})")
+    return QuestionSet(path.name, read_question_file(path))
