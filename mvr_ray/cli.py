@@ -203,7 +203,8 @@ def search(
         raise ConfigError(f"search: {error.message}; {error.hint}") from None
     from mvr_ray.distributed.router import open_router
 
-    with open_router(run, version) as router:
+    alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))  # one question needs no cluster of its own
+    with open_router(run, version, local=alone) as router:
         response = SearchService(router, run.serve).search(request)
     if as_json:
         print_json(response.model_dump(mode="json"))

@@ -109,7 +109,8 @@ class SearchIngress:
 
         config = RunConfig.model_validate(run)
         self._held = ExitStack()
-        router = self._held.enter_context(open_router(config, version))
+        opened = open_router(config, version, allow_partial=True, timeout_s=config.serve.timeout_ms / 1000)
+        router = self._held.enter_context(opened)
         self.service = SearchService(router, config.serve)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
