@@ -1,0 +1,121 @@
+"""The plan of an epoch, joining, shares, cloze: laws over random data."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.batches import Example, join_batch, plan_epoch, rank_share
+from mvr_ray.core.cloze import cloze_example
+from mvr_ray.core.snippets import load_punkt
+from mvr_ray.types import Passage
+
+collections = st.lists(st.integers(0, 9), min_size=8, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(passages=collections, batch=st.integers(2, 8), per_passage=st.integers(1, 4), siblings=st.booleans())
+def test_an_epoch_brings_every_example_once_and_fills_its_last_batch(passages, batch, per_passage, siblings):
+    passage_E = np.array(passages)
+    plan_SB = plan_epoch(
+        passage_E, passage_E // 3 if siblings else None, batch=batch, per_passage=per_passage, seed=1, epoch=0
+    )
+    flat = plan_SB.reshape(-1).tolist()
+    assert plan_SB.shape == (-(-len(passages) // batch), batch)
+    assert sorted(flat[: len(passages)]) == list(range(len(passages)))
+    assert all(len(set(row)) == batch for row in plan_SB.tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(passages=collections, per_passage=st.integers(2, 4))
+def test_questions_of_a_passage_stand_together_up_to_the_limit(passages, per_passage):
+    passage_E = np.array(passages)
+    flat = plan_epoch(passage_E, None, batch=2, per_passage=per_passage, seed=1, epoch=0).reshape(-1)[: len(passages)]
+    longest = Counter(passages)
+    runs = Counter()
+    at = 0
+    while at < len(flat):
+        end = at + 1
+        while end < len(flat) and passage_E[flat[end]] == passage_E[flat[at]]:
+            end += 1
+        runs[passage_E[flat[at]]] += 1
+        at = end
+    for passage, number in runs.items():
+        assert number <= -(-longest[passage] // per_passage)
+
+
+def test_siblings_share_batches_and_no_article_takes_a_whole_one():
+    passage_E = np.arange(400)
+    article_E = passage_E // 40
+    plan_SB = plan_epoch(passage_E, article_E, batch=8, per_passage=1, seed=3, epoch=0)
+    counts = [Counter(article_E[row].tolist()) for row in plan_SB]
+    assert np.mean([max(count.values()) for count in counts]) >= 4
+    assert sum(len(count) == 1 for count in counts) < len(counts) / 2
+    alone = plan_epoch(passage_E, None, batch=8, per_passage=1, seed=3, epoch=0)
+    assert np.mean([max(Counter(article_E[row].tolist()).values()) for row in alone]) < 4
+
+
+def test_a_plan_depends_on_seed_and_epoch_alone():
+    passage_E = np.arange(100) // 2
+
+    def plan(seed, epoch):
+        return plan_epoch(passage_E, None, batch=10, per_passage=2, seed=seed, epoch=epoch)
+
+    assert np.array_equal(plan(1, 0), plan(1, 0))
+    assert not np.array_equal(plan(1, 0), plan(1, 1))
+    assert not np.array_equal(plan(1, 0), plan(2, 0))
+
+
+def test_a_passage_of_two_questions_comes_once_and_other_positives_are_known():
+    a, b, c = (Passage(i, "", i) for i in "abc")
+    joined = join_batch(
+        [
+            Example("1", a, 5, negatives=(c, b)),
+            Example("2", b, known_ids=("c", "gone")),
+            Example("3", a, negatives=(c,)),
+        ]
+    )
+    assert [p.id for p in joined.passages] == ["a", "b", "c"]
+    assert joined.positive_Q.tolist() == [0, 1, 0]
+    assert joined.known_QP.tolist() == [[False] * 3, [False, False, True], [False] * 3]
+    assert joined.answer_start_Q.tolist() == [5, -1, -1]
+
+
+@pytest.mark.parametrize(("questions", "passages", "world"), [(8, 11, 4), (8, 3, 4), (4, 4, 1), (6, 7, 2)])
+def test_shares_put_together_are_the_batch(questions, passages, world):
+    shares = [rank_share(questions, passages, rank, world) for rank in range(world)]
+    assert [q for share in shares for q in share.questions] == list(range(questions))
+    assert [p for share in shares for p, real in zip(share.passages, share.real_P) if real] == list(range(passages))
+    assert len({len(share.passages) for share in shares}) == 1
+
+
+TEXT = "The Rhine rises in the Alps of Switzerland. It flows north to the sea. Basel is the first large city on it."
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cloze_question_is_a_sentence_that_left_its_passage_and_knows_where_it_stood(seed):
+    example = cloze_example(Passage("p", "Rhine", TEXT), load_punkt(), 0.0, np.random.default_rng(seed))
+    assert example.text in TEXT
+    assert example.text not in example.passage.text
+    assert sorted((example.text + " " + example.passage.text).split()) == sorted(TEXT.split())
+    assert 0 <= example.answer_start < len(example.passage.text)
+    before = TEXT[: TEXT.index(example.text)].rstrip()
+    assert example.passage.text.startswith(before)
+    if not TEXT.endswith(example.text):
+        assert (
+            example.passage.text[example.answer_start :]
+            == TEXT[TEXT.index(example.text) + len(example.text) :].lstrip()
+        )
+
+
+def test_a_kept_cloze_sentence_stays_and_points_at_itself():
+    example = cloze_example(Passage("p", "Rhine", TEXT), load_punkt(), 1.0, np.random.default_rng(0))
+    assert example.passage.text == TEXT
+    assert TEXT[example.answer_start :].startswith(example.text)
+
+
+def test_a_passage_of_one_sentence_keeps_it():
+    example = cloze_example(Passage("p", "", "Only one sentence is here."), load_punkt(), 0.0, np.random.default_rng(0))
+    assert example.passage.text == example.text == "Only one sentence is here."

@@ -1,0 +1,241 @@
+"""A step on W ranks is a step on the joined batch; the gradient cache changes memory only."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mvr_ray.core.batches import rank_share
+from mvr_ray.core.losses import camvr_loss, dpr_loss, mvr_loss
+from mvr_ray.core.training import (
+    Share,
+    StepSettings,
+    average_gradients,
+    distil_gradients,
+    loss_and_gradients,
+    lr_factor,
+    winning_views,
+)
+
+QUESTIONS, PASSAGES, VIEWS, DIM = 8, 11, 3, 4
+LOSSES = ("dpr", "mvr", "camvr", "distil")
+
+
+class ToyViews(NamedTuple):
+    views_PVD: Tensor
+    mask_PV: Tensor
+
+
+class ToyEncoder(nn.Module):
+    """Two linear towers in float64; texts are numbers, passages are vectors with a mask."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.question = nn.Linear(5, DIM, dtype=torch.float64)
+        self.passage = nn.Linear(6, VIEWS * DIM, dtype=torch.float64)
+        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.dropout = nn.Dropout(dropout)
+
+    def encode_queries(self, texts) -> Tensor:
+        rows = [np.random.default_rng(int(text)).normal(size=5) for text in texts]
+        return self.dropout(torch.tanh(self.question(torch.tensor(np.array(rows)))))
+
+    def encode_passages(self, tokenized) -> ToyViews:
+        rows = torch.tensor(np.array([np.random.default_rng(100 + n).normal(size=6) for n in tokenized]))
+        mask = torch.tensor([[True, n % 2 == 0, n % 3 != 0] for n in tokenized])
+        return ToyViews(self.dropout(torch.tanh(self.passage(rows))).unflatten(1, (VIEWS, DIM)), mask)
+
+
+def joined_loss(name: str):
+    rng = np.random.default_rng(7)
+    positive_Q = torch.tensor(rng.integers(0, PASSAGES, QUESTIONS))
+    answer_view_Q = torch.tensor(rng.integers(-1, VIEWS, QUESTIONS))
+    known_QP = torch.tensor(rng.random((QUESTIONS, PASSAGES)) < 0.15)
+    loss = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}[name]
+
+    def of(queries_QD, views_PVD, mask_PV):
+        padded = torch.zeros(QUESTIONS, len(views_PVD), dtype=torch.bool)
+        padded[:, :PASSAGES] = known_QP
+        return loss(
+            queries_QD,
+            views_PVD,
+            mask_PV,
+            positive_Q,
+            tau=0.5,
+            scale=2.0,
+            local_weight=0.3,
+            answer_view_Q=answer_view_Q,
+            known_QP=padded,
+        )
+
+    return of
+
+
+def share_of(rank: int, world: int) -> Share:
+    part = rank_share(QUESTIONS, PASSAGES, rank, world)
+    return Share([str(q) for q in part.questions], part.passages, torch.tensor(part.real_P))
+
+
+def gradients(encoder: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Plain autograd on everything at once."""
+    encoder = ToyEncoder()
+    if name == "distil":
+        return _distil_reference(encoder), gradients(encoder)
+    views = encoder.encode_passages(list(range(PASSAGES)))
+    queries = encoder.encode_queries([str(q) for q in range(QUESTIONS)])
+    terms = joined_loss(name)(queries, views.views_PVD, views.mask_PV)
+    terms.total.backward()
+    return terms.total.detach(), gradients(encoder)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), name
+
+
+def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
+    """Every loss in one pass and in chunks, as loss and gradients in a file `out`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    share, found = share_of(rank, world), {}
+    for name in LOSSES:
+        for chunk in (0, 2):
+            encoder = ToyEncoder()
+            if name == "distil":
+                loss = _distil(encoder, share, rank, world, chunk)
+                dist.all_reduce(loss)
+                loss /= world
+            else:
+                loss = loss_and_gradients(encoder, share, joined_loss(name), StepSettings(chunk=chunk)).terms.total
+            average_gradients(encoder.parameters())
+            found[f"{name} {chunk} loss"] = loss.numpy()
+            found |= {f"{name} {chunk} {key}": gradient.numpy() for key, gradient in gradients(encoder).items()}
+    np.savez(out, **found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _distil(encoder, share: Share, rank: int, world: int, chunk: int) -> Tensor:
+    rng = np.random.default_rng(9)
+    questions_QD = torch.tensor(rng.normal(size=(QUESTIONS, DIM)))
+    passages_PD = torch.tensor(rng.normal(size=(PASSAGES, DIM)))
+    part = rank_share(QUESTIONS, PASSAGES, rank, world)
+    settings = StepSettings(chunk=chunk)
+    return distil_gradients(
+        encoder, share, questions_QD[list(part.questions)], passages_PD[part.passages], PASSAGES, settings
+    )
+
+
+def _distil_reference(encoder: ToyEncoder) -> Tensor:
+    rng = np.random.default_rng(9)
+    views = encoder.encode_passages(list(range(PASSAGES)))
+    pairs = [
+        (encoder.encode_queries([str(q) for q in range(QUESTIONS)]), torch.tensor(rng.normal(size=(QUESTIONS, DIM)))),
+        ((views.views_PVD * views.mask_PV[..., None]).sum(1), torch.tensor(rng.normal(size=(PASSAGES, DIM)))),
+    ]
+    loss = sum((1 - (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))).mean() for a, b in pairs)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, tmp_path):
+    files = [tmp_path / f"{rank}.npz" for rank in range(world)]
+    command = [sys.executable, __file__, str(world), str(tmp_path / "meet")]
+    ranks = [subprocess.Popen([*command, str(rank), str(file)]) for rank, file in enumerate(files)]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0] * world
+    finally:
+        for process in ranks:
+            process.kill()
+    for file in files:
+        found = np.load(file, allow_pickle=False)
+        for name in LOSSES:
+            loss, expected = reference(name)
+            for chunk in (0, 2):
+                assert math.isclose(found[f"{name} {chunk} loss"], loss.item(), rel_tol=1e-12)
+                assert_same({key: torch.tensor(found[f"{name} {chunk} {key}"]) for key in expected}, expected)
+
+
+@pytest.mark.parametrize("name", ["dpr", "mvr", "camvr"])
+@pytest.mark.parametrize("chunk", [0, 1, 3, 100])
+def test_one_process_in_any_chunks_is_plain_autograd(name, chunk):
+    loss, expected = reference(name)
+    encoder = ToyEncoder()
+    encoded = loss_and_gradients(encoder, share_of(0, 1), joined_loss(name), StepSettings(chunk=chunk), scale=4.0)
+    assert math.isclose(encoded.terms.total.item(), loss.item(), rel_tol=1e-12)
+    assert_same(gradients(encoder), {key: 4 * gradient for key, gradient in expected.items()})
+
+
+def test_cached_passes_draw_the_same_dropout_twice():
+    """Dropout drawn by chunk: the cached gradient is that of one graph over the same chunks."""
+    encoder = ToyEncoder(dropout=0.4)
+    share, settings = share_of(0, 1), StepSettings(chunk=3, seed=5, step=11)
+    loss_and_gradients(encoder, share, joined_loss("mvr"), settings)
+    cached = {name: gradient.clone() for name, gradient in gradients(encoder).items()}
+    encoder.zero_grad()
+
+    from mvr_ray.core.training import _passage_passes, _query_passes
+
+    queries_QD = torch.cat([encode() for encode in _query_passes(encoder, share, settings)])
+    passes = [encode() for encode in _passage_passes(encoder, share, settings)]
+    terms = joined_loss("mvr")(
+        queries_QD, torch.cat([v.views_PVD for v in passes]), torch.cat([v.mask_PV for v in passes])
+    )
+    terms.total.backward()
+    assert_same(cached, gradients(encoder))
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    def gradient(**settings):
+        encoder = ToyEncoder(dropout=0.4)
+        torch.rand(3)
+        loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), StepSettings(**settings))
+        return gradients(encoder)["question.weight"]
+
+    assert torch.equal(gradient(seed=1, step=2), gradient(seed=1, step=2))
+    assert not torch.equal(gradient(seed=1, step=2), gradient(seed=1, step=3))
+    assert not torch.equal(gradient(seed=1, step=2), gradient(seed=2, step=2))
+
+
+def test_the_winning_view_is_the_best_that_is_there():
+    encoder = ToyEncoder()
+    encoded = loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), StepSettings())
+    positive_Q = torch.arange(QUESTIONS)
+    for question, view in enumerate(winning_views(encoded, positive_Q).tolist()):
+        scores = {
+            v: float(encoded.queries_QD[question] @ encoded.views_PVD[question, v])
+            for v in range(VIEWS)
+            if encoded.mask_PV[question, v]
+        }
+        assert view == max(scores, key=scores.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("total", "share", "factors"),
+    [
+        (4, 0.0, [1.0, 0.75, 0.5, 0.25]),
+        (4, 0.5, [0.5, 1.0, 1.0, 0.5]),
+        (1, 0.1, [1.0]),
+        (2, 1.0, [0.5, 1.0]),
+    ],
+)
+def test_the_rate_climbs_to_one_and_falls_in_straight_lines(total, share, factors):
+    assert [lr_factor(step, total, share) for step in range(total)] == factors
+
+
+if __name__ == "__main__":
+    world, meeting, own_rank, out = sys.argv[1:]
+    _on_rank(int(own_rank), int(world), Path(meeting), Path(out))
