@@ -1,0 +1,212 @@
+"""Approximate indexes: k distinct passages with true scores, the same bytes on every build, clear refusals."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
+from mvr_ray.index.candidates import ApproximateIndex
+
+KINDS = [
+    IndexParams("hnsw", hnsw_m=8, hnsw_ef_construction=40, hnsw_ef_search=16),
+    IndexParams("faiss", "Flat"),
+    IndexParams("faiss", "IVF8,SQfp16", nprobe=2),
+    IndexParams("faiss", "IVF8,PQ4x4", nprobe=3),
+    IndexParams("faiss", "PCA8,IVF8,SQ8", nprobe=8),
+    IndexParams("faiss", "HNSW8", hnsw_ef_search=16),
+    IndexParams("faiss", "IVF8,PQ4x4,RFlat", nprobe=4),
+]
+
+
+@pytest.fixture(params=KINDS, ids=lambda params: f"{params.kind}-{params.factory}", scope="module")
+def params(request) -> IndexParams:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def built(params, shard, tmp_path_factory):
+    blocks, folder = shard(1), tmp_path_factory.mktemp("index")
+    build_index(params, blocks, folder)
+    return blocks, open_index(params, blocks, folder)
+
+
+@pytest.mark.parametrize("k", [1, 10, 150, 299, 300, 320])
+def test_k_distinct_passages_with_their_true_scores(built, queries, oracle, k):
+    blocks, index = built
+    asked = queries(1, 6)
+    hits = index.search(asked, k)
+    assert not index.exact
+    assert (index.num_passages, index.dimension) == (300, 16)
+    for query, ranked in enumerate(oracle(asked, blocks)):
+        truth = {row: (-score, view) for score, _, row, view in ranked}
+        rows = [row for row in hits.rows_QK[query].tolist() if row >= 0]
+        assert len(rows) == len(set(rows)) == min(k, 300)
+        found = list(zip(hits.scores_QK[query].tolist(), hits.views_QK[query].tolist()))
+        assert found[: len(rows)] == [truth[row] for row in rows]
+        assert sorted(rows, key=lambda row: (-truth[row][0], row)) == rows
+        assert hits.frontier_Q[query] == (np.inf if k < 300 else -np.inf)
+
+
+def test_ties_duplicates_and_passages_without_views_do_no_harm(params, shard, queries, tmp_path, palette):
+    blocks = shard(2, palette=palette, empty=True)
+    build_index(params, blocks, tmp_path)
+    hits = open_index(params, blocks, tmp_path).search(queries(2, 3, palette=palette), 40)
+    empty = np.flatnonzero(np.concatenate([np.diff(block.row_ptr) for block in blocks]) == 0)
+    assert len(empty)
+    for rows in hits.rows_QK.tolist():
+        assert len(set(rows)) == 40
+        assert not set(rows) & {-1, *empty.tolist()}
+
+
+def test_same_vectors_same_bytes(params, shard, tmp_path):
+    files = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        files.append([(file, (folder / file).read_bytes()) for file in build_index(params, shard(3), folder)])
+        assert sorted(path.name for path in folder.iterdir()) == [file for file, _ in files[-1]]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "recall"),
+    [
+        (IndexParams("hnsw"), 0.99),
+        (IndexParams("faiss", "Flat"), 1.0),
+        (IndexParams("faiss", "IVF8,SQfp16", nprobe=8), 0.99),
+    ],
+)
+def test_a_thorough_index_finds_nearly_everything(params, recall, shard, queries, tmp_path):
+    blocks = shard(4)
+    build_index(params, blocks, tmp_path)
+    flat, index = open_index(IndexParams(), blocks, tmp_path), open_index(params, blocks, tmp_path)
+    assert measured_recall(index, flat, queries(4, 30), 10) >= recall
+    assert measured_recall(flat, flat, queries(4, 30), 10) == 1.0
+
+
+def test_recall_is_the_share_of_the_best_passages_found(built, shard, queries, oracle, tmp_path):
+    blocks, index = built
+    asked = queries(5, 8)
+    flat = open_index(IndexParams(), blocks, tmp_path)
+    found = index.search(asked, 10).rows_QK.tolist()
+    shares = [len({row for _, _, row, _ in r[:10]} & set(f)) / 10 for r, f in zip(oracle(asked, blocks), found)]
+    assert measured_recall(index, flat, asked, 10) == pytest.approx(np.mean(shares))
+
+
+class Stingy(ApproximateIndex):
+    """Finds only the vectors below `known`, and no more than `largest` at a time."""
+
+    kind, known, largest = "stingy", 20, 10**9
+
+    def nearest(self, queries_QD, fetch):
+        number_F = np.arange(fetch)
+        return np.tile(np.where(number_F < self.known, number_F, -1), (len(queries_QD), 1))
+
+    def max_fetch(self):
+        return min(self.largest, self.num_vectors)
+
+
+@given(known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 50), num_queries=st.integers(0, 3))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, known, largest, k, num_queries):
+    blocks = shard(6, 40)
+    index = Stingy(blocks)
+    index.known, index.largest = known, largest
+    hits = index.search(queries(6, num_queries), k)
+    reach = min(known, largest)
+    holders = [row for row, end in enumerate(index.ends) if end - 1 < reach]
+    assert (hits.rows_QK >= 0).sum(axis=1).tolist() == [min(k, 40)] * num_queries
+    if len(holders) + 1 < k:
+        exact = hits._replace(
+            frontier_Q=open_index(IndexParams(), blocks, Path()).search(queries(6, num_queries), k)[3]
+        )
+        check_exact(exact, queries(6, num_queries), blocks, k)
+
+
+def test_a_shard_without_vectors_builds_and_answers(params, shard, queries, tmp_path):
+    blocks = shard(0, 0)
+    assert build_index(params, blocks, tmp_path) == []
+    assert open_index(params, blocks, tmp_path).search(queries(0, 2), 3).rows_QK.tolist() == [[-1] * 3] * 2
+
+
+def test_an_index_of_other_vectors_is_refused(params, shard, tmp_path):
+    build_index(params, shard(1), tmp_path)
+    with pytest.raises(ShardIndexError, match="build the index again"):
+        open_index(params, shard(2, 200), tmp_path)
+
+
+def test_a_missing_or_damaged_file_is_refused(params, shard, tmp_path):
+    with pytest.raises(ShardIndexError, match=r"no (Faiss|hnswlib) index at .*; build the index again"):
+        open_index(params, shard(1), tmp_path)
+    [name] = build_index(params, shard(1), tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:100])
+    with pytest.raises(ShardIndexError, match="cannot read"):
+        open_index(params, shard(1), tmp_path)
+
+
+def test_a_damaged_vector_is_not_indexed(params, shard, tmp_path):
+    blocks = shard(1)
+    damaged = blocks[2].vectors_ND.copy()
+    damaged[blocks[2].row_ptr[5]] = np.inf
+    with pytest.raises(ShardIndexError, match=rf"passage '{blocks[2].ids[5]}' \(row 205\) has a vector with NaN"):
+        build_index(params, [*blocks[:2], blocks[2]._replace(vectors_ND=damaged)], tmp_path)
+
+
+def test_the_same_refusals_as_flat(built, queries):
+    _, index = built
+    with pytest.raises(ShardIndexError, match="k is 0"):
+        index.search(queries(1, 2), 0)
+    with pytest.raises(ShardIndexError, match=r"shape \(2, 5\), the index has dimension 16"):
+        index.search(queries(1, 2, 5), 3)
+    with pytest.raises(ShardIndexError, match="query 0 holds NaN"):
+        index.search(queries(1, 2) * np.nan, 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (IndexParams("annoy"), "index kind 'annoy' is unknown; it is one of flat, faiss, hnsw"),
+        (
+            IndexParams("faiss", "IVFx,Flat"),
+            "factory string 'IVFx,Flat' does not work .* dimension 16: could not parse",
+        ),
+        (
+            IndexParams("faiss", "PQ5"),
+            "factory string 'PQ5' does not work .*: .*multiple of the number of subquantizers",
+        ),
+        (IndexParams("faiss", "LSH"), "factory string 'LSH' does not work for inner products"),
+        (IndexParams("faiss", "IDMap,Flat"), "leave IDMap out"),
+        (IndexParams("faiss", "Flat", nprobe=0), "nprobe is 0"),
+        (IndexParams("hnsw", hnsw_m=1), "hnsw_m is 1"),
+        (IndexParams("hnsw", hnsw_ef_search=0), "hnsw_ef_search 0; both must be at least 1"),
+    ],
+)
+def test_senseless_parameters_are_refused_before_any_work(params, words, shard, tmp_path):
+    with pytest.raises(ShardIndexError, match=words):
+        check_params(params, 16)
+    with pytest.raises(ShardIndexError, match=words):
+        build_index(params, shard(0), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_few_vectors_for_a_factory_are_told(shard, tmp_path):
+    with pytest.raises(
+        ShardIndexError, match=r"'IVF900,Flat' over 30 vectors .*\(30\).*\(900\); use a smaller factory"
+    ):
+        build_index(IndexParams("faiss", "IVF900,Flat"), shard(0, 10, 3, ragged=False), tmp_path)
+
+
+def test_blocks_are_needed_to_know_the_dimension(tmp_path):
+    with pytest.raises(ShardIndexError, match="without blocks"):
+        build_index(IndexParams(), [], tmp_path)
+
+
+def test_parameters_survive_json():
+    params = IndexParams("faiss", "IVF8,PQ4x4", nprobe=7)
+    assert IndexParams(**json.loads(json.dumps(dataclasses.asdict(params)))) == params

@@ -1,0 +1,62 @@
+"""What is particular to Faiss: mapped files, settings that reach the index, training on a sample."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index import faiss_index
+from mvr_ray.index.base import IndexParams, build_index, open_index
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "HNSW8", "PCA8,SQ8"])
+def test_the_index_file_is_mapped_and_stays_as_it_was(factory, shard, queries, tmp_path):
+    params = IndexParams("faiss", factory)
+    [name] = build_index(params, shard(1), tmp_path)
+    before = (tmp_path / name).read_bytes()
+    (tmp_path / name).chmod(0o444)
+    index = open_index(params, shard(1), tmp_path)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path / name) in maps.read_text()
+    index.search(queries(1, 4), 50)
+    assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("factory", ["IVF8,Flat", "PCA8,IVF8,Flat", "IVF8,SQ8,RFlat"])
+def test_more_probed_lists_find_more(factory, shard, queries, tmp_path):
+    found = []
+    blocks = shard(2, 600, 1, palette="gaussian", ragged=False)
+    build_index(IndexParams("faiss", factory), blocks, tmp_path)
+    for nprobe in (1, 8, 99):
+        index = open_index(IndexParams("faiss", factory, nprobe=nprobe), blocks, tmp_path)
+        found.append(index.nearest(queries(2, 5), 600))
+    assert (found[0] == -1).any()
+    assert not (found[1] == -1).any()
+    assert np.array_equal(found[1], found[2])
+
+
+def test_training_samples_the_same_vectors_in_order(shard):
+    blocks = shard(3)
+    every = np.concatenate([block.vectors_ND for block in blocks]).astype(np.float32)
+    sample = faiss_index._sample(blocks, len(every), 100)
+    assert np.array_equal(sample, faiss_index._sample(blocks, len(every), 100))
+    rows = [int(np.flatnonzero((every == vector).all(axis=1))[0]) for vector in sample]
+    assert len(set(rows)) == 100
+    assert rows == sorted(rows)
+    assert np.array_equal(faiss_index._sample(blocks, len(every), len(every)), every)
+
+
+def test_building_leaves_the_thread_setting_alone(shard, tmp_path):
+    before = faiss.omp_get_max_threads()
+    build_index(IndexParams("faiss", "IVF8,Flat"), shard(4), tmp_path)
+    assert faiss.omp_get_max_threads() == before
+
+
+@pytest.mark.parametrize("device", ["cuda:77"])
+def test_an_absent_gpu_is_told(device, shard, tmp_path):
+    params = IndexParams("faiss", "Flat")
+    build_index(params, shard(5), tmp_path)
+    with pytest.raises(ShardIndexError, match=f"'{device}'"):
+        open_index(params, shard(5), tmp_path, device=device)

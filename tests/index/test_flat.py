@@ -1,0 +1,220 @@
+"""Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the engine."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.kernels import NumpyKernel, TorchKernel, make_kernel
+from mvr_ray.core.scan import Scan
+from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.flat import FlatIndex
+from mvr_ray.types import EmbeddingBlock
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def as_bytes(hits) -> list[bytes]:
+    return [column.tobytes() for column in hits]
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    num_passages=st.integers(1, 60),
+    max_views=st.integers(1, 5),
+    dimension=st.sampled_from([1, 2, 3, 8, 33]),
+    k=st.integers(1, 70),
+    ragged=st.booleans(),
+    empty=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32"]),
+    per_block=st.integers(1, 64),
+    engine=st.sampled_from(["torch", "numpy"]),
+    step=st.sampled_from([1, 7, 16384]),
+    at_once=st.sampled_from([1, 3, 256]),
+    pending=st.sampled_from([0, 1 << 18]),
+)
+@SLOW
+def test_flat_search_equals_brute_force(
+    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, ragged, empty, dtype, per_block,
+    engine, step, at_once, pending,
+):  # fmt: skip
+    blocks = shard(
+        seed, num_passages, max_views, dimension,
+        palette=palette, ragged=ragged, empty=empty, dtype=dtype, per_block=per_block,
+    )  # fmt: skip
+    asked = queries(seed, 4, dimension, palette)
+    kernel = make_kernel(engine)
+    kernel.vectors_per_step = step
+    scan = Scan(blocks, kernel, queries_at_once=at_once, candidates_at_once=pending)
+    check_exact(scan.search(asked, k), asked, blocks, k)
+
+
+@given(seed=st.integers(0, 2**20), num_shards=st.integers(1, 6), k=st.integers(1, 80), share=st.integers(1, 80))
+@SLOW
+def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshard, palette, seed, num_shards, k, share):
+    """Shards are first asked for `share` rows only, and for k only where the first round leaves a doubt."""
+    blocks, asked = shard(seed, 60, 3, 8, palette=palette, empty=True), queries(seed, 3, 8, palette)
+    shards = [one for one in reshard(blocks, num_shards, seed) if one[0].ids]
+    all_ids = [[passage_id for block in one for passage_id in block.ids] for one in shards]
+    answers = [(n, all_ids[n], score_blocks(asked, one, min(share, k))) for n, one in enumerate(shards)]
+    merged = merge_hits(answers, k)
+    for number, doubtful_Q in needs_second_round(answers, merged, k).items():
+        better = merge_hits(
+            [*((n, ids, rows_of(hits, doubtful_Q)) for n, ids, hits in answers if n != number),
+             (number, all_ids[number], score_blocks(asked[doubtful_Q], shards[number], k))], k,
+        )  # fmt: skip
+        for query, best in zip(doubtful_Q.tolist(), better):
+            merged[query] = best
+        answers[number] = (number, all_ids[number], score_blocks(asked, shards[number], k))
+    for best, ranked in zip(merged, oracle(asked, blocks)):
+        assert [(-hit.score, hit.passage_id, hit.view) for hit in best] == [(s, i, v) for s, i, _, v in ranked[:k]]
+        assert all(all_ids[hit.shard][hit.row] == hit.passage_id for hit in best)
+
+
+def rows_of(hits, chosen_Q):
+    return type(hits)(*(column[chosen_Q] for column in hits))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batch_size_changes_no_byte(shard, queries, palette, device):
+    index = FlatIndex(shard(3, palette=palette), device=device)
+    asked = queries(3, 40, palette=palette)
+    whole = index.search(asked, 12)
+    for size in (1, 3, 17, 40):
+        parts = [index.search(asked[at : at + size], 12) for at in range(0, len(asked), size)]
+        assert as_bytes(whole) == [np.concatenate(columns).tobytes() for columns in zip(*parts)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, device):
+    asked = queries(4, 9, palette=palette)
+    answers = [
+        as_bytes(FlatIndex(shard(4, palette=palette, per_block=size), engine=engine, device=where).search(asked, 20))
+        for size in (7, 300)
+        for engine, where in (("numpy", "cpu"), ("torch", device))
+    ]
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_coarse_matrix_products_change_no_byte(shard, queries, palette):
+    """Someone else in the process may allow bfloat16 products; the bound then widens."""
+    blocks, asked = shard(5, dimension=64, palette=palette), queries(5, 9, 64, palette)
+    index = FlatIndex(blocks, engine="torch")
+    exact = as_bytes(index.search(asked, 10))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert index.scan.kernel.input_rounding > 0
+        assert as_bytes(index.search(asked, 10)) == exact
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_kept_index_answers_the_same_again(shard, queries):
+    index = FlatIndex(shard(6))
+    assert as_bytes(index.search(queries(6, 5), 10)) == as_bytes(index.search(queries(6, 5), 10))
+    assert as_bytes(index.search(queries(6, 5), 10)) == as_bytes(score_blocks(queries(6, 5), shard(6), 10))
+
+
+def test_vectors_resident_on_the_device_give_the_same_bytes(shard, queries):
+    kernel = TorchKernel(DEVICES[-1])
+    resident, streamed = (Scan(shard(6), kernel, resident=kept) for kept in (True, False))
+    assert as_bytes(resident.search(queries(6, 5), 10)) == as_bytes(streamed.search(queries(6, 5), 10))
+
+
+def test_asking_for_more_than_there_is_returns_all_and_pads(shard, queries):
+    hits = FlatIndex(shard(7, 20)).search(queries(7, 2), 50)
+    assert sorted(hits.rows_QK[0, :20].tolist()) == list(range(20))
+    assert (hits.rows_QK[:, 20:] == -1).all()
+    assert (hits.scores_QK[:, 20:] == -np.inf).all()
+    assert (hits.views_QK[:, 20:] == -1).all()
+    assert (hits.frontier_Q == -np.inf).all()
+
+
+def test_an_empty_shard_answers_with_padding(shard, queries):
+    nothing = EmbeddingBlock(["a", "b"], np.zeros(3, np.int64), np.zeros(0, np.int16), np.zeros((0, 16), np.float16))
+    for blocks in (shard(0, 0), [nothing]):
+        hits = FlatIndex(blocks).search(queries(0, 3), 4)
+        assert hits.rows_QK.tolist() == [[-1] * 4] * 3
+        assert (hits.frontier_Q == -np.inf).all()
+
+
+def test_no_queries_get_no_hits(shard):
+    assert FlatIndex(shard(0)).search(np.zeros((0, 16), np.float32), 4).rows_QK.shape == (0, 4)
+
+
+def test_float64_queries_are_taken_as_float32(shard, queries):
+    index, asked = FlatIndex(shard(8)), queries(8, 3)
+    assert as_bytes(index.search(asked.astype(np.float64), 5)) == as_bytes(index.search(asked, 5))
+
+
+@pytest.mark.parametrize(
+    ("broken", "k", "words"),
+    [
+        (lambda q: q, 0, "k is 0; ask for at least one passage"),
+        (lambda q: q, -3, "k is -3"),
+        (lambda q: q[:, :5], 3, r"shape \(2, 5\), the index has dimension 16"),
+        (lambda q: q[0], 3, r"shape \(16,\), the index has dimension 16"),
+        (lambda q: np.where(np.arange(2)[:, None] == 1, np.nan, q), 3, "query 1 holds NaN or infinity"),
+        (lambda q: q * np.float64(1e300), 3, "query 0 holds NaN or infinity"),
+        (lambda q: np.sign(q) * np.float32(3e38), 3, "overflow float32 scores; normalise the embeddings"),
+    ],
+)
+def test_senseless_questions_are_refused(shard, queries, broken, k, words):
+    with pytest.raises(ShardIndexError, match=words):
+        FlatIndex(shard(0)).search(broken(queries(0, 2)), k)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_damaged_vector_is_named(shard, queries, engine, value):
+    blocks = shard(0, dtype="float32")
+    damaged = blocks[1].vectors_ND.copy()
+    damaged[blocks[1].row_ptr[7], 3] = value
+    index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=damaged), blocks[2]], engine=engine)
+    with pytest.raises(ShardIndexError, match=rf"passage '{blocks[1].ids[7]}' \(row 107\) has a vector with NaN"):
+        index.search(queries(0, 2), 3)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+def test_huge_and_tiny_vectors_are_ranked_rightly(shard, queries, check_exact, engine):
+    for factor in (1e16, 1e-22, 1e-38):
+        blocks = [
+            block._replace(vectors_ND=block.vectors_ND * np.float32(factor)) for block in shard(2, 50, dtype="float32")
+        ]
+        check_exact(FlatIndex(blocks, engine=engine).search(queries(2, 3), 7), queries(2, 3), blocks, 7)
+
+
+def test_blocks_of_two_dimensions_are_refused(shard):
+    with pytest.raises(ShardIndexError, match=r"have dimensions \[8, 16\]"):
+        FlatIndex(shard(0, dimension=8) + shard(0, dimension=16))
+
+
+def test_an_absent_device_is_refused(shard):
+    with pytest.raises(ShardIndexError, match="cannot search on device 'cuda:99'"):
+        FlatIndex(shard(0), device="cuda:99")
+    with pytest.raises(ShardIndexError, match="without torch"):
+        FlatIndex(shard(0), device="cuda", engine="numpy")
+    assert isinstance(make_kernel("numpy"), NumpyKernel)
+
+
+def test_flat_needs_numpy_alone():
+    program = """
+import sys
+for name in ("torch", "ray", "pydantic", "faiss", "hnswlib", "pyarrow", "transformers", "scipy"):
+    sys.modules[name] = None
+from pathlib import Path
+import numpy as np
+from mvr_ray.index.base import IndexParams, build_index, open_index
+from mvr_ray.types import EmbeddingBlock
+block = EmbeddingBlock(["a", "b"], np.array([0, 2, 3]), np.array([0, 1, 0]), np.eye(3, dtype=np.float16))
+assert build_index(IndexParams(), [block], Path()) == []
+hits = open_index(IndexParams(), [block], Path()).search(np.array([[0, 1, 2]]), 2)
+assert hits.rows_QK.tolist() == [[1, 0]] and hits.scores_QK.tolist() == [[2, 1]] and hits.views_QK.tolist() == [[0, 1]]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
