@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import typer
-from mvr_ray.distributed.router import open_router
 
 from mvr_ray.cli import STAGES, Config, Overrides, told
 from mvr_ray.config import RunConfig, load_run
+from mvr_ray.distributed.evaluate import EvaluationRow
+from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.session import connect
 from mvr_ray.serving.service import SearchRequest, SearchService
 from mvr_ray.store.files import Store
@@ -26,16 +27,16 @@ QUESTIONS = (
     "Who designed Central Park in New York?",
     "Which building is the tallest in the world?",
 )
-SHOWN = (("top-1", "top1"), ("top-5", "top5"), ("top-20", "top20"), ("MRR", "mrr"))
+SHOWN = ("top-1", "top-5", "top-20", "mrr")
 
 
 class Measured(NamedTuple):
-    """One system on one question set; shares in 0..1 by gold passage."""
+    """One system on one question set: by metric, the share of questions whose own article was found, with interval."""
 
     system: str
     questions: str
     num_questions: int
-    metrics: dict[str, float]
+    metrics: dict[str, EvaluationRow]
 
 
 class Demo:
@@ -82,9 +83,9 @@ class Demo:
     def measure(self, system: str, run: RunConfig) -> None:
         report = self.stage("evaluate", run, system)
         for questions in run.evaluate.questions:
-            rows = [row for row in report.rows if row.questions == questions and row.metric.startswith("gold")]
-            metrics = {row.metric: row.value for row in rows}
-            self.measured.append(Measured(system, questions, rows[0].num_questions, metrics))
+            rows = [row for row in report.rows if row.questions == questions and row.metric.startswith("gold/")]
+            metrics = {row.metric.removeprefix("gold/"): row for row in rows}
+            self.measured.append(Measured(system, questions, rows[0].n, metrics))
 
     def ask(self, run: RunConfig) -> None:
         with self.timed("three questions"), open_router(run) as router:
@@ -96,9 +97,9 @@ class Demo:
 
     def close(self) -> None:
         sets = self.run.evaluate.questions
-        columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label, _ in SHOWN)]
+        columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label in SHOWN)]
         systems = list(dict.fromkeys(row.system for row in self.measured))
-        rows = [[system, *(self.value(system, name, key) for name in sets for _, key in SHOWN)] for system in systems]
+        rows = [[system, *(self.value(system, name, key) for name in sets for key in SHOWN)] for system in systems]
         counts = {row.questions: row.num_questions for row in self.measured}
         title = "questions answered by their own article, in percent: " + ", ".join(
             f"{count:,} {name.rpartition('_')[2]}" for name, count in counts.items()
@@ -111,7 +112,7 @@ class Demo:
 
     def value(self, system: str, questions: str, key: str) -> str:
         [row] = [row for row in self.measured if (row.system, row.questions) == (system, questions)]
-        return f"{100 * row.metrics[f'gold_{key}']:.1f}"
+        return f"{100 * row.metrics[key].value:.1f}"
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 import yaml
@@ -168,11 +168,12 @@ def retrieve(
     form = named.get("format", "dpr")
     if form not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
+    chosen = cast(RankingFormat, form)
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import retrieve as stage
 
-        return stage.retrieve(run, named["questions"], Path(named["output"]), form, progress)
+        return stage.retrieve(run, named["questions"], Path(named["output"]), chosen, progress)
 
     run = load_run(config, [o for o in overrides or () if "." in o.partition("=")[0]])
     run_stage("retrieve", run, work, print_config=print_config, as_json=as_json)

@@ -17,6 +17,11 @@ from mvr_ray.core.metrics import paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 
+UNKNOWN = (
+    "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
+    "--qrels FILE"
+)
+
 
 class Compared(NamedTuple):
     """Shares of questions answered in the first k, in points; `p` is the paired test's."""
@@ -101,14 +106,13 @@ def _json(path: Path) -> dict[str, list[bool]]:
         hits = row.get("ctxs") or row.get("hits") if isinstance(row, dict) else None
         if hits is None or "question" not in row:
             raise DataError(f"{path}, entry {i + 1}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
+        if not row.get("answers"):
+            raise DataError(f"{path}, entry {i + 1}: {UNKNOWN.format(row['question'])}")
         flags[str(row.get("id") or f"{i} {row['question']}")] = [_flag(hit, path, row["question"]) for hit in hits]
     return flags
 
 
 def _flag(hit: dict[str, Any], path: Path, question: str) -> bool:
     if hit.get("has_answer") is None:
-        raise DataError(
-            f"{path}: it is not known which passages answer {question!r}; retrieve questions that have answers, or "
-            f"compare TREC runs with --qrels FILE"
-        )
+        raise DataError(f"{path}: {UNKNOWN.format(question)}")
     return bool(hit["has_answer"])

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -372,6 +372,5 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        arguments = getattr(annotation, "__args__", ())
-        model = arguments[0] if arguments and isinstance(arguments[0], type) else annotation
+        model = next(iter(get_args(annotation)), annotation)
     return sorted(model.model_fields)

@@ -57,6 +57,9 @@ def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
     wrong.write_text('[{"question": "q"}]')
     with pytest.raises(DataError, match="entry 1: not a ranking"):
         compare(wrong, wrong, [1])
+    wrong.write_text('[{"question": "q", "answers": [], "ctxs": [{"has_answer": false}]}]')
+    with pytest.raises(DataError, match="entry 1: it is not known which passages answer 'q'"):
+        compare(wrong, wrong, [1])
     with pytest.raises(DataError, match="does not exist"):
         compare(tmp_path / "none.json", wrong, [1])
     with pytest.raises(ConfigError, match="-k is 0"):
@@ -73,7 +76,7 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
     for suffix, form in ((".json", "dpr"), (".jsonl", "jsonl"), (".parquet", "parquet"), (".trec", "trec")):
         paths = [tmp_path / f"{name}{suffix}" for name in ranks]
         for path, found in zip(paths, ranks.values()):
-            rows = [RankedQuestion(Question(f"q{i}", f"question {i}"), hits(at)) for i, at in enumerate(found)]
+            rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(at)) for i, at in enumerate(found)]
             write_ranking(rows, path, form)
         compared.append(compare(*paths, [1, 5], qrels=tmp_path / "qrels"))
     assert all(rows == compared[0] for rows in compared)
