@@ -116,9 +116,10 @@ def table(size: str, kept: dict[str, Any]) -> str:
         "",
         ", ".join(f"{key} {value}" for key, value in kept["hardware"].items()) + f". Made by `python {SCRIPT} {size}`.",
         "",
-        "Shares in percent, 95 % bootstrap intervals. `answer`: a hit contains an answer; `gold`: a hit is the question's",
-        "own passage. dev_known are the labelled questions of refinement, so its refined rows are transductive; dev_other",
-        "are other questions of the same passages, dev_unseen questions of articles that refinement never saw.",
+        "Shares in percent, 95 % bootstrap intervals. `answer`: a hit contains an answer; `gold`: a hit is the",
+        "question's own passage. dev_known are the labelled questions of refinement, so its refined rows are",
+        "transductive; dev_other are other questions of the same passages, dev_unseen questions of articles that",
+        "refinement never saw.",
     ]
     for questions, systems in found.items():
         lines += [

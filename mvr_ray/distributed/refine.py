@@ -17,13 +17,13 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.refine_policy import Reject, Stop
 from mvr_ray.distributed import router, session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.refine_fleet import QUERY_BLOCK, HitTable, Refiners, fill
-from mvr_ray.distributed.refine_journal import Journal
-from mvr_ray.distributed.refine_loop import MOVES_QUERIES, RefinementLoop, least_harmful
-from mvr_ray.distributed.refine_publish import describe, save_queries
-from mvr_ray.distributed.refine_questions import RefineQuestions, gather
-from mvr_ray.distributed.refine_report import REPORT_DEPTHS, RefineReport
-from mvr_ray.distributed.refine_shards import RefinerTask
+from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners, fill
+from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.refinement.loop import MOVES_QUERIES, RefinementLoop, least_harmful
+from mvr_ray.distributed.refinement.publish import describe, save_queries
+from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
+from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, RefineReport
+from mvr_ray.distributed.refinement.shards import RefinerTask
 from mvr_ray.errors import CoverageError, DataError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus

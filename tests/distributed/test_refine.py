@@ -18,10 +18,10 @@ from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed import reindex
-from mvr_ray.distributed.refine_fleet import Refiners
-from mvr_ray.distributed.refine_journal import Journal
-from mvr_ray.distributed.refine_questions import gather
-from mvr_ray.distributed.refine_shards import RefinerTask, StepSettings
+from mvr_ray.distributed.refinement.fleet import Refiners
+from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.refinement.questions import gather
+from mvr_ray.distributed.refinement.shards import RefinerTask, StepSettings
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import corpus, layout, manifest, prepare
 from mvr_ray.store.embeddings import EmbeddingShard

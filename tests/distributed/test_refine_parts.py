@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.refine_policy import RefineState
-from mvr_ray.distributed.refine_fleet import LabelCache
-from mvr_ray.distributed.refine_loop import least_harmful
-from mvr_ray.distributed.refine_questions import arrange, read_feedback
-from mvr_ray.distributed.refine_report import Accuracy, RefineReport, RoundReport
-from mvr_ray.distributed.refine_state import ShardState, ShardViews
+from mvr_ray.distributed.refinement.fleet import LabelCache
+from mvr_ray.distributed.refinement.loop import least_harmful
+from mvr_ray.distributed.refinement.questions import arrange, read_feedback
+from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport
+from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.types import EmbeddingBlock, Question
 

@@ -1,0 +1,191 @@
+"""The driver's side of refinement actors: scatter to all shards, gather in shard order, merge.
+
+Nothing here depends on which actor holds which shard: every answer is per shard and is summed or merged in shard
+order, so one refiner and eight give the same bytes. A killed actor is started again by Ray from files and brings
+itself to the round that a call names.
+
+Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `shard_start[shard] + row`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from mvr_ray.core.pseudo_labels import Labels
+from mvr_ray.core.scoring import merge_hits
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.refinement.shards import RefinerTask, ShardRefiner
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.types import FloatArray, Hit, IntArray, Progress
+
+QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
+LABEL_BLOCK = 200_000
+
+
+class HitTable(NamedTuple):
+    """Merged hits as arrays, best first: passage_QK int64 and view_QK int16, both -1 on padding."""
+
+    passage_QK: IntArray
+    view_QK: IntArray
+
+
+class LabelCache:
+    """Which (question, passage) pairs hold an answer, remembered across rounds in two flat arrays."""
+
+    def __init__(self, num_passages: int) -> None:
+        self.num_passages = num_passages
+        self.keys_X: IntArray = np.empty(0, np.int64)
+        self.known_X: np.ndarray = np.empty(0, bool)
+
+    def missing(self, keys: IntArray) -> IntArray:
+        return np.setdiff1d(keys, self.keys_X)
+
+    def add(self, keys: IntArray, values: np.ndarray) -> None:
+        joined = np.concatenate([self.keys_X, keys])
+        order = np.argsort(joined, kind="stable")
+        self.keys_X, self.known_X = joined[order], np.concatenate([self.known_X, values])[order]
+
+    def get(self, keys: IntArray) -> np.ndarray:
+        return self.known_X[np.searchsorted(self.keys_X, keys)] if len(keys) else np.empty(0, bool)
+
+
+class Refiners:
+    """All shards of one index version, held by `count` actors. Use as a context manager."""
+
+    def __init__(self, task: RefinerTask, num_shards: int, count: int, cpus: float) -> None:
+        """`num_shards` is what passage ids are hashed to; the largest shards go first, to the least loaded actor."""
+        counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
+        self.num_shards = num_shards
+        self.shards = sorted(counts)
+        sizes = np.array([counts[shard] for shard in self.shards], np.int64)
+        self.num_passages = int(sizes.sum())
+        self.shard_start = np.concatenate([[0], np.cumsum(sizes)])
+        loads: list[tuple[int, list[int]]] = [(0, []) for _ in range(min(count, len(self.shards)))]
+        for shard in sorted(self.shards, key=lambda shard: (-counts[shard], shard)):
+            number = min(range(len(loads)), key=lambda n: loads[n][0])
+            loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
+        remote: Any = ray.remote(ShardRefiner).options(num_cpus=cpus, max_restarts=4, max_task_retries=4)
+        self.actors: list[Any] = [remote.remote(task.holding(shards)) for _, shards in loads]
+        self.holder: dict[int, Any] = {}
+        for actor, (_, shards) in zip(self.actors, loads):
+            self.holder.update(dict.fromkeys(shards, actor))
+        self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
+        self.labels = LabelCache(self.num_passages)
+
+    def __enter__(self) -> "Refiners":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def get(self, refs: Sequence[Any]) -> list[Any]:
+        with own_errors("refinement"):
+            return ray.get(list(refs))
+
+    def place(self, passages: IntArray) -> tuple[IntArray, IntArray]:
+        """Position in `shards`, and row, of numbered passages."""
+        at = np.searchsorted(self.shard_start, passages, side="right") - 1
+        return at, passages - self.shard_start[at]
+
+    def in_shard(self, passages: IntArray, shard: int) -> np.ndarray:
+        """Which numbered passages a shard holds."""
+        return self.place(passages)[0] == self.shards.index(shard)
+
+    def locate(self, ids: Iterable[str]) -> dict[str, int]:
+        """Numbers of the passages that are in the index; unknown ids are left out."""
+        by_shard: dict[int, list[str]] = {shard: [] for shard in self.shards}
+        for passage_id in sorted(set(ids)):
+            by_shard.setdefault(shard_of(passage_id, self.num_shards), []).append(passage_id)
+        asked = [shard for shard in self.shards if by_shard[shard]]
+        found = self.get([self.holder[shard].locate.remote(shard, by_shard[shard]) for shard in asked])
+        return {
+            passage_id: self.start_of[shard] + int(row)
+            for shard, rows in zip(asked, found)
+            for passage_id, row in zip(by_shard[shard], rows)
+            if row >= 0
+        }
+
+    def search(self, at: int, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> HitTable:
+        """Exact top k of every query over the shards as they stand after round `at`."""
+        k = min(k, self.num_passages)
+        passage_QK = np.full((len(queries_QD), k), -1, np.int64)
+        view_QK = np.full((len(queries_QD), k), -1, np.int16)
+        blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
+
+        def ask(block: slice) -> list[Any]:
+            part = ray.put(np.ascontiguousarray(queries_QD[block]))
+            return [actor.search.remote(at, part, k) for actor in self.actors]
+
+        for block, answers in zip(blocks, _in_flight(map(ask, blocks), 2)):
+            found = sorted((one for answer in self.get(answers) for one in answer), key=lambda one: one.shard)
+            merged = merge_hits([(one.shard, one.ids, one.hits) for one in found], k)
+            fill(merged, passage_QK[block], view_QK[block], self.number_of)
+            progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
+        return HitTable(passage_QK, view_QK)
+
+    def number_of(self, hit: Hit) -> int:
+        return self.start_of[hit.shard] + hit.row
+
+    def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
+        """Whether each hit holds an answer of its question, bool [Q, K]; asked once a (question, passage).
+
+        `answers` belong to table rows, `questions_Q` are the table rows of the hits' questions.
+        """
+        real_QK = passage_QK >= 0
+        keys_QK = questions_Q[:, None] * np.int64(self.num_passages) + passage_QK
+        missing = self.labels.missing(keys_QK[real_QK])
+        for low in range(0, len(missing), LABEL_BLOCK):
+            keys = missing[low : low + LABEL_BLOCK]
+            self.labels.add(keys, self._ask_answers(keys, answers))
+        marked_QK = np.zeros(passage_QK.shape, bool)
+        marked_QK[real_QK] = self.labels.get(keys_QK[real_QK])
+        return marked_QK
+
+    def _ask_answers(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
+        questions, passages = np.divmod(keys, self.num_passages)
+        at, rows = self.place(passages)
+        picked, refs = [], []
+        for number in np.unique(at):
+            here = np.flatnonzero(at == number)
+            asked, inverse = np.unique(questions[here], return_inverse=True)
+            shard = self.shards[number]
+            refs.append(
+                self.holder[shard].mark.remote(shard, rows[here], inverse, [answers[question] for question in asked])
+            )
+            picked.append(here)
+        marked = np.zeros(len(keys), bool)
+        for here, values in zip(picked, self.get(refs)):
+            marked[here] = values
+        return marked
+
+    def split(self, labels: Labels) -> dict[int, Labels]:
+        """Labels of every shard (perhaps none), in the order given; passages become rows of the shard."""
+        at_L, row_L = self.place(labels.passage_L)
+        by_row = labels._replace(passage_L=row_L)
+        return {shard: by_row.take(at_L == number) for number, shard in enumerate(self.shards)}
+
+    def each(self, method: str, at: int, per_shard: Mapping[int, tuple[Any, ...]], *common: Any) -> list[Any]:
+        """Call `method(at, shard, *its arguments, *common)` for each shard named; answers in shard order."""
+        shards = sorted(per_shard)
+        common = tuple(ray.put(value) if isinstance(value, np.ndarray) else value for value in common)
+        return self.get([getattr(self.holder[s], method).remote(at, s, *per_shard[s], *common) for s in shards])
+
+
+def fill(merged: list[list[Hit]], passage_QK: IntArray, view_QK: IntArray, number_of: Any) -> None:
+    """Write merged hits into rows of the two arrays."""
+    for row, hits in enumerate(merged):
+        passage_QK[row, : len(hits)] = [number_of(hit) for hit in hits]
+        view_QK[row, : len(hits)] = [hit.view for hit in hits]
+
+
+def _in_flight(asked: Iterator[Any], width: int) -> Iterator[Any]:
+    """Draw `width` items ahead of the one handed out, so that the next request runs while an answer is merged."""
+    waiting = deque(islice(asked, width))
+    while waiting:
+        yield waiting.popleft()
+        waiting.extend(islice(asked, 1))

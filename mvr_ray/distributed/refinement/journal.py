@@ -1,0 +1,109 @@
+"""What a refinement has at rest while it runs, so that the same command continues it.
+
+    <staging>/refine-<key>/journal.json            ranks before, held-out accuracy and report of each round done
+    <staging>/refine-<key>/round-<r>/shard-*.npz   what round r has changed in each shard
+    <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, where they move
+    <staging>/refine-<key>/report.json             the outcome, from just before the publish
+
+The key is made of what decides the result: the version refined, the refine section, every question. A round counts
+once the journal names it; the journal is replaced as a whole. Only the latest and the best round are kept.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.refinement.measure import Ranks
+from mvr_ray.distributed.refinement.questions import RefineQuestions
+from mvr_ray.distributed.refinement.report import RefineReport, RoundReport
+from mvr_ray.distributed.refinement.shards import round_dir
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray
+
+
+class DoneRound(NamedTuple):
+    """A finished round; `heldout` is the accuracy in points of each deciding set after it."""
+
+    report: RoundReport
+    heldout: tuple[float, ...]
+    num_moved: int
+
+
+class Journal:
+    """The record of one refinement of one version. Empty where nothing has been done yet."""
+
+    def __init__(self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions) -> None:
+        decides = (base.content_digest(), base.version, run.digest("refine"), questions.digest())
+        key = hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+        self.store = store
+        self.folder = layout.staging_dir(base.index, f"refine-{key}")
+        self.before: Ranks | None = None
+        self.heldout_before: tuple[float, ...] = ()
+        self.rounds: list[DoneRound] = []
+        if store.exists(self._path):
+            kept = json.loads(store.read_bytes(self._path))
+            self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
+            self.heldout_before = tuple(kept["heldout_before"])
+            self.rounds = [
+                DoneRound(RoundReport(**row["report"]), tuple(row["heldout"]), row["num_moved"])
+                for row in kept["rounds"]
+            ]
+
+    @property
+    def _path(self) -> str:
+        return f"{self.folder}/journal.json"
+
+    @property
+    def heldout_RG(self) -> tuple[tuple[float, ...], ...]:
+        return (self.heldout_before, *(done.heldout for done in self.rounds))
+
+    def begin(self, before: Ranks, heldout: Sequence[float]) -> None:
+        self.before, self.heldout_before = before, tuple(heldout)
+        self._write()
+
+    def commit(self, done: DoneRound) -> None:
+        self.rounds.append(done)
+        self._write()
+
+    def _write(self) -> None:
+        assert self.before is not None, "a round before the beginning"
+        kept = {
+            "answer_ranks": self.before.answer_T.tolist(),
+            "gold_ranks": self.before.gold_T.tolist(),
+            "heldout_before": self.heldout_before,
+            "rounds": [{**done._asdict(), "report": done.report._asdict()} for done in self.rounds],
+        }
+        self.store.write_bytes(self._path, json.dumps(kept).encode())
+
+    def keep_only(self, rounds: set[int]) -> None:
+        """Drop the states of other rounds."""
+        for number in range(1, len(self.rounds) + 1):
+            if number not in rounds and self.store.exists(round_dir(self.folder, number)):
+                self.store.delete_dir(round_dir(self.folder, number))
+
+    def save_queries(self, number: int, queries_LD: FloatArray) -> None:
+        buffer = io.BytesIO()
+        np.save(buffer, queries_LD, allow_pickle=False)
+        self.store.write_bytes(f"{round_dir(self.folder, number)}/queries.npy", buffer.getvalue())
+
+    def load_queries(self, number: int) -> FloatArray:
+        data = self.store.read_bytes(f"{round_dir(self.folder, number)}/queries.npy")
+        return np.load(io.BytesIO(data), allow_pickle=False)
+
+    def save_report(self, report: RefineReport) -> None:
+        self.store.write_bytes(f"{self.folder}/report.json", report.to_json().encode())
+
+    def saved_report(self) -> RefineReport | None:
+        path = f"{self.folder}/report.json"
+        return RefineReport.from_json(self.store.read_bytes(path).decode()) if self.store.exists(path) else None
+
+    def delete(self) -> None:
+        if self.store.exists(self.folder):
+            self.store.delete_dir(self.folder)

@@ -1,0 +1,62 @@
+"""Labels of one round: from answers, from gold passages, or from outside judgements.
+
+Answers label what was retrieved (AOpt, eq. 8). Gold passages and judgements are certain, so they are labelled whether
+retrieved or not, at the view that scores best now; other hits are negatives of gold labels only.
+
+Shapes: L labelled questions, K hits, D dimension.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mvr_ray.config import RefineConfig
+from mvr_ray.core.pseudo_labels import Labels, labels_from_hits
+from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
+from mvr_ray.distributed.refinement.measure import Judge, JudgedPair
+from mvr_ray.types import FloatArray
+
+
+def label_round(
+    refine: RefineConfig, judge: Judge, refiners: Refiners, at: int, queries_LD: FloatArray, hits: HitTable
+) -> Labels:
+    """Labels of the hits of the labelled questions after round `at`; passages are numbered through all shards."""
+    if judge.feedback:
+        return winning_labels(refiners, at, queries_LD, judge.feedback)
+    passage_LK, view_LK = (column[:, : refine.depth] for column in hits)
+    rows_L = np.arange(len(passage_LK))
+    if refine.labels == "answers":
+        return labels_from_hits(passage_LK, view_LK, judge.bears_answer(rows_L, passage_LK), refine.positives)
+    labels = labels_from_hits(passage_LK, view_LK, judge.is_gold(rows_L, passage_LK), "all")
+    missed = [
+        JudgedPair(row, passage, True)
+        for row, hit_K in enumerate(passage_LK)
+        for passage in sorted(judge.gold_T[row].difference(hit_K.tolist()))
+    ]
+    more = winning_labels(refiners, at, queries_LD, missed)
+    both = Labels(
+        np.concatenate([labels.question_L, more.question_L]),
+        np.concatenate([labels.passage_L, more.passage_L]),
+        np.concatenate([labels.view_L, more.view_L]),
+        np.concatenate([labels.positive_L, more.positive_L]),
+    )
+    return both.take(np.lexsort((both.passage_L, both.question_L)))
+
+
+def winning_labels(refiners: Refiners, at: int, queries_LD: FloatArray, pairs: Sequence[JudgedPair]) -> Labels:
+    """Judged pairs with the view that scores best now; in order of question, then passage."""
+    question_L, passage_L, positive_L = (np.array(column) for column in zip(*sorted(pairs))) if pairs else ([], [], [])
+    labels = Labels(
+        np.asarray(question_L, np.int64),
+        np.asarray(passage_L, np.int64),
+        np.zeros(len(pairs), np.int16),
+        np.asarray(positive_L, bool),
+    )
+    asked = {}
+    for shard, part in refiners.split(labels).items():
+        if len(part.question_L):
+            questions, query_L = np.unique(part.question_L, return_inverse=True)
+            asked[shard] = (query_L, part.passage_L, queries_LD[questions])
+    for shard, view_L in zip(sorted(asked), refiners.each("winners", at, asked)):
+        labels.view_L[refiners.in_shard(labels.passage_L, shard)] = view_L
+    return labels

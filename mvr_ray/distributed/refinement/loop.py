@@ -1,0 +1,258 @@
+"""The rounds of one refinement: act as `refine_policy` decides, and keep the journal.
+
+Shapes: T questions in the table, L labelled ones (the first of the table), K hits, D dimension.
+"""
+
+import logging
+import math
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import RefineConfig
+from mvr_ray.core import aopt
+from mvr_ray.core.pseudo_labels import Labels
+from mvr_ray.core.refine_policy import Continue, RefineState, Reject, Stop, next_action
+from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners
+from mvr_ray.distributed.refinement.journal import DoneRound, Journal
+from mvr_ray.distributed.refinement.labels import label_round
+from mvr_ray.distributed.refinement.measure import Judge, Ranks, gate_sets
+from mvr_ray.distributed.refinement.questions import RefineQuestions
+from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport
+from mvr_ray.distributed.refinement.shards import LinearSettings, ShardMoved, StepSettings
+from mvr_ray.types import FloatArray, IntArray, Progress
+
+logger = logging.getLogger(__name__)
+
+ONE_SHOT = ("linear",)
+MOVES_QUERIES = ("query", "hybrid")
+
+
+class RefinementLoop:
+    """Runs rounds until the policy ends them, and measures before and after."""
+
+    def __init__(
+        self,
+        refine: RefineConfig,
+        questions: RefineQuestions,
+        queries_TD: FloatArray,
+        refiners: Refiners,
+        journal: Journal,
+        progress: Progress,
+    ) -> None:
+        self.refine, self.questions, self.queries_TD = refine, questions, queries_TD
+        self.refiners, self.journal, self.progress = refiners, journal, progress
+        self.judge = Judge(questions, refiners)
+        self.gates = gate_sets(self.judge, refine)
+        self.depth = max(refine.depth, *REPORT_DEPTHS)
+        self.labelled = np.arange(questions.num_labelled)
+
+    def run(self, first: HitTable | None) -> Stop | Reject:
+        """All rounds that are still to do. `first` is what the published version answers, where that is exact."""
+        done = len(self.journal.rounds)
+        queries_LD = self.queries_at(done)
+        hits = first
+        if hits is None:
+            hits = self.search(done, self.labelled, queries_LD, f"refine round {done}: retrieve")
+        if self.journal.before is None:
+            before = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+            before = self.rank_others(0, before, self.questions.gate_rows(), "gate")
+            before = self.rank_others(0, before, self.questions.other_rows(), "report")
+            self.journal.begin(before, self.heldout(before))
+        while True:
+            match next_action(self.state()):
+                case Continue():
+                    labels = label_round(self.refine, self.judge, self.refiners, self.views_at(done), queries_LD, hits)
+                    queries_LD, moved = self.step(done, labels, queries_LD)
+                    done += 1
+                    hits = self.search(done, self.labelled, queries_LD, f"refine round {done}: retrieve")
+                    self.finish_round(done, moved, hits)
+                    self.progress("refine rounds", done, self.state().max_rounds)
+                case Stop() | Reject() as end:
+                    return end
+
+    def state(self) -> RefineState:
+        rounds = self.journal.rounds
+        return RefineState(
+            heldout_RG=self.journal.heldout_RG,
+            max_rounds=1 if self.refine.method in ONE_SHOT else self.refine.rounds,
+            patience=self.refine.patience,
+            max_heldout_loss=self.refine.max_heldout_loss,
+            last_moved=rounds[-1].num_moved if rounds else None,
+        )
+
+    def queries_at(self, number: int) -> FloatArray:
+        """Labelled queries after a round."""
+        if number and self.refine.method in MOVES_QUERIES:
+            return self.journal.load_queries(number)
+        return self.queries_TD[: self.questions.num_labelled]
+
+    def views_at(self, number: int) -> int:
+        """Which state of the passages belongs to a round: the published one where only queries move."""
+        return 0 if self.refine.method == "query" else number
+
+    def search(self, at: int, rows: IntArray, queries_QD: FloatArray, what: str) -> HitTable:
+        if not len(rows):
+            return HitTable(np.empty((0, 0), np.int64), np.empty((0, 0), np.int16))
+        return self.refiners.search(self.views_at(at), queries_QD, self.depth, what, self.progress)
+
+    def rank_others(self, at: int, ranks: Ranks, rows: list[int], what: str) -> Ranks:
+        """`ranks` with those of questions that are not labelled filled in, after round `at`."""
+        where = np.array(rows, np.int64)
+        hits = self.search(at, where, self.queries_TD[where], f"refine round {at}: {what}")
+        return self.judge.rank(ranks, where, hits) if len(where) else ranks
+
+    def heldout(self, ranks: Ranks) -> list[float]:
+        return [100 * self.judge.top1([gate.group], gate.kind, ranks) for gate in self.gates]
+
+    def step(self, at: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "Moved"]:
+        """One step from the state after round `at` to the next: queries first where both move (AOpt, hybrid)."""
+        refine, by_shard = self.refine, self.refiners.split(labels)
+        queries_moved: ShardMoved | None = None
+        if refine.method in MOVES_QUERIES:
+            queries_LD, queries_moved = self._move_queries(at, by_shard, queries_LD)
+            self.journal.save_queries(at + 1, queries_LD)
+        handed = {shard: (part,) for shard, part in by_shard.items()}
+        match refine.method:
+            case "query":
+                shards_moved = []
+            case "feedback_views":
+                shards_moved = self.refiners.each("add_feedback", at, handed, queries_LD, refine.feedback_weight)
+            case "linear":
+                settings = LinearSettings(refine.alpha, refine.beta, refine.gamma)
+                shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
+            case "passage" | "hybrid":
+                settings = StepSettings(refine.step_size, refine.domain_guard)
+                shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
+        return queries_LD, Moved(labels.num_positive, labels.num_negative, shards_moved, queries_moved)
+
+    def _move_queries(
+        self, at: int, by_shard: dict[int, Labels], queries_LD: FloatArray
+    ) -> tuple[FloatArray, ShardMoved]:
+        """Query-centric step (eqs. 7, 11): every shard's sums, added up in shard order, some queries at a time."""
+        moved_LD, steps = queries_LD.copy(), []
+        for low in range(0, len(queries_LD), QUERY_BLOCK):
+            block_QD = queries_LD[low : low + QUERY_BLOCK]
+            handed = {}
+            for shard, part in by_shard.items():
+                mine = part.take(np.arange(*np.searchsorted(part.question_L, [low, low + QUERY_BLOCK])))
+                if len(mine.question_L):
+                    handed[shard] = (mine._replace(question_L=mine.question_L - low), len(block_QD))
+            sums = self.refiners.each("query_sums", self.views_at(at), handed)
+            if not sums:
+                continue
+            step = aopt.ratio_step(
+                block_QD,
+                reduce(aopt.LabelSums.plus, sums),
+                step_size=self.refine.step_size,
+                guard=self.refine.domain_guard,
+            )
+            moved_LD[low + step.moved_M] = step.vectors_MD
+            steps.append(step)
+        began_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
+        drift_L = np.linalg.norm(moved_LD - began_LD, axis=1)
+        return moved_LD, ShardMoved(
+            num_moved=sum(step.num_moved for step in steps),
+            moved_passages=0,
+            loss_sum=math.fsum(step.loss * step.num_moved for step in steps if step.num_moved),
+            skipped_domain=sum(step.num_outside_domain for step in steps),
+            skipped_no_positive=sum(step.num_no_positive for step in steps),
+            skipped_no_negative=sum(step.num_no_negative for step in steps),
+            drift_sum=float(drift_L.sum()),
+            drift_max=float(drift_L.max(initial=0.0)),
+            num_drifted=int((drift_L > 0).sum()),
+        )
+
+    def finish_round(self, number: int, moved: "Moved", hits: HitTable) -> None:
+        """Measure, and make the round count."""
+        ranks = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+        if self.refine.method == "query":
+            ranks = self._same_as_before(ranks, self.questions.gate_rows())
+        else:
+            ranks = self.rank_others(number, ranks, self.questions.gate_rows(), "gate")
+        known, gate = self.questions.groups[0], self.questions.gates
+        report = RoundReport(
+            number=number,
+            **moved.summary(self.refiners.num_passages, len(self.labelled)),
+            labelled_top1=self.judge.top1([known], "answer", ranks),
+            labelled_gold_top1=self.judge.top1([known], "gold", ranks),
+            gate_top1=self.judge.top1(gate, "answer", ranks),
+            gate_gold_top1=self.judge.top1(gate, "gold", ranks),
+        )
+        self.journal.commit(DoneRound(report, tuple(self.heldout(ranks)), moved.num_moved))
+        self.journal.keep_only({number, self.best_so_far()})
+        logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
+
+    def best_so_far(self) -> int:
+        """The round that would be restored if rounds ended now; where none is acceptable, the least harmful one."""
+        state = self.state()
+        match next_action(replace(state, max_rounds=len(self.journal.rounds), last_moved=None)):
+            case Stop(best_round=best):
+                return best
+            case _:
+                return least_harmful(state)
+
+    def accuracies(self, number: int) -> list[Accuracy]:
+        """Before and after, every group, with the state of a round in force."""
+        assert self.journal.before is not None, "nothing was measured before"
+        if number == 0:
+            return self.judge.accuracies(self.journal.before, self.journal.before)
+        what = f"refine round {number}: final"
+        hits = self.search(number, self.labelled, self.queries_at(number), what)
+        after = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+        others = [*self.questions.gate_rows(), *self.questions.other_rows()]
+        if self.refine.method == "query":
+            after = self._same_as_before(after, others)
+        else:
+            after = self.rank_others(number, after, others, "report")
+        return self.judge.accuracies(self.journal.before, after)
+
+    def _same_as_before(self, ranks: Ranks, rows: list[int]) -> Ranks:
+        """Where no passage moves, questions that do not move keep their ranks."""
+        assert self.journal.before is not None, "nothing was measured before"
+        for now_T, before_T in zip(ranks, self.journal.before):
+            now_T[rows] = before_T[rows]
+        return ranks
+
+
+def least_harmful(state: RefineState) -> int:
+    """The round whose worst loss of a gate set is smallest; the earliest on ties."""
+    before, *after = state.heldout_RG
+    return 1 + min(range(len(after)), key=lambda r: max(was - now for was, now in zip(before, after[r])))
+
+
+class Moved(NamedTuple):
+    """What one step did, from the labels on."""
+
+    num_positive: int
+    num_negative: int
+    shards: list[ShardMoved]
+    queries: ShardMoved | None
+
+    @property
+    def parts(self) -> list[ShardMoved]:
+        return self.shards if self.queries is None else [*self.shards, self.queries]
+
+    @property
+    def num_moved(self) -> int:
+        return sum(part.num_moved for part in self.parts)
+
+    def summary(self, num_passages: int, num_questions: int) -> dict[str, Any]:
+        """Fields of a RoundReport. The moved share is of passages, or of questions where only these move."""
+        num_drifted = sum(part.num_drifted for part in self.parts)
+        share = sum(part.moved_passages for part in self.shards) / num_passages
+        if not self.shards and self.queries is not None:
+            share = self.queries.num_moved / num_questions
+        return {
+            "loss": math.fsum(part.loss_sum for part in self.parts) / max(self.num_moved, 1),
+            "num_positives": self.num_positive,
+            "num_negatives": self.num_negative,
+            "moved_share": share,
+            "drift_mean": math.fsum(part.drift_sum for part in self.parts) / max(num_drifted, 1),
+            "drift_max": max((part.drift_max for part in self.parts), default=0.0),
+            "skipped_domain": sum(part.skipped_domain for part in self.parts),
+            "skipped_no_positive": sum(part.skipped_no_positive for part in self.parts),
+            "skipped_no_negative": sum(part.skipped_no_negative for part in self.parts),
+        }

@@ -1,0 +1,141 @@
+"""How well questions are answered by hits: first ranks, accuracy of each group, and the numbers that a gate goes by.
+
+Shapes: T questions in the table, Q of them searched for, K hits.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import RefineConfig
+from mvr_ray.core.answers import empty_answers
+from mvr_ray.core.metrics import first_ranks, top_k_accuracy
+from mvr_ray.core.pseudo_labels import gold_relevance
+from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
+from mvr_ray.distributed.refinement.questions import QuestionGroup, RefineQuestions
+from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.types import IntArray
+
+KINDS: tuple[Kind, ...] = ("answer", "gold")
+UNSEARCHED = -2
+
+
+class Ranks(NamedTuple):
+    """Rank of the first answer-bearing and of the first gold hit, int64 [T]; -1 not found, -2 not searched for."""
+
+    answer_T: IntArray
+    gold_T: IntArray
+
+    def of(self, kind: Kind) -> IntArray:
+        return self.answer_T if kind == "answer" else self.gold_T
+
+
+class JudgedPair(NamedTuple):
+    """An outside judgement of a labelled question and a passage, both by number."""
+
+    question: int
+    passage: int
+    positive: bool
+
+
+class Judge:
+    """Knows the answers and gold passages of every question, and asks the refiners what a passage holds.
+
+    An answer without a letter, number or sign would match every passage and teach nonsense: it is left out.
+    """
+
+    def __init__(self, questions: RefineQuestions, refiners: Refiners) -> None:
+        self.questions, self.refiners = questions, refiners
+        self.answers_T = [
+            tuple(answer for answer in question.answers if not empty_answers([answer])) for question in questions.table
+        ]
+        located = refiners.locate(passage_id for question in questions.table for passage_id in question.positive_ids)
+        self.gold_T = [
+            {located[passage_id] for passage_id in question.positive_ids if passage_id in located}
+            for question in questions.table
+        ]
+        self.feedback = self._feedback()
+        self.judged_T = {
+            "answer": np.array([bool(answers) for answers in self.answers_T]),
+            "gold": np.array([bool(question.positive_ids) for question in questions.table]),
+        }
+
+    def _feedback(self) -> list[JudgedPair]:
+        """Outside judgements by passage number, each pair once."""
+        judged = self.questions.feedback or ()
+        located = self.refiners.locate(label.passage_id for label in judged)
+        unknown = sorted({label.passage_id for label in judged if label.passage_id not in located})
+        if unknown:
+            raise DataError(
+                f"refine.feedback judges {len(unknown)} passages that the index does not hold (first: "
+                f"{unknown[0]!r}); use passage ids of its corpus"
+            )
+        return sorted({JudgedPair(label.question, located[label.passage_id], label.positive) for label in judged})
+
+    def bears_answer(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
+        return self.refiners.mark(rows_Q, self.answers_T, passage_QK)
+
+    def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
+        return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])
+
+    def unsearched(self) -> Ranks:
+        size = len(self.questions.table)
+        return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
+
+    def rank(self, ranks: Ranks, rows_Q: IntArray, hits: HitTable) -> Ranks:
+        """`ranks` with those of the searched questions filled in."""
+        answer_T, gold_T = ranks.answer_T.copy(), ranks.gold_T.copy()
+        answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.passage_QK))
+        gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.passage_QK))
+        return Ranks(answer_T, gold_T)
+
+    def members(self, group: QuestionGroup, kind: Kind) -> IntArray:
+        """The questions of a group that can be judged so."""
+        rows = np.array(group.members, np.int64)
+        return rows[self.judged_T[kind][rows]]
+
+    def top1(self, groups: Sequence[QuestionGroup], kind: Kind, ranks: Ranks) -> float:
+        """Top-1 accuracy over some groups as a share, nan where no question of theirs can be judged so."""
+        rows = np.concatenate([self.members(group, kind) for group in groups])
+        return top_k_accuracy(ranks.of(kind)[rows], [1])[1] if len(rows) else float("nan")
+
+    def accuracies(self, before: Ranks, after: Ranks) -> list[Accuracy]:
+        """Every group that has been searched for, by answers and by gold passages."""
+        rows = []
+        for group in self.questions.groups:
+            for kind in KINDS:
+                if not len(members := self.members(group, kind)):
+                    continue
+                was, now = (top_k_accuracy(ranks.of(kind)[members], REPORT_DEPTHS) for ranks in (before, after))
+                pairs = [share for k in REPORT_DEPTHS for share in (was[k], now[k])]
+                rows.append(Accuracy(group.name, group.protocol, kind, len(members), *pairs))
+        return rows
+
+
+class GateSet(NamedTuple):
+    """A group that decides, and by what."""
+
+    group: QuestionGroup
+    kind: Kind
+
+
+def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
+    """What the rounds are judged by.
+
+    Held-out questions, except for the query side alone: there nothing held out can change, so the rounds are judged
+    by the labelled questions themselves.
+    """
+    groups = judge.questions.groups[:1] if refine.method == "query" else judge.questions.gates
+    wanted: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
+    sets = []
+    for group in groups:
+        kind = next((kind for kind in wanted if len(judge.members(group, kind))), None)
+        if kind is None:
+            raise ConfigError(
+                f"question set {group.name!r} decides about refinement, but its questions have neither answers nor "
+                f"gold passages; name another in refine.gate"
+            )
+        sets.append(GateSet(group, kind))
+    return sets

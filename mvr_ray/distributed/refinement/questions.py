@@ -1,0 +1,226 @@
+"""Which questions a refinement learns from, which decide about it, and which only report on it.
+
+Labelled questions give the labels (transductive: what is measured on them has seen its own answers). Gate questions
+stop the rounds and hold back a bad publish. The rest is held out. Leakage is judged by text: a question that is
+asked word for word in the labelled set counts as labelled wherever else it stands.
+
+Letters: T all questions in one table (labelled first), L labelled ones.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mvr_ray.config import RefineConfig, resolve_path
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store import corpus
+from mvr_ray.store.files import Store
+from mvr_ray.types import Question
+
+logger = logging.getLogger(__name__)
+
+Protocol = Literal["transductive", "gate", "held-out"]
+GATE_FOLDS = 5
+
+
+class FeedbackLabel(NamedTuple):
+    """One judgement from outside: this passage does (or does not) answer labelled question `question`."""
+
+    question: int
+    passage_id: str
+    positive: bool
+
+
+class QuestionGroup(NamedTuple):
+    """Questions measured together: `members` point into the table."""
+
+    name: str
+    protocol: Protocol
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RefineQuestions:
+    """The table of all questions, the first `num_labelled` of them labelled; groups to measure; outside labels.
+
+    The first group is the labelled questions, the next `num_gates` decide, the rest only report.
+    """
+
+    table: tuple[Question, ...]
+    num_labelled: int
+    groups: tuple[QuestionGroup, ...]
+    num_gates: int
+    feedback: tuple[FeedbackLabel, ...] | None = None
+
+    @property
+    def gates(self) -> tuple[QuestionGroup, ...]:
+        return self.groups[1 : 1 + self.num_gates]
+
+    def gate_rows(self) -> list[int]:
+        """Table rows of every question that decides, each once, ascending."""
+        return sorted({row for group in self.gates for row in group.members})
+
+    def other_rows(self) -> list[int]:
+        """Table rows of the questions that are only reported on."""
+        return sorted(set(range(self.num_labelled, len(self.table))).difference(self.gate_rows()))
+
+    def digest(self) -> str:
+        """Changes with every word that refinement learns from or is judged by."""
+        return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
+
+
+def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
+    """Read every question set that the refine section names, and keep labelled, gate and held-out ones apart.
+
+    Raises ConfigError where nothing can be learned from or nothing is held out, DataError for a bad feedback file.
+    """
+    if refine.questions is None and refine.feedback is None:
+        raise ConfigError(
+            "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
+        )
+    stored = corpus.read_questions(store, refine.questions) if refine.questions else []
+    name = refine.questions or "feedback"
+    judged: list[tuple[Question, str, bool]] = []
+    if refine.feedback:
+        judged = read_feedback(resolve_path(refine.feedback), stored)
+        labelled = list({question: None for question, _, _ in judged})
+    else:
+        labelled = list(stored)
+
+    gates: list[tuple[str, list[Question]]] = []
+    if refine.gate:
+        gates = [(gate, corpus.read_questions(store, gate)) for gate in refine.gate]
+    else:
+        held = [question for question in labelled if _fold(question.text, refine.seed) == 0]
+        if not held or len(held) == len(labelled):
+            raise ConfigError(
+                f"refine.gate is empty, and {name!r} with {len(labelled)} questions is too small to hold a fifth of "
+                f"it back; name a held-out question set in refine.gate"
+            )
+        labelled = [question for question in labelled if _fold(question.text, refine.seed) != 0]
+        gates = [(f"{name}/gate", held)]
+    reports = [(report, corpus.read_questions(store, report)) for report in refine.report]
+    questions = arrange(name, labelled, gates, reports)
+    kept = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
+    if refine.feedback is None:
+        return questions
+    feedback = tuple(FeedbackLabel(kept[q], passage, good) for q, passage, good in judged if q in kept)
+    return replace(questions, feedback=feedback)
+
+
+def arrange(
+    name: str,
+    labelled: Sequence[Question],
+    gates: Sequence[tuple[str, Sequence[Question]]],
+    reports: Sequence[tuple[str, Sequence[Question]]],
+) -> RefineQuestions:
+    """One table and its groups. A gate question asked word for word among the labelled is dropped from the gate; a
+    reported set is split by protocol, and its labelled or gate members point at the rows that are there already."""
+    if not labelled:
+        raise ConfigError(f"refinement has no labelled question: {name!r} is empty")
+    table = list(labelled)
+    row_of_text: dict[str, int] = {}
+    for row, question in enumerate(table):
+        row_of_text.setdefault(question.text, row)
+    row_of_question = {question: row for row, question in enumerate(table)}
+    groups = [QuestionGroup(name, "transductive", tuple(range(len(table))))]
+
+    gate_rows: dict[str, int] = {}
+    for gate, questions in gates:
+        members = []
+        for question in questions:
+            if question.text in row_of_text:
+                continue
+            if question not in row_of_question:
+                row_of_question[question] = len(table)
+                table.append(question)
+            gate_rows.setdefault(question.text, row_of_question[question])
+            members.append(row_of_question[question])
+        if len(members) < len(questions):
+            logger.warning("refine gate set=%s dropped_labelled=%d", gate, len(questions) - len(members))
+        if members:
+            groups.append(QuestionGroup(gate, "gate", tuple(members)))
+    if not gate_rows:
+        raise ConfigError(
+            f"every question of refine.gate ({', '.join(gate for gate, _ in gates)}) is also a labelled question; "
+            f"name a held-out set"
+        )
+
+    num_gates = len(groups) - 1
+    for report, questions in reports:
+        split: dict[Protocol, list[int]] = {"transductive": [], "gate": [], "held-out": []}
+        for question in questions:
+            if question.text in row_of_text:
+                row = row_of_question.get(question, row_of_text[question.text])
+                split["transductive"].append(row)
+            elif question.text in gate_rows:
+                split["gate"].append(row_of_question.get(question, gate_rows[question.text]))
+            else:
+                if question not in row_of_question:
+                    row_of_question[question] = len(table)
+                    table.append(question)
+                split["held-out"].append(row_of_question[question])
+        known = {(group.name, group.protocol) for group in groups}
+        groups += [
+            QuestionGroup(report, protocol, tuple(members))
+            for protocol, members in split.items()
+            if members and (report, protocol) not in known
+        ]
+    return RefineQuestions(tuple(table), len(labelled), tuple(groups), num_gates)
+
+
+def read_feedback(path: Path, stored: Sequence[Question]) -> list[tuple[Question, str, bool]]:
+    """Judgements (question, passage id, positive) of a JSONL file of {question, passage_id, label: 1|-1}.
+
+    `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
+    positive passages are those judged 1. A pair judged twice must be judged alike.
+    """
+    if not path.is_file():
+        raise ConfigError(f"refine.feedback: file {path} does not exist")
+    by_key = {question.text: question for question in reversed(stored)}
+    by_key.update({question.id: question for question in reversed(stored)})
+    seen: dict[tuple[str, str], bool] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        asked, passage_id, positive = _feedback_row(line, f"{path}:{number}")
+        if seen.setdefault((asked, passage_id), positive) != positive:
+            raise DataError(f"{path}:{number}: passage {passage_id!r} of {asked!r} is judged both 1 and -1; keep one")
+    if not seen:
+        raise DataError(f"{path}: no feedback; each line is {{question, passage_id, label: 1|-1}}")
+    positives: dict[str, list[str]] = {}
+    for (asked, passage_id), positive in seen.items():
+        positives.setdefault(asked, []).extend([passage_id] if positive else [])
+    made = {
+        asked: by_key.get(asked) or Question(f"feedback-{_hash(asked, 0):016x}", asked, (), tuple(sorted(ids)))
+        for asked, ids in positives.items()
+    }
+    return [(made[asked], passage_id, positive) for (asked, passage_id), positive in seen.items()]
+
+
+def _feedback_row(line: str, where: str) -> tuple[str, str, bool]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error}); a line is {{question, passage_id, label: 1|-1}}") from None
+    if not isinstance(row, dict) or {"question", "passage_id", "label"} - row.keys():
+        raise DataError(f"{where}: a line is {{question, passage_id, label: 1|-1}}, this one is {line[:120]!r}")
+    asked, passage_id, label = row["question"], row["passage_id"], row["label"]
+    if not isinstance(asked, str) or not asked.strip() or not isinstance(passage_id, str):
+        raise DataError(f"{where}: question and passage_id must be non-empty text, given {line[:120]!r}")
+    if label not in (1, -1) or isinstance(label, bool):
+        raise DataError(f"{where}: label is 1 (answers the question) or -1 (does not), given {label!r}")
+    return asked, passage_id, label == 1
+
+
+def _hash(text: str, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest(), "big")
+
+
+def _fold(text: str, seed: int) -> int:
+    """Stable draw of a question by its text: the same text never stands on both sides."""
+    return _hash(text, seed) % GATE_FOLDS

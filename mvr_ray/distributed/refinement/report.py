@@ -1,0 +1,114 @@
+"""What a refinement says about itself: its rounds, and accuracy before and after, told apart by protocol.
+
+Accuracies are shares in 0..1. "answer" counts a question whose top k hold an answer-bearing passage, "gold" one whose
+top k hold a gold passage. Transductive rows are about the labelled questions themselves and never stand in one row
+with held-out ones.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mvr_ray.distributed.refinement.questions import Protocol
+from mvr_ray.store.manifest import Manifest
+
+REPORT_DEPTHS = (1, 5, 20, 100)
+Kind = Literal["answer", "gold"]
+
+
+class Accuracy(NamedTuple):
+    """Top-k accuracy of one group of questions before and after, a column each so that it prints as a table."""
+
+    group: str
+    protocol: Protocol
+    kind: Kind
+    num_questions: int
+    top_1_before: float
+    top_1_after: float
+    top_5_before: float
+    top_5_after: float
+    top_20_before: float
+    top_20_after: float
+    top_100_before: float
+    top_100_after: float
+
+    @property
+    def before(self) -> tuple[float, ...]:
+        """In the order of REPORT_DEPTHS."""
+        return self.top_1_before, self.top_5_before, self.top_20_before, self.top_100_before
+
+    @property
+    def after(self) -> tuple[float, ...]:
+        return self.top_1_after, self.top_5_after, self.top_20_after, self.top_100_after
+
+
+class RoundReport(NamedTuple):
+    """One round: the labels it saw, what it moved, and accuracy after it.
+
+    moved_share   passages (or, on the query side, labelled questions) that moved by any amount (churn)
+    drift_mean    mean and maximum distance of what has moved so far from where it began
+    skipped_*     views or questions left alone: outside the loss's domain, without a positive, without a negative
+    """
+
+    number: int
+    loss: float
+    num_positives: int
+    num_negatives: int
+    moved_share: float
+    drift_mean: float
+    drift_max: float
+    skipped_domain: int
+    skipped_no_positive: int
+    skipped_no_negative: int
+    labelled_top1: float
+    labelled_gold_top1: float
+    gate_top1: float
+    gate_gold_top1: float
+
+
+@dataclass(frozen=True)
+class RefineReport:
+    """`published` is None where nothing was published; `reason` says why, or why the rounds ended."""
+
+    index: str
+    base_version: int
+    method: str
+    rounds: tuple[RoundReport, ...]
+    best_round: int
+    accuracy: tuple[Accuracy, ...]
+    dirty_share: float
+    rewritten_shards: int
+    published: Manifest | None
+    reason: str
+
+    def to_json(self) -> str:
+        """Plain JSON; the manifest is named by its version."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["rounds"] = [row._asdict() for row in self.rounds]
+        plain["accuracy"] = [row._asdict() for row in self.accuracy]
+        plain["published"] = self.published.version if self.published else None
+        return json.dumps(plain, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RefineReport":
+        """The report as saved, `published` left empty."""
+        plain = json.loads(text)
+        rows = [Accuracy(**row) for row in plain.pop("accuracy")]
+        rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
+        plain["published"] = None
+        return cls(accuracy=tuple(rows), rounds=rounds, **plain)
+
+    def lines(self) -> list[str]:
+        """What a user reads: one line per group and kind, then the outcome."""
+        width = max((len(row.group) for row in self.accuracy), default=0)
+        said = [
+            f"{row.protocol:<12} {row.group:<{width}} {row.kind:<6} n={row.num_questions:<6} "
+            + "  ".join(
+                f"top-{k} {100 * was:.1f} -> {100 * now:.1f}"
+                for k, was, now in zip(REPORT_DEPTHS, row.before, row.after)
+            )
+            for row in self.accuracy
+        ]
+        end = f"published version {self.published.version}" if self.published else "not published"
+        return [*said, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]

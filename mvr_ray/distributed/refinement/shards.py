@@ -1,0 +1,244 @@
+"""One refinement actor: some shards of an index version, with refined views laid over them in memory.
+
+A plain class; `fleet` makes actors of it. It is built from names and digests, never from objects, and every
+call says after which round (`at`) it speaks: a call for another round than the one in memory loads that round's state
+from the staging folder first. So a call may be retried in a new process at any moment, and a round that was begun
+twice ends the same. Each shard is worked on alone: which shards share a process changes no byte.
+
+Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback views, D dimension.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.core import aopt
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
+from mvr_ray.distributed.refinement.state import ShardState, ShardViews
+from mvr_ray.distributed.reindex import build_shard, shard_recall
+from mvr_ray.index.base import IndexParams, ShardIndex, open_index
+from mvr_ray.store import embeddings, layout
+from mvr_ray.store.corpus import Corpus, CorpusPart
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
+from mvr_ray.types import FloatArray, IntArray, ShardHits
+
+FLAT = IndexParams(kind="flat")
+NO_CHANGE = 0  # the round before the first: the version as it is published
+
+
+@dataclass(frozen=True)
+class RefinerTask:
+    """What an actor is built from. `staging` is the folder of the states, relative to the store."""
+
+    store: str
+    manifest: Manifest
+    staging: str
+    threads: int = 1
+    shards: tuple[int, ...] = ()
+
+    def holding(self, shards: Sequence[int]) -> "RefinerTask":
+        return replace(self, shards=tuple(sorted(shards)))
+
+
+class StepSettings(NamedTuple):
+    """One gradient step of the labelled views (eqs. 13 and 14)."""
+
+    step_size: float
+    guard: float
+
+
+class LinearSettings(NamedTuple):
+    """The linear form (eq. 9)."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+class FoundInShard(NamedTuple):
+    """Exact top k of one shard. `ids` name the rows that were hit."""
+
+    shard: int
+    ids: dict[int, str]
+    hits: ShardHits
+
+
+class ShardMoved(NamedTuple):
+    """What one step did to one shard. Drift is the distance of everything moved so far from the published version."""
+
+    num_moved: int
+    moved_passages: int
+    loss_sum: float
+    skipped_domain: int
+    skipped_no_positive: int
+    skipped_no_negative: int
+    drift_sum: float
+    drift_max: float
+    num_drifted: int
+
+
+class WrittenShard(NamedTuple):
+    """A shard at rest; `recall` where its index is approximate."""
+
+    entry: ShardEntry
+    dirty_passages: int
+    recall: float | None
+
+
+class ShardRefiner:
+    """Searches, labels, moves and writes the shards of one task."""
+
+    def __init__(self, task: RefinerTask) -> None:
+        self.task = task
+        self.store = Store(task.store)
+        self.manifest = task.manifest
+        self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.shards}
+        self.stored = {shard: self._embeddings(shard) for shard in task.shards}
+        self.views = {shard: ShardViews(stored.blocks()) for shard, stored in self.stored.items()}
+        self.states: dict[int, tuple[int, ShardState]] = {}
+        self.indexes: dict[int, tuple[int, ShardIndex]] = {}
+        self.parts: dict[int, CorpusPart] = {}
+        self.matcher = AnswerMatcher()
+
+    def search(self, at: int, queries_QD: FloatArray, k: int) -> list[FoundInShard]:
+        """Exact top k of each shard after round `at`."""
+        filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
+        return [self._found(shard, self._index(at, shard).search(queries_QD, k)) for shard in filled]
+
+    def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
+        """Row of each passage id, -1 where the shard does not hold it."""
+        known = [passage_id for block in self.views[shard].blocks for passage_id in block.ids]
+        rows = [bisect_left(known, passage_id) for passage_id in ids]
+        return [row if row < len(known) and known[row] == wanted else -1 for row, wanted in zip(rows, ids)]
+
+    def mark(self, shard: int, row_L: IntArray, answer_L: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
+        """Whether each passage holds one of `answers[answer_L[i]]`."""
+        part = self._part(shard)
+        marked_L = np.zeros(len(row_L), bool)
+        order_L = np.argsort(row_L, kind="stable")
+        rows, first = np.unique(row_L[order_L], return_index=True)
+        for row, asked in zip(rows.tolist(), np.split(order_L, first[1:])):
+            text = part.passages(row, row + 1)[0].text
+            marked_L[asked] = [self.matcher.has_answer(text, answers[answer_L[at]]) for at in asked]
+        return marked_L
+
+    def winners(self, at: int, shard: int, query_L: IntArray, row_L: IntArray, queries_QD: FloatArray) -> IntArray:
+        """View number that scores best for each (query, passage) after round `at`."""
+        state = self._state(at, shard)
+        rows, inverse_L = np.unique(row_L, return_inverse=True)
+        now = ShardViews(self.views[shard].current(state, self.manifest.num_views)).gather(rows)
+        slot_L = winning_slots(queries_QD, now.vectors_ND, now.row_ptr, query_L, inverse_L)
+        return now.view_numbers_N[slot_L]
+
+    def query_sums(self, at: int, shard: int, labels: Labels, num_queries: int) -> aopt.LabelSums:
+        """For the query-centric step (eq. 11): this shard's part of each query's sums."""
+        slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
+        views_MD = self.views[shard].vectors(slot_M, self._state(at, shard))
+        matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), num_queries)
+        return aopt.label_sums(views_MD, matrices.transposed())
+
+    def move(
+        self, at: int, shard: int, labels: Labels, queries_QD: FloatArray, settings: StepSettings | LinearSettings
+    ) -> ShardMoved:
+        """Move the labelled views (AOpt), from the state after round `at` to that after round `at + 1`."""
+        state = self._state(at, shard)
+        slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
+        views_MD = self.views[shard].vectors(slot_M, state)
+        matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), len(queries_QD))
+        match settings:
+            case LinearSettings(alpha, beta, gamma):
+                step = aopt.linear_step(views_MD, queries_QD, matrices, alpha=alpha, beta=beta, gamma=gamma)
+            case StepSettings(step_size, guard):
+                step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=step_size, guard=guard)
+        moved_M = slot_M[step.moved_M]
+        state = state.with_moved(moved_M, step.vectors_MD)
+        self._keep(at + 1, shard, state)
+        drift_M = self.views[shard].drift(state)
+        return ShardMoved(
+            num_moved=step.num_moved,
+            moved_passages=len(np.unique(self.views[shard].rows(moved_M))),
+            loss_sum=step.loss * step.num_moved if step.num_moved else 0.0,
+            skipped_domain=step.num_outside_domain,
+            skipped_no_positive=step.num_no_positive,
+            skipped_no_negative=step.num_no_negative,
+            drift_sum=float(drift_M.sum()),
+            drift_max=float(drift_M.max(initial=0.0)),
+            num_drifted=len(drift_M),
+        )
+
+    def add_feedback(self, at: int, shard: int, labels: Labels, queries_QD: FloatArray, weight: float) -> ShardMoved:
+        """Give every positively labelled passage one feedback view; those of earlier rounds go."""
+        state, views = self._state(at, shard), self.views[shard]
+        rows_F, inverse_L = np.unique(labels.passage_L, return_inverse=True)
+        own = views.gather(rows_F)
+        norms_F = aopt.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
+        made = aopt.feedback_views(queries_QD, labels._replace(passage_L=inverse_L), norms_F, weight=weight)
+        now = ShardState.untouched(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
+        self._keep(at + 1, shard, now)
+        changed = state.feedback_changes(now)
+        return ShardMoved(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
+
+    def write(self, at: int, shard: int, recall_sample: int) -> WrittenShard:
+        """The shard after round `at` at rest: its old entry where no stored byte differs, else a new one."""
+        entry = self.entries[shard]
+        changes = self.views[shard].changes(self._state(at, shard), self.manifest.num_views)
+        if changes:
+            with self.store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
+                entry = build_shard(self.store, self.manifest, shard, folder)
+        return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
+
+    def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
+        folder = open_shard(self.store, self.manifest.index, self.entries[shard])
+        return embeddings.EmbeddingShard.open(folder / layout.EMBEDDINGS)
+
+    def _part(self, shard: int) -> CorpusPart:
+        if shard not in self.parts:
+            self.parts[shard] = Corpus.open(self.store, self.manifest.corpus).part(shard)
+        return self.parts[shard]
+
+    def _slots(self, shard: int, labels: Labels) -> IntArray:
+        return self.views[shard].slots(labels.passage_L, labels.view_L)
+
+    def _state(self, at: int, shard: int) -> ShardState:
+        held = self.states.get(shard)
+        if held is None or held[0] != at:
+            dimension = self.manifest.dimension
+            state = (
+                ShardState.untouched(dimension)
+                if at == NO_CHANGE
+                else ShardState.from_bytes(self.store.read_bytes(state_path(self.task.staging, at, shard)))
+            )
+            self.states[shard] = held = (at, state)
+        return held[1]
+
+    def _keep(self, at: int, shard: int, state: ShardState) -> None:
+        self.store.write_bytes(state_path(self.task.staging, at, shard), state.to_bytes())
+        self.states[shard] = (at, state)
+
+    def _index(self, at: int, shard: int) -> ShardIndex:
+        held = self.indexes.get(shard)
+        if held is None or held[0] != at:
+            blocks = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
+            self.indexes[shard] = held = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
+        return held[1]
+
+    def _found(self, shard: int, hits: ShardHits) -> FoundInShard:
+        rows = np.unique(hits.rows_QK[hits.rows_QK >= 0]).tolist()
+        return FoundInShard(shard, self.views[shard].ids(rows), hits)
+
+
+def round_dir(staging: str, number: int) -> str:
+    return f"{staging}/round-{number}"
+
+
+def state_path(staging: str, at: int, shard: int) -> str:
+    return f"{round_dir(staging, at)}/shard-{shard:05d}.npz"

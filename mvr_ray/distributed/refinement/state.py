@@ -1,0 +1,181 @@
+"""What refinement has changed in one shard so far, and the shard as it stands with these changes.
+
+The embeddings of a version are never touched: a state holds only moved views (in float32, so that small steps add
+up) and feedback views; the current blocks are the version's with these laid over, in the stored type, so that what
+is measured is what would be published.
+
+Shapes: P passages of the shard, N their view vectors, M moved views, F passages with a new feedback view, D dimension.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+VIEW_BASE = 1 << 16  # above every view number (int16)
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows."""
+
+    moved_M: IntArray
+    moved_MD: FloatArray
+    feedback_F: IntArray
+    feedback_FD: FloatArray
+
+    @classmethod
+    def untouched(cls, dimension: int) -> "ShardState":
+        none, empty = np.empty(0, np.int64), np.empty((0, dimension), np.float32)
+        return cls(none, empty, none, empty)
+
+    def with_moved(self, slots_M: IntArray, vectors_MD: FloatArray) -> "ShardState":
+        """These views moved again or for the first time; slots are distinct."""
+        kept = ~np.isin(self.moved_M, slots_M)
+        slots = np.concatenate([self.moved_M[kept], slots_M])
+        vectors = np.concatenate([self.moved_MD[kept], vectors_MD.astype(np.float32)])
+        order = np.argsort(slots, kind="stable")
+        return ShardState(slots[order], vectors[order], self.feedback_F, self.feedback_FD)
+
+    def with_feedback(self, rows_F: IntArray, vectors_FD: FloatArray) -> "ShardState":
+        """Exactly these passages have a new feedback view; rows are distinct."""
+        order = np.argsort(rows_F, kind="stable")
+        return ShardState(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
+
+    def feedback_changes(self, other: "ShardState") -> IntArray:
+        """Passages whose feedback view differs between two states: there in one only, or another vector."""
+        common, mine, theirs = np.intersect1d(self.feedback_F, other.feedback_F, True, return_indices=True)
+        differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
+        return np.union1d(np.setxor1d(self.feedback_F, other.feedback_F, True), common[differs])
+
+    def to_bytes(self) -> bytes:
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            moved_M=self.moved_M,
+            moved_MD=self.moved_MD,
+            feedback_F=self.feedback_F,
+            feedback_FD=self.feedback_FD,
+        )
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "ShardState":
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return cls(arrays["moved_M"], arrays["moved_MD"], arrays["feedback_F"], arrays["feedback_FD"])
+
+
+class ShardViews:
+    """The stored views of one shard, addressed by (row, view number) and by vector number."""
+
+    def __init__(self, blocks: Sequence[EmbeddingBlock]) -> None:
+        self.blocks = list(blocks)
+        self.row_start = np.cumsum([0, *(len(block.ids) for block in self.blocks)])
+        self.vector_start = np.cumsum([0, *(len(block.vectors_ND) for block in self.blocks)])
+        rows_N = [np.repeat(np.arange(len(b.ids)), np.diff(b.row_ptr)) + s for b, s in zip(self.blocks, self.row_start)]
+        numbers_N = [block.view_numbers_N.astype(np.int64) for block in self.blocks]
+        self.keys_N = (
+            np.concatenate([r * VIEW_BASE + n for r, n in zip(rows_N, numbers_N)]) if blocks else np.empty(0, np.int64)
+        )
+
+    def slots(self, rows_L: IntArray, views_L: IntArray) -> IntArray:
+        """Vector numbers of these views. Each must exist."""
+        keys_L = rows_L.astype(np.int64) * VIEW_BASE + views_L
+        slots_L = np.searchsorted(self.keys_N, keys_L)
+        assert np.array_equal(self.keys_N[slots_L], keys_L), "a label names a view that its passage does not have"
+        return slots_L
+
+    def vectors(self, slots_M: IntArray, state: ShardState) -> FloatArray:
+        """float32 copies of these views as they stand: the moved ones from the state, the rest as stored."""
+        out_MD = np.empty((len(slots_M), state.moved_MD.shape[1]), np.float32)
+        block_M = np.searchsorted(self.vector_start, slots_M, side="right") - 1
+        for number in np.unique(block_M):
+            here = block_M == number
+            out_MD[here] = self.blocks[number].vectors_ND[slots_M[here] - self.vector_start[number]]
+        found_M = np.isin(slots_M, state.moved_M)
+        out_MD[found_M] = state.moved_MD[np.searchsorted(state.moved_M, slots_M[found_M])]
+        return out_MD
+
+    def rows(self, slots_M: IntArray) -> IntArray:
+        """The passage of each vector."""
+        return self.keys_N[slots_M] // VIEW_BASE
+
+    def ids(self, rows: Sequence[int]) -> dict[int, str]:
+        """Passage ids by row."""
+        at = np.searchsorted(self.row_start, rows, side="right") - 1
+        return {row: self.blocks[number].ids[row - self.row_start[number]] for row, number in zip(rows, at)}
+
+    def drift(self, state: ShardState) -> FloatArray:
+        """Distance of each moved view from where the version has it, float64 [M]."""
+        stored_MD = self.vectors(state.moved_M, ShardState.untouched(state.moved_MD.shape[1]))
+        return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
+
+    def gather(self, rows_F: IntArray) -> EmbeddingBlock:
+        """Copies of some passages (ascending) as one block."""
+        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
+        counts_F = np.searchsorted(self.keys_N, (rows_F + 1) * VIEW_BASE) - first_F
+        row_ptr = np.concatenate([[0], np.cumsum(counts_F)]).astype(np.int64)
+        slots = np.repeat(first_F - row_ptr[:-1], counts_F) + np.arange(row_ptr[-1])
+        at = np.searchsorted(self.vector_start, slots, side="right") - 1
+        parts = [
+            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in np.unique(at)
+        ]
+        ids = self.ids(rows_F.tolist())
+        return EmbeddingBlock(
+            ids=[ids[row] for row in rows_F.tolist()],
+            row_ptr=row_ptr,
+            view_numbers_N=(self.keys_N[slots] % VIEW_BASE).astype(np.int16),
+            vectors_ND=np.concatenate(parts) if parts else np.empty((0, 0), np.float32),
+        )
+
+    def current(self, state: ShardState, num_views: int) -> list[EmbeddingBlock]:
+        """The blocks with the state laid over them; a block without a change is the stored one, not a copy."""
+        return [self._overlaid(number, state, num_views) for number in range(len(self.blocks))]
+
+    def _overlaid(self, number: int, state: ShardState, num_views: int) -> EmbeddingBlock:
+        block = self.blocks[number]
+        low, high = np.searchsorted(state.moved_M, self.vector_start[number : number + 2])
+        first, last = np.searchsorted(state.feedback_F, self.row_start[number : number + 2])
+        if low == high and first == last:
+            return block
+        vectors_ND = np.array(block.vectors_ND)
+        vectors_ND[state.moved_M[low:high] - self.vector_start[number]] = state.moved_MD[low:high]
+        if first == last:
+            return block._replace(vectors_ND=vectors_ND)
+
+        rows_F = state.feedback_F[first:last] - self.row_start[number]
+        row_N = np.repeat(np.arange(len(block.ids)), np.diff(block.row_ptr))
+        kept_N = ~(np.isin(row_N, rows_F) & (block.view_numbers_N >= num_views))
+        row_N = np.concatenate([row_N[kept_N], rows_F])
+        numbers_N = np.concatenate(
+            [block.view_numbers_N[kept_N], np.full(len(rows_F), num_views, block.view_numbers_N.dtype)]
+        )
+        extra_FD = state.feedback_FD[first:last].astype(vectors_ND.dtype)
+        vectors_ND = np.concatenate([vectors_ND[kept_N], extra_FD])
+        order = np.argsort(row_N, kind="stable")  # a new view stands behind its passage's own, which are below V
+        counts_P = np.bincount(row_N, minlength=len(block.ids))
+        return EmbeddingBlock(
+            ids=block.ids,
+            row_ptr=np.concatenate([[0], np.cumsum(counts_P)]).astype(np.int64),
+            view_numbers_N=numbers_N[order],
+            vectors_ND=vectors_ND[order],
+        )
+
+    def changes(self, state: ShardState, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
+        """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
+        rows = np.unique(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
+        old, new = self.gather(rows), ShardViews(self.current(state, num_views)).gather(rows)
+        changed = {}
+        for at, row in enumerate(rows.tolist()):
+            before, after = _passage(old, at), _passage(new, at)
+            if not np.array_equal(before[0], after[0]) or before[1].tobytes() != after[1].tobytes():
+                changed[row] = after
+        return changed
+
+
+def _passage(block: EmbeddingBlock, at: int) -> tuple[IntArray, FloatArray]:
+    span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
+    return block.view_numbers_N[span], block.vectors_ND[span]
