@@ -25,8 +25,8 @@ from ray.data import ActorPoolStrategy, TaskPoolStrategy
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.distributed import session
+from mvr_ray.distributed.dataflow import rows
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
-from mvr_ray.distributed.failures import own_errors
 from mvr_ray.errors import ResourceError
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus
@@ -126,10 +126,9 @@ def encode_corpus(
     with session.connect(resources) as info:
         cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
         session.require(info, [session.Need("encoders", resources.encoders_min, cpus, gpus)])
-        with own_errors("encoding"):
-            for row in _pipeline(task, missing, resources).iter_rows():
-                done += row["passages"]
-                progress("encode", done, total)
+        for row in rows(_pipeline(task, missing, resources), "encoding"):
+            done += row["passages"]
+            progress("encode", done, total)
     return done - before
 
 
@@ -169,14 +168,14 @@ def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
         raise ResourceError(
             f"corpus {task.corpus!r} was replaced while it was being encoded; run the same command again"
         )
-    rows: list[dict[str, Any]] = []
+    packed_rows: list[dict[str, Any]] = []
     for chunk in batch.to_pylist():
         passages = corpus.part(chunk["shard"]).passages(chunk["start"], chunk["stop"])
         packed = pack_tokens(encoder.tokenize_passages(passages))
-        rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
-    columns = {name: pa.array([row[name] for row in rows]) for name in ("shard", "start", "stop", "ids")}
+        packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
+    columns = {name: pa.array([row[name] for row in packed_rows]) for name in ("shard", "start", "stop", "ids")}
     for name, dtype in {"lengths": np.int32, **_ARRAYS}.items():
-        columns[name] = pa.array([row[name] for row in rows], pa.large_list(pa.from_numpy_dtype(dtype)))
+        columns[name] = pa.array([row[name] for row in packed_rows], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
 
 
@@ -213,8 +212,8 @@ class ChunkEncoder:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         torch.set_num_threads(self.threads)
-        rows = [self.encode(batch, at) for at in range(batch.num_rows)]
-        return pa.table({"passages": pa.array(rows, pa.int64())})
+        embedded = [self.encode(batch, at) for at in range(batch.num_rows)]
+        return pa.table({"passages": pa.array(embedded, pa.int64())})
 
     def encode(self, batch: pa.Table, at: int) -> int:
         """Embed the chunk in row `at`, unless it was written before this call was retried."""
@@ -254,11 +253,11 @@ def embed_chunk(
     shape = (len(ids), encoder.num_views, encoder.dimension)
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
-    for rows in token_batches([passage.num_tokens for passage in tokenized], tokens_per_batch):
-        embedded = encoder.embed_passages([tokenized[row] for row in rows])
+    for together in token_batches([passage.num_tokens for passage in tokenized], tokens_per_batch):
+        embedded = encoder.embed_passages([tokenized[row] for row in together])
         with np.errstate(over="ignore"):
-            views_PVD[rows] = embedded[0]
-        mask_PV[rows] = embedded[1]
+            views_PVD[together] = embedded[0]
+        mask_PV[together] = embedded[1]
     row_ptr = np.concatenate([[0], np.cumsum(mask_PV.sum(1))]).astype(np.int64)
     return EmbeddingBlock(ids, row_ptr, np.nonzero(mask_PV)[1].astype(np.int16), views_PVD[mask_PV])
 

@@ -114,13 +114,19 @@ def kept_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
     return open_encoder(Store(root), name, fingerprint)
 
 
-def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
+def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> DualEncoder:
+    """The backbone with the strategy of the `encoder` section, untrained."""
     spec = encoder_spec(run)
     punkt = None
     if spec.has_snippets and spec.sentences == "corpus":
         corpus = corpus or Corpus.open(store, run.prepare.corpus)
         punkt = train_punkt(passage.text for passage in corpus)
-    encoder = DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)
+    return DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)
+
+
+def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
+    encoder = make_encoder(run, store, corpus)
     held = save_encoder(store, run.encoder.name, encoder)
-    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", held.name, held.fingerprint, spec.strategy)
+    strategy = encoder.spec.strategy
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", held.name, held.fingerprint, strategy)
     return held

@@ -20,7 +20,7 @@ from ray.data import ActorPoolStrategy
 from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.distributed import session
-from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.dataflow import rows
 from mvr_ray.distributed.router import MatchingSnippet, Router
 from mvr_ray.distributed.searchers import Fleet
 from mvr_ray.errors import CoverageError
@@ -145,7 +145,7 @@ def rank_questions(
     ]
     if not batches:
         return
-    rows = [{"number": number, "questions": json.dumps(batch)} for number, batch in enumerate(batches)]
+    items = [{"number": number, "questions": json.dumps(batch)} for number, batch in enumerate(batches)]
     cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
     needs = [
         session.Need("rankers", resources.encoders_min, cpus, gpus),
@@ -158,7 +158,7 @@ def rank_questions(
     ]
     session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
     actor: Any = _RankerActor
-    ranked = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS)).map_batches(
+    ranked = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
         actor,
         batch_size=1,
         batch_format="pyarrow",
@@ -176,16 +176,15 @@ def rank_questions(
     )
     done, total, expected = 0, sum(len(batch.questions) for batch in batches), 0
     early: dict[int, str] = {}
-    with own_errors("ranking questions"):
-        for row in ranked.iter_rows():
-            early[row["number"]] = row["ranked"]
-            while expected in early:
-                questions = batches[expected].questions
-                for question, hits in zip(questions, json.loads(early.pop(expected))):
-                    yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
-                expected += 1
-                done += len(questions)
-                progress("questions", done, total)
+    for row in rows(ranked, "ranking questions"):
+        early[row["number"]] = row["ranked"]
+        while expected in early:
+            questions = batches[expected].questions
+            for question, hits in zip(questions, json.loads(early.pop(expected))):
+                yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
+            expected += 1
+            done += len(questions)
+            progress("questions", done, total)
 
 
 def _question(fields: Sequence[Any]) -> Question:

@@ -5,8 +5,6 @@
 A shard that is built is noted in the staging folder, and one that an earlier version has from the same settings is
 taken from there, so the same command continues after any crash and does nothing twice. Passages read, embedded, indexed
 and in the manifest are counted against each other before anything is published.
-
-Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 """
 
 import dataclasses
@@ -18,28 +16,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 
-from mvr_ray.config import IndexConfig, RunConfig
-from mvr_ray.core.collapse import MAX_COSINE, MIN_LV, collapse_report
+from mvr_ray.config import RunConfig
+from mvr_ray.core.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.encoders import LocalEncoder
 from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.shards import build_shard, index_params, shard_collapse, shard_recall
 from mvr_ray.errors import RowsLostError
-from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
+from mvr_ray.index.base import IndexParams, check_params
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
-from mvr_ray.types import EmbeddingBlock, FloatArray, Progress, no_progress
+from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.types import Progress, no_progress
+
+__all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
 
 log = logging.getLogger(__name__)
 
-RECALL_DEPTH = 100
-COLLAPSE_SAMPLE = 256
 BUILD_CPUS = 1.0
 
 
@@ -50,11 +48,6 @@ class BuiltShard(NamedTuple):
     recall: float | None
     pair_cosine: float | None
     lv: float | None
-
-
-def index_params(index: IndexConfig) -> IndexParams:
-    """The `index` section's part of how a shard is indexed."""
-    return IndexParams(**{field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)})
 
 
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
@@ -89,42 +82,6 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     store.delete_dir(layout.staging_dir(draft.index, task.key))
     progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
     return published
-
-
-def build_shard(store: Store, described: Manifest, shard: int, folder: Path) -> ShardEntry:
-    """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
-
-    `described` says which index it belongs to and how it is indexed; it need not be published.
-    """
-    embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
-    if embedded.num_passages:
-        build_index(IndexParams(**described.index_params), embedded.blocks(), folder)
-    meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
-    return manifest.add_shard(store, described.index, folder, meta)
-
-
-def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: int) -> float | None:
-    """Share of exact search's best passages that the shard's own index finds; None for an exact one.
-
-    The queries are `sample` of the shard's own views, drawn by its number.
-    """
-    params = IndexParams(**described.index_params)
-    if params.kind == "flat" or not sample or not entry.num_passages:
-        return None
-    folder = manifest.open_shard(store, described.index, entry)
-    blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
-    queries_QD = sample_views(blocks, sample, entry.shard)
-    exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
-    return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
-
-
-def sample_views(blocks: Sequence[EmbeddingBlock], num: int, seed: int) -> FloatArray:
-    """`num` views of a shard (all, where it has fewer), drawn by `seed`, as float32."""
-    ends = np.cumsum([len(block.vectors_ND) for block in blocks])
-    rows_Q = np.sort(np.random.default_rng(seed).permutation(int(ends[-1]))[:num])
-    at_Q = np.searchsorted(ends, rows_Q, side="right")
-    picked = [blocks[at].vectors_ND[row - (ends[at - 1] if at else 0)] for at, row in zip(at_Q, rows_Q)]
-    return np.stack(picked).astype(np.float32)
 
 
 def require_all_rows(corpus: Corpus, described: Manifest) -> None:
@@ -231,7 +188,8 @@ def build_one(task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | 
             entry = build_shard(store, draft, shard, folder)
     recall = shard_recall(store, draft, entry, sample)
     folder = store.local_path(layout.shard_dir(draft.index, entry.digest))
-    built = BuiltShard(entry, recall, *_collapse(EmbeddingShard.open(folder / layout.EMBEDDINGS)))
+    views = shard_collapse(EmbeddingShard.open(folder / layout.EMBEDDINGS))
+    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv)
     if kept is None:
         note = json.dumps({**built._asdict(), "entry": dataclasses.asdict(entry)})
         store.write_bytes(_note(draft, task.key, shard), note.encode())
@@ -271,24 +229,6 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, path: Path) -> None
             _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
             for block in staged.blocks():
                 writer.write(block)
-
-
-def _collapse(embedded: EmbeddingShard) -> tuple[float | None, float | None]:
-    """Mean cosine between two views of a passage and their local variation, over the shard's first passages."""
-    if not embedded.num_passages:
-        return None, None
-    block = embedded.blocks()[0]
-    num = min(COLLAPSE_SAMPLE, len(block.ids))
-    stop = int(block.row_ptr[num])
-    views_PVD = np.zeros((num, embedded.num_views, embedded.dimension), np.float32)
-    mask_PV = np.zeros(views_PVD.shape[:2], bool)
-    rows_N = np.repeat(np.arange(num), np.diff(block.row_ptr[: num + 1]))
-    own_N = block.view_numbers_N[:stop] < embedded.num_views
-    places = rows_N[own_N], block.view_numbers_N[:stop][own_N]
-    views_PVD[places] = block.vectors_ND[:stop][own_N]
-    mask_PV[places] = True
-    report = collapse_report(views_PVD, mask_PV)
-    return report.mean_pair_cosine, report.lv
 
 
 def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:

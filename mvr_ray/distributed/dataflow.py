@@ -1,0 +1,17 @@
+"""Running a Ray Data pipeline: its rows as they come, its own talk silenced, its failures as errors of ours."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import ray.data
+
+from mvr_ray.distributed.failures import own_errors
+
+
+def rows(pipeline: ray.data.Dataset, what: str) -> Iterator[dict[str, Any]]:
+    """The pipeline's rows, in the order in which they are finished. `what` names the work where Ray gives it up."""
+    pipeline.context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    with own_errors(what):
+        yield from pipeline.iter_rows()

@@ -1,0 +1,80 @@
+"""One shard at rest: its index built, named by its content, and measured.
+
+Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mvr_ray.config import IndexConfig
+from mvr_ray.core.collapse import Collapse, collapse_report
+from mvr_ray.index.base import IndexParams, build_index, measured_recall, open_index
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.types import EmbeddingBlock, FloatArray
+
+RECALL_DEPTH = 100
+COLLAPSE_SAMPLE = 256
+
+
+def index_params(index: IndexConfig) -> IndexParams:
+    """The `index` section's part of how a shard is indexed."""
+    return IndexParams(**{field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)})
+
+
+def build_shard(store: Store, described: Manifest, shard: int, folder: Path) -> ShardEntry:
+    """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
+
+    `described` says which index it belongs to and how it is indexed; it need not be published.
+    """
+    embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
+    if embedded.num_passages:
+        build_index(IndexParams(**described.index_params), embedded.blocks(), folder)
+    meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
+    return manifest.add_shard(store, described.index, folder, meta)
+
+
+def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: int) -> float | None:
+    """Share of exact search's best passages that the shard's own index finds; None for an exact one.
+
+    The queries are `sample` of the shard's own views, drawn by its number.
+    """
+    params = IndexParams(**described.index_params)
+    if params.kind == "flat" or not sample or not entry.num_passages:
+        return None
+    folder = manifest.open_shard(store, described.index, entry)
+    blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+    queries_QD = sample_views(blocks, sample, entry.shard)
+    exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
+    return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
+
+
+def sample_views(blocks: Sequence[EmbeddingBlock], num: int, seed: int) -> FloatArray:
+    """`num` views of a shard (all, where it has fewer), drawn by `seed`, as float32."""
+    ends = np.cumsum([len(block.vectors_ND) for block in blocks])
+    rows_Q = np.sort(np.random.default_rng(seed).permutation(int(ends[-1]))[:num])
+    at_Q = np.searchsorted(ends, rows_Q, side="right")
+    picked = [blocks[at].vectors_ND[row - (ends[at - 1] if at else 0)] for at, row in zip(at_Q, rows_Q)]
+    return np.stack(picked).astype(np.float32)
+
+
+def shard_collapse(embedded: EmbeddingShard) -> Collapse:
+    """Whether the views of the shard's first passages, as encoded, are one vector. Feedback views are left out."""
+    if not embedded.num_passages:
+        return Collapse(None, None, False, "the shard is empty")
+    block = embedded.blocks()[0]
+    num = min(COLLAPSE_SAMPLE, len(block.ids))
+    stop = int(block.row_ptr[num])
+    views_PVD = np.zeros((num, embedded.num_views, embedded.dimension), np.float32)
+    mask_PV = np.zeros(views_PVD.shape[:2], bool)
+    rows_N = np.repeat(np.arange(num), np.diff(block.row_ptr[: num + 1]))
+    own_N = block.view_numbers_N[:stop] < embedded.num_views
+    places = rows_N[own_N], block.view_numbers_N[:stop][own_N]
+    views_PVD[places] = block.vectors_ND[:stop][own_N]
+    mask_PV[places] = True
+    return collapse_report(views_PVD, mask_PV)
