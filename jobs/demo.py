@@ -67,15 +67,16 @@ class Demo:
         self.stage("train", trained)
         self.stage("index", trained, "several views, trained")
         self.measure("several views, trained", trained)
-        self.stage("refine", trained)
-        self.measure("trained and refined", trained)
+        refined = self.stage("refine", trained)
+        told_as = "trained and refined" if refined.published else "trained (refinement not published)"
+        self.measure(told_as, trained)
         self.ask(trained)
 
     def stage(self, name: str, run: RunConfig, what: str = "") -> Any:
         with self.timed(f"{name} {what}".strip()), record(run, name) as kept:
             kept.keep(STAGES[name](run, self.progress))
-        plain = to_plain(kept.report)
         if name in ("prepare", "train", "refine"):
+            plain = {key: value for key, value in to_plain(kept.report).items() if key != "rounds"}
             for drawn in report_tables(name, plain):
                 print_shown(drawn)
         return kept.report
