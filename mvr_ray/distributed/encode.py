@@ -190,7 +190,7 @@ def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, np.ndarray]:
 def unpack_tokens(packed: dict[str, np.ndarray]) -> list[TokenizedPassage]:
     ends = np.cumsum(packed["lengths"])[:-1]
     pieces = [np.split(np.asarray(packed[name], dtype), ends) for name, dtype in _ARRAYS.items()]
-    return [TokenizedPassage(*arrays) for arrays in zip(*pieces)]
+    return [TokenizedPassage(*arrays) for _, *arrays in zip(packed["lengths"], *pieces)]
 
 
 class ChunkEncoder:

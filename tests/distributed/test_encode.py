@@ -1,0 +1,166 @@
+"""Encoding: bytes follow from the corpus and the settings, whoever does the work and whatever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.distributed import encode, reindex
+from mvr_ray.distributed.encoders import local_encoder, resolve_encoder
+from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.types import Passage
+
+
+@given(st.lists(st.integers(1, 300), max_size=60), st.integers(64, 600))
+def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget):
+    batches = encode.token_batches(lengths, budget)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        padded = len(batch) * max(lengths[row] for row in batch)
+        assert padded <= budget or len(batch) == 1
+    widest = [max(lengths[row] for row in batch) for batch in batches]
+    assert widest == sorted(widest, reverse=True)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_packing_keeps_every_token(data):
+    ids = data.draw(st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=9), max_size=5))
+    tokenized = [
+        encode.TokenizedPassage(
+            np.array(row, np.int32), np.arange(len(row), dtype=np.int32), np.array([i % 3 - 1 for i in row], np.int16)
+        )
+        for row in ids
+    ]
+    again = encode.unpack_tokens(encode.pack_tokens(tokenized))
+    assert len(again) == len(tokenized)
+    for before, after in zip(tokenized, again):
+        assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after))
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm) -> DualEncoder:
+    return DualEncoder.from_backbone(str(minilm), EncoderSpec(num_views=3, max_passage_tokens=64))
+
+
+def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
+    texts = ["A hill.", "The Nile is long. The Rhine is shorter. Both flow north.", "Seas are deep. They are salt."]
+    passages = [Passage(f"p{i}", "", text * (1 + i)) for i, text in enumerate(texts)]
+    tokenized = encoder.tokenize_passages(passages)
+    block = encode.embed_chunk(encoder, [p.id for p in passages], tokenized, 64, "fp32")
+    assert block.ids == ["p0", "p1", "p2"]
+    for row, alone in enumerate(tokenized):
+        views_PVD, mask_PV = encoder.embed_passages([alone])
+        start, stop = block.row_ptr[row], block.row_ptr[row + 1]
+        assert block.view_numbers_N[start:stop].tolist() == np.flatnonzero(mask_PV[0]).tolist()
+        np.testing.assert_allclose(block.vectors_ND[start:stop], views_PVD[0][mask_PV[0]], atol=2e-5)
+
+
+@pytest.mark.data
+def test_chunks_cover_every_row_of_a_part_once(prepared, run_over):
+    run = run_over(prepared)
+    corpus = Corpus.open(Store(str(prepared)), run.prepare.corpus)
+    task = encode.encode_task(run, corpus, encode.LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine"))
+    for shard in range(corpus.num_shards):
+        chunks = encode.chunks_of(task, corpus, shard)
+        assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(len(corpus.part(shard))))
+
+
+@pytest.mark.data
+def test_encoder_choices_name_what_is_missing(empty_store, run_over):
+    with pytest.raises(MissingInputError, match=r"no trained encoder 'encoder'.*mvr-ray train CONFIG"):
+        resolve_encoder(run_over(empty_store, index={"encoder": "trained"}))
+    made = resolve_encoder(run_over(empty_store))
+    assert resolve_encoder(run_over(empty_store, index={"encoder": made.fingerprint})) == made
+    assert resolve_encoder(run_over(empty_store, index={"encoder": "auto"})) == made
+    with pytest.raises(MissingInputError, match=f"'abcd' not found.*there are: {made.fingerprint}"):
+        resolve_encoder(run_over(empty_store, index={"encoder": "abcd"}))
+    store = Store(str(empty_store))
+    os.rename(made.folder, made.folder.with_name("0" * 16))  # noqa: PTH104
+    with pytest.raises(FingerprintError, match=f"{made.fingerprint}, but {'0' * 16} was asked for"):
+        local_encoder(store, made.name, "0" * 16)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_encoders_that_do_not_fit_are_refused_before_any_work(empty_store, run_over, ray_session):
+    run = run_over(empty_store, resources={"encoders_min": 9, "encoders_max": 9})
+    with pytest.raises(ResourceError, match="9 encoders"):
+        reindex.index(run)
+
+
+def digests(store: Path) -> list[str]:
+    return [entry.digest for entry in manifest.read(Store(str(store)), "index").shards]
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, small_index, run_over):
+    killed: list[int] = []
+
+    def kill_one(what: str, done: int, total: int) -> None:
+        if what == "encode" and done < total and not killed:
+            killed.append(encoder_processes()[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    reindex.index(run_over(empty_store, resources={"encoders_min": 2, "encoders_max": 2}), kill_one)
+    assert killed
+    assert digests(empty_store) == digests(small_index)
+
+
+DRIVER = """
+import sys
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import reindex
+run = RunConfig.model_validate_json(sys.argv[1])
+if __name__ == "__main__":
+    reindex.index(run, lambda what, done, total: print(what, done, total, flush=True))
+"""
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over):
+    run = run_over(empty_store, resources={"encoders_max": 1, "local_cpus": 4})
+    command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        for line in driver.stdout:
+            if line.startswith("encode "):
+                driver.kill()
+                break
+    store = Store(str(empty_store))
+    assert manifest.list_versions(store, "index") == []
+    key = store.list(layout.staging_root("index"))[0]
+    assert store.list(layout.staging_dir("index", key))
+
+    said: list[tuple[str, int, int]] = []
+    reindex.index(run, lambda *told: said.append(told))
+    first = next(told for told in said if told[0] == "encode")
+    assert 0 < first[1] < first[2]
+    assert digests(empty_store) == digests(small_index)
+    assert store.list(layout.staging_root("index")) == []
+
+
+def encoder_processes() -> list[int]:
+    """Encoder actors of this process's own Ray: the children of its raylet with the actor's title."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            title = status.with_name("cmdline").read_bytes().decode(errors="replace")
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if "ChunkEncoder" in title and grandparent == os.getpid():
+            found.append(int(status.parent.name))
+    return sorted(found)
