@@ -1,0 +1,286 @@
+"""The router: S shards answer as one, what is missing is told, and what died comes back."""
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
+from mvr_ray.distributed.searchers import Gathered, LocalFleet, SearcherTask, ShardFound, Unanswered, share_out
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.errors import (
+    CoverageError,
+    DigestError,
+    EncoderError,
+    FingerprintError,
+    MissingInputError,
+    ShardIndexError,
+)
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, ShardHits
+
+V, D = 3, 8
+
+
+def made_index(root: Path, num_passages: int, num_shards: int, seed: int, kind: str = "flat", levels: int = 3):
+    """A published index of random views with few distinct values, so that many scores tie; and its views by id."""
+    rng = np.random.default_rng(seed)
+    views = {
+        f"p{number:03d}": {
+            view: rng.integers(-levels, levels + 1, D).astype(np.float32)
+            for view in sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
+        }
+        for number in rng.permutation(num_passages)
+    }
+    store = Store(str(root))
+    draft = Manifest(
+        index="made",
+        operation="index",
+        encoder_name="none",
+        encoder_fingerprint="f" * 16,
+        similarity="inner_product",
+        num_views=V,
+        dimension=D,
+        dtype="fp16",
+        corpus="none",
+        corpus_digest="",
+        index_params=dataclasses.asdict(IndexParams(kind=kind)),
+        shards=(),
+    )
+    entries = []
+    for shard in range(num_shards):
+        ids = sorted(i for i in views if shard_of(i, num_shards) == shard)
+        folder = root / "new"
+        folder.mkdir(parents=True)
+        with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
+            writer.write(
+                EmbeddingBlock(
+                    ids,
+                    np.cumsum([0, *(len(views[i]) for i in ids)]),
+                    np.array([v for i in ids for v in views[i]], np.int16),
+                    np.array([x for i in ids for x in views[i].values()], np.float32).reshape(-1, D),
+                )
+            )
+        entries.append(build_shard(store, draft, shard, folder))
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries))), views
+
+
+def brute_force(views, query_D, k: int) -> list[tuple[str, float, int]]:
+    best = []
+    for passage_id, own in views.items():
+        scores = {view: float(vector @ query_D) for view, vector in own.items()}
+        top = max(scores.values())
+        best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
+    return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]
+
+
+def local(root: Path, described: Manifest, **options) -> Router:
+    store = Store(str(root))
+    task = SearcherTask(store.root, described, tuple(entry.shard for entry in described.shards))
+    return Router(store, described, LocalFleet(task), **options)
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
+    seed, num_shards = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
+    num_passages = data.draw(st.integers(1, 60))
+    root = tmp_path / f"{seed}-{num_shards}-{num_passages}"
+    shutil.rmtree(root, ignore_errors=True)
+    described, views = made_index(root, num_passages, num_shards, seed, levels=data.draw(st.integers(1, 3)))
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
+    k = data.draw(st.integers(1, num_passages + 3))
+    answer = local(root, described).search(queries_QD, k)
+    for query_D, hits in zip(queries_QD, answer.hits):
+        assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, k)
+    assert answer.exact.certified and answer.coverage_share == 1.0
+
+
+def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
+    """Every good passage lies in one shard, far more of them than its fair share of k."""
+    described, views = made_index(tmp_path, 240, 4, 5)
+    rich = {i for i in views if shard_of(i, 4) == 2}
+    views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
+    store, entries = Store(str(tmp_path)), []
+    for entry in described.shards:
+        ids = sorted(i for i in views if shard_of(i, 4) == entry.shard)
+        (tmp_path / "new").mkdir()
+        with EmbeddingWriter(tmp_path / "new" / layout.EMBEDDINGS, D, V) as writer:
+            writer.write(
+                EmbeddingBlock(
+                    ids,
+                    np.cumsum([0, *(len(views[i]) for i in ids)]),
+                    np.array([v for i in ids for v in views[i]], np.int16),
+                    np.array([x for i in ids for x in views[i].values()], np.float32),
+                )
+            )
+        entries.append(build_shard(store, described, entry.shard, tmp_path / "new"))
+    described = dataclasses.replace(described, shards=tuple(entries))
+    queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
+    assert first_depth(40, 4) < 40 < len(rich)
+    answer = local(tmp_path, described).search(queries_QD, 40)
+    assert answer.exact.rounds == 2 and answer.exact.certified
+    for query_D, hits in zip(queries_QD, answer.hits):
+        assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, 40)
+
+
+def test_a_second_answer_replaces_only_the_queries_asked_again():
+    def hits(rows, scores, frontier) -> ShardHits:
+        rows = np.array(rows)
+        return ShardHits(rows, np.array(scores, np.float32), rows.astype(np.int16), np.array(frontier, np.float32))
+
+    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]))
+    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]))
+    both = overlaid(first, second, np.array([1]), 3)
+    assert both.ids == {0: "a", 1: "b", 2: "c"}
+    assert both.hits.rows_QK.tolist() == [[0, -1, -1], [1, 2, -1]]
+    assert both.hits.scores_QK.tolist() == [[5, -np.inf, -np.inf], [4, 2, -np.inf]]
+    assert both.hits.frontier_Q.tolist() == [3, -np.inf]
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), st.integers(1, 9))
+def test_every_shard_has_one_holder_and_no_holder_is_idle(num_bytes, groups):
+    held = share_out(num_bytes, groups)
+    assert sorted(shard for shards in held for shard in shards) == sorted(num_bytes)
+    assert all(held) and len(held) == min(groups, len(num_bytes))
+    loads = [sum(num_bytes[shard] + 1 for shard in shards) for shards in held]
+    assert max(loads) - min(loads) <= max(num_bytes.values()) + 1
+
+
+class HalfDead:
+    """A fleet whose shards in `silent` give no answer."""
+
+    def __init__(self, whole: LocalFleet, silent: set[int]) -> None:
+        self.whole, self.silent = whole, silent
+
+    def ready(self) -> None:
+        self.silent = set()
+
+    def ask(self, queries_QD, k, asked) -> Gathered:
+        found = self.whole.ask(queries_QD, k, {s: at for s, at in asked.items() if s not in self.silent}).found
+        lost = tuple(shard for shard in asked if shard in self.silent)
+        return Gathered(found, [Unanswered(lost, "late")] if lost else [])
+
+
+def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
+    described, views = made_index(tmp_path, 50, 3, 1)
+    whole = local(tmp_path, described)
+    query_QD = np.ones((1, D), np.float32)
+    fleet = HalfDead(whole.fleet, {1})
+    strict = Router(whole.store, described, fleet)
+    missing = described.shards[1].num_passages
+    with pytest.raises(CoverageError, match=rf"1 of 3 shards .*: 1 \(late\); {50 - missing} of 50 passages"):
+        strict.search(query_QD, 5)
+    partial = Router(whole.store, described, fleet, allow_partial=True).search(query_QD, 5)
+    assert (partial.passages_searched, partial.passages_total) == (50 - missing, 50)
+    assert not partial.exact.certified
+    there = {i: own for i, own in views.items() if shard_of(i, 3) != 1}
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0]] == brute_force(there, query_QD[0], 5)
+    strict.ready()
+    assert strict.search(query_QD, 5).coverage_share == 1.0
+
+
+def test_what_cannot_be_searched_is_refused(tmp_path):
+    described, _ = made_index(tmp_path, 9, 2, 1)
+    router = local(tmp_path, described)
+    with pytest.raises(ShardIndexError, match="0"):
+        router.search(np.ones((1, D), np.float32), 0)
+    with pytest.raises(ShardIndexError, match=f"{D + 1}.*{D}"):
+        router.search(np.ones((1, D + 1), np.float32), 1)
+    assert router.search(np.ones((0, D), np.float32), 3).hits == []
+    assert len(router.search(np.ones((1, D), np.float32), 1000).hits[0]) == 9
+
+
+def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
+    described, views = made_index(tmp_path, 60, 2, 3, kind="hnsw", levels=50)
+    queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
+    answer = local(tmp_path, described).search(queries_QD, 10)
+    assert not answer.exact.certified
+    assert answer.exact.method == "hnsw" and answer.exact.rescored >= 50
+    for query_D, hits in zip(queries_QD, answer.hits):
+        assert len({hit.passage_id for hit in hits}) == 10
+        for hit in hits:
+            assert hit.score == pytest.approx(max(float(x @ query_D) for x in views[hit.passage_id].values()), rel=1e-5)
+
+
+def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
+    described, _ = made_index(tmp_path, 20, 2, 1)
+    file = tmp_path / layout.shard_dir("made", described.shards[1].digest) / layout.EMBEDDINGS
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DigestError, match="shard 1"):
+        local(tmp_path, described).search(np.ones((1, D), np.float32), 1)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_texts_are_embedded_by_the_indexs_own_encoder_and_no_other(own_index, run_over):
+    run = run_over(own_index)
+    with open_router(run, local=True) as router:
+        with pytest.raises(EncoderError, match="empty"):
+            router.search_text(["who?", " "], 3)
+        folder = own_index / layout.encoder_dir("encoder", router.manifest.encoder_fingerprint)
+        queries_QD = DualEncoder.load(folder).embed_queries(["Who won?"])
+        assert router.search_text(["Who won?"], 3) == router.search(queries_QD, 3)
+    described = folder / layout.ENCODER_JSON
+    described.write_text(described.read_text().replace(folder.name, "0" * 16))
+    with (
+        open_router(run, local=True) as router,
+        pytest.raises(FingerprintError, match=f"{'0' * 16}.*{folder.name}"),
+    ):
+        router.search_text(["Who won?"], 3)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_the_snippet_that_won_is_that_of_the_winning_view(small_index, run_over):
+    with open_router(run_over(small_index), local=True) as router:
+        hit = router.search_text(["When did the oil crisis begin?"], 1).hits[0][0]
+        passage = router.passages([hit.passage_id])[hit.passage_id]
+        matched = router.matching_snippet(passage, hit.view)
+        assert matched.kind == "snippet" and passage.text[matched.start : matched.stop] == matched.text
+        assert (matched.start, matched.stop) == router.encoder.snippets(passage)[hit.view]
+        assert router.matching_snippet(passage, router.num_views).kind == "feedback"
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_passages_of_another_corpus_are_refused(own_index, run_over):
+    info = corpus.Corpus.open(Store(str(own_index)), "corpus").info
+    (own_index / layout.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
+    with (
+        open_router(run_over(own_index), local=True) as router,
+        pytest.raises(MissingInputError, match=f"digest {info.digest}, which is now {'0' * 32}"),
+    ):
+        router.passages(["any"])
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
+    run = run_over(small_index, resources={"searchers": 2})
+    asked = ["When did the oil crisis begin?", "Who owned the radio stations?"]
+    with open_router(run, local=True) as inside, open_router(run) as router:
+        whole = inside.search_text(asked, 10)
+        assert router.search_text(asked, 10) == whole
+        assert router.fleet.health(30) == [0, 1, 2]
+        held = router.fleet.shards[0]
+        os.kill(ray.get(router.fleet.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        with pytest.raises(CoverageError, match=rf"{len(held)} of 3 shards .*{held[0]} \(died\)"):
+            router.search_text(asked, 10)
+        router.ready()
+        assert router.search_text(asked, 10) == whole
