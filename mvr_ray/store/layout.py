@@ -3,6 +3,7 @@
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
     <store>/questions/<name>.arrow
     <store>/encoders/<name>/<fingerprint>/
+    <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
@@ -50,6 +51,11 @@ def latest_encoder(name: str) -> str:
 
 def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
+
+
+def training_dir(name: str, key: str) -> str:
+    """Where a training keeps its checkpoints; `key` is a digest of all that decides its result."""
+    return f"training/{name}/{key}"
 
 
 def versions_dir(index: str) -> str:

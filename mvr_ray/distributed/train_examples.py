@@ -1,0 +1,200 @@
+"""What training learns from: stored questions with their passages, or inverse cloze questions of the corpus.
+
+Examples are numbered; passages are read from the mapped corpus when a batch needs them, never all at once. What an
+example holds is drawn from (seed, epoch, number) alone.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mvr_ray.config import TrainConfig
+from mvr_ray.core.batches import Example
+from mvr_ray.core.cloze import cloze_example
+from mvr_ray.core.snippets import Splitter
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.files import Store
+from mvr_ray.types import IntArray, Passage, Question
+
+log = logging.getLogger(__name__)
+
+_NEGATIVES, _CLOZE = 3, 4
+DEV_PASSAGES = 512
+"""Dev accuracy is measured among the passages of at most so many dev questions' positives."""
+
+
+class Examples(Protocol):
+    """Numbered examples with the passage and the article that each belongs to."""
+
+    passage_E: IntArray
+    article_E: IntArray | None
+
+    def __len__(self) -> int: ...
+    def get(self, numbers: Sequence[int], epoch: int) -> list[Example]: ...
+
+
+class QuestionExamples:
+    """Questions whose first positive is in the corpus; hard negatives come from the questions or a mined set."""
+
+    def __init__(
+        self, corpus: Corpus, questions: Sequence[Question], mined: Sequence[Question], cfg: TrainConfig
+    ) -> None:
+        self._corpus = corpus
+        self._cfg = cfg
+        negatives = {question.id: question.hard_negative_ids for question in mined}
+        row_of: dict[str, int] = {}
+        articles: dict[str, int] = {}
+        passages, titles = [], []
+        self._kept: list[Question] = []
+        for question, passage in _with_passages(corpus, questions):
+            self._kept.append(
+                question._replace(hard_negative_ids=negatives.get(question.id, question.hard_negative_ids))
+            )
+            passages.append(row_of.setdefault(passage.id, len(row_of)))
+            titles.append(articles.setdefault(passage.title, len(articles)))
+        lost = len(questions) - len(self._kept)
+        if not self._kept:
+            raise DataError(
+                f"none of the {len(questions)} questions of {cfg.questions!r} has a positive passage in corpus "
+                f"{corpus.name!r}; prepare them from sources with passages"
+            )
+        if lost:
+            log.warning("questions without a positive in the corpus are left out: %d of %d", lost, len(questions))
+        self.passage_E: IntArray = np.array(passages, np.int64)
+        self.article_E: IntArray | None = np.array(titles, np.int64) if cfg.siblings else None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, numbers: Sequence[int], epoch: int) -> list[Example]:
+        chosen = [self._kept[number] for number in numbers]
+        found = self._corpus.get(question.positive_ids[0] for question in chosen)
+        made = []
+        for number, question in zip(numbers, chosen):
+            start = next((start for start in question.answer_starts if start >= 0), -1)
+            negatives = self._negatives(question, int(number), epoch)
+            positive, *known = question.positive_ids
+            made.append(Example(question.text, found[positive], start, negatives, tuple(known)))
+        return made
+
+    def _negatives(self, question: Question, number: int, epoch: int) -> tuple[Passage, ...]:
+        wanted = self._cfg.num_hard_negatives
+        ids = [i for i in question.hard_negative_ids if i not in question.positive_ids]
+        if not wanted or not ids:
+            return ()
+        order = np.random.default_rng([self._cfg.seed, epoch, number, _NEGATIVES]).permutation(len(ids))
+        found: list[Passage] = []
+        for at in order:
+            found += self._corpus.get([ids[at]]).values()
+            if len(found) == wanted:
+                break
+        return tuple(found)
+
+
+class ClozeExamples:
+    """Every passage asks with one of its sentences, another one each epoch."""
+
+    def __init__(self, corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> None:
+        self._corpus = corpus
+        self._splitter = splitter
+        self._cfg = cfg
+        sizes = [part.num_passages for part in corpus.info.parts]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.passage_E: IntArray = np.arange(int(self._starts[-1]), dtype=np.int64)
+        self.article_E: IntArray | None = None
+        if cfg.siblings:
+            articles: dict[str, int] = {}
+            titles = (articles.setdefault(passage.title, len(articles)) for passage in corpus)
+            self.article_E = np.fromiter(titles, np.int64, len(self.passage_E))
+
+    def __len__(self) -> int:
+        return len(self.passage_E)
+
+    def get(self, numbers: Sequence[int], epoch: int) -> list[Example]:
+        made = []
+        for number in numbers:
+            shard = int(np.searchsorted(self._starts, number, side="right")) - 1
+            row = int(number) - int(self._starts[shard])
+            passage = self._corpus.part(shard).passages(row, row + 1)[0]
+            rng = np.random.default_rng([self._cfg.seed, epoch, int(number), _CLOZE])
+            made.append(cloze_example(passage, self._splitter, self._cfg.cloze_keep_share, rng))
+        return made
+
+
+def open_examples(store: Store, corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examples:
+    """Raises MissingInputError, DataError, or ConfigError when there are fewer examples than a batch takes."""
+    if cfg.questions is None:
+        examples: Examples = ClozeExamples(corpus, splitter, cfg)
+        what = f"passages of corpus {corpus.name!r}"
+    else:
+        mined = read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
+        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), mined, cfg)
+        what = f"usable questions of {cfg.questions!r}"
+    if len(examples) < cfg.batch_questions:
+        raise ConfigError(
+            f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} {what}; lower it"
+        )
+    return examples
+
+
+def input_digests(store: Store, cfg: TrainConfig) -> list[str]:
+    """Digests of the question sets that training reads."""
+    names = (cfg.questions, cfg.hard_negatives, cfg.dev_questions)
+    for name in names:
+        if name:
+            read_questions(store, name)
+    return [store.sha256(layout.questions(name)) if name else "" for name in names]
+
+
+class DevSet(NamedTuple):
+    """Dev questions and the passages among which each must find its own."""
+
+    texts: list[str]
+    passages: list[Passage]
+    positive_Q: IntArray
+
+
+def open_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
+    """Questions in stored order until their positives are `DEV_PASSAGES` passages; None when none are configured."""
+    if cfg.dev_questions is None:
+        return None
+    row_of: dict[str, int] = {}
+    texts: list[str] = []
+    passages: list[Passage] = []
+    positives: list[int] = []
+    for question, passage in _with_passages(corpus, read_questions(store, cfg.dev_questions)):
+        if passage.id not in row_of:
+            if len(passages) == DEV_PASSAGES:
+                continue
+            row_of[passage.id] = len(passages)
+            passages.append(passage)
+        texts.append(question.text)
+        positives.append(row_of[passage.id])
+    if not texts:
+        raise DataError(
+            f"no question of train.dev_questions {cfg.dev_questions!r} has a positive passage in the corpus"
+        )
+    return DevSet(texts, passages, np.array(positives, np.int64))
+
+
+def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:
+    """Questions with their first positive that the corpus holds, put first; others are left out.
+
+    Answer offsets are those of the first positive: where that one is missing they are dropped.
+    """
+    kept: list[tuple[Question, Passage]] = []
+    seen: dict[str, Passage] = {}
+    for question in questions:
+        for positive in question.positive_ids:
+            if positive not in seen:
+                seen |= corpus.get([positive])
+            if positive in seen:
+                starts = question.answer_starts if positive == question.positive_ids[0] else ()
+                ids = (positive, *(other for other in question.positive_ids if other != positive))
+                kept.append((question._replace(positive_ids=ids, answer_starts=starts), seen[positive]))
+                break
+    return kept
