@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array")
 
+CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them then costs no memory traffic
+GPU_STEP = 131072
+
 
 class Survivors(NamedTuple):
     """Passages that may be among the best k, by position in the step, with an upper bound of their score."""
@@ -65,7 +68,7 @@ class Kernel(Protocol[Array]):
 class NumpyKernel:
     """The kernel of a machine without torch."""
 
-    vectors_per_step = 16384
+    vectors_per_step = CPU_STEP
     input_rounding = 0.0
 
     def put(self, rows: FloatArray) -> FloatArray:
@@ -111,7 +114,7 @@ class TorchKernel:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
             raise ShardIndexError(f"cannot search on device {device!r}: {error}; use 'cpu' or a present GPU") from error
-        self.vectors_per_step = 16384 if self.device.type == "cpu" else 131072
+        self.vectors_per_step = CPU_STEP if self.device.type == "cpu" else GPU_STEP
 
     @property
     def input_rounding(self) -> float:
