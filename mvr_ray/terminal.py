@@ -50,17 +50,19 @@ class Reporter:
             self._bars.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what not in self._started or done < self._started[what][1]:
-            self._started[what] = (now, done)
-        since, first = self._started[what]
+        now, work = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one work
+        if work not in self._started or done < self._started[work][1]:
+            self._started[work] = (now, done)
+        since, first = self._started[work]
         rate = (done - first) / (now - since) if now > since else 0.0
         if self._console.is_terminal:
-            if what not in self._tasks:
-                self._tasks[what] = self._bars.add_task(what, total=total or None, rate="")
-            self._bars.update(self._tasks[what], completed=done, total=total or None, rate=_rate(rate))
-        elif (total and done >= total) or now - self._said.get(what, -self._interval_s) >= self._interval_s:
-            self._said[what] = now
+            if work not in self._tasks:
+                self._tasks[work] = self._bars.add_task(what, total=total or None, rate="")
+            self._bars.update(
+                self._tasks[work], description=what, completed=done, total=total or None, rate=_rate(rate)
+            )
+        elif (total and done >= total) or now - self._said.get(work, -self._interval_s) >= self._interval_s:
+            self._said[work] = now
             self._console.print(progress_line(what, done, total, rate), highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:

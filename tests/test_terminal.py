@@ -38,11 +38,11 @@ def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interva
     stream = io.StringIO()
     with Reporter(stream, interval_s=3600) as progress:
         for done in range(101):
-            progress("encode", done, 100)
+            progress(f"train (loss {1 / (done + 1):.2f})", done, 100)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("encode: 0 of 100")
-    assert lines[1].startswith("encode: 100 of 100 (100 %)")
+    assert lines[0].startswith("train (loss 1.00): 0 of 100")
+    assert lines[1].startswith("train (loss 0.01): 100 of 100 (100 %)")
 
 
 def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
