@@ -263,7 +263,7 @@ class ServeConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     timeout_ms: Count = 10_000
     max_batch: Count = 256
-    max_query_chars: Count = 20_000
+    max_query_chars: Count = 100_000
     max_k: Count = 1000
     max_body_bytes: Count = 32_000_000
 

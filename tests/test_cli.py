@@ -84,8 +84,8 @@ def test_a_wrong_override_is_refused_by_name(said, run_file: str, override: str,
         (("a question", "-k", "1001"), "search: k is 1001; ask for 1 to 1000 passages (serve.max_k)"),
         (("  ",), "search: the query is empty; send a text with words in it"),
         (
-            ("word " * 10_000,),
-            "search: the query has 50000 characters; send at most 20000 (serve.max_query_chars)",
+            ("word " * 25_000,),
+            "search: the query has 125000 characters; send at most 100000 (serve.max_query_chars)",
         ),
     ],
 )

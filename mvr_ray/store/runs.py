@@ -26,8 +26,11 @@ from pydantic import BaseModel
 
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig
+from mvr_ray.errors import StorageError
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store
+
+log = logging.getLogger(__name__)
 
 
 class RunRecord:
@@ -74,8 +77,13 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             "error": trouble,
             "report": to_plain(kept.report),
         }
-        store.write_bytes(f"{kept.folder}/report.json", json.dumps(summary, indent=2).encode())
-        store.write_bytes(f"{kept.folder}/log", lines.getvalue().encode())
+        try:
+            store.write_bytes(f"{kept.folder}/report.json", json.dumps(summary, indent=2).encode())
+            store.write_bytes(f"{kept.folder}/log", lines.getvalue().encode())
+        except StorageError as error:
+            if outcome == "done":
+                raise
+            log.warning("no record of a run that %s: %s", outcome, error)  # what stopped the run matters more
 
 
 def to_plain(value: Any) -> Any:

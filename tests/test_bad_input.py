@@ -1,0 +1,330 @@
+"""What a user gets wrong, and the exact words and exit status that the command line answers with.
+
+Run files and the words of a search are refused before anything is opened: `test_config.py` and `test_cli.py` hold those
+texts. Here stand the sources, encoders and indexes that are not what they should be.
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mvr_ray.cli import main, run_stage
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ManifestError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.files import Store
+
+NUM_PASSAGES = 12
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs `mvr-ray` with these words; gives (exit status, stdout, the last line of stderr)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err.rstrip("\n").rpartition("\n")[2]
+
+    return run
+
+
+def run_file(folder: Path, **sections: dict) -> str:
+    """A run file over `folder/store` and the passages of `folder/passages.tsv`."""
+    run = {
+        "store": {"path": str(folder / "store")},
+        "prepare": {"sources": [{"path": str(folder / "passages.tsv"), "format": "dpr_tsv"}], "num_shards": 2},
+        "encoder": {"num_views": 2, "max_passage_tokens": 32},
+        "index": {"encoder": "untrained", "sort_window": 8},
+        "resources": {"encoders_max": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**run, **sections}))
+    return str(path)
+
+
+def passages(count: int = NUM_PASSAGES) -> str:
+    return "id\ttext\ttitle\n" + "".join(
+        f"p{i}\tRiver {i} is long. It ends in lake {i}.\tRivers\n" for i in range(count)
+    )
+
+
+# --- sources -----------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_not_there_is_named(said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "passages.tsv"
+    message = f"mvr-ray: source {path} does not exist ({path}); check prepare.sources"
+    assert said("prepare", run_file(tmp_path)) == (1, "", message)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("p3\tonly two columns", "2 tab-separated columns, not 3"),
+        ("p3\t  \tA title", "text is empty"),
+        ("\tA text.\tA title", "id is missing"),
+        ("p1\tA second text.\tA title", "passage id 'p1' stands already in {path}:3"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
+    said: Said, tmp_path: Path, row: str, reason: str
+) -> None:
+    path = tmp_path / "passages.tsv"
+    path.write_text(passages(3) + row + "\n")
+    assert said("prepare", run_file(tmp_path)) == (
+        1,
+        "",
+        f"mvr-ray: 1 bad rows, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
+        f"correct the file, or raise prepare.max_bad_rows to go on without such rows",
+    )
+    assert not (tmp_path / "store" / "corpora").exists()
+
+
+# --- an index of twelve passages ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Path:
+    """A folder with run.yaml and a store with version 1; nobody may change it."""
+    folder = tmp_path_factory.mktemp("bad-input")
+    (folder / "passages.tsv").write_text(passages())
+    for stage in ("prepare", "index"):
+        with pytest.raises(SystemExit) as ended:
+            main([stage, run_file(folder)])
+        assert not ended.value.code
+    return folder
+
+
+@pytest.fixture
+def config(indexed: Path, tmp_path: Path) -> str:
+    """The run file of a copy that a test may damage."""
+
+    def copied(source: str, target: str) -> None:
+        """Weights are linked: 90 MB that no test writes into (`flip` makes a new file)."""
+        (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
+
+    shutil.copytree(indexed / "store", tmp_path / "store", copy_function=copied)
+    return run_file(tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("backbone", "message"),
+    [
+        (
+            "/nowhere/model",
+            "backbone folder /nowhere/model does not exist; give a folder with config.json, model.safetensors and "
+            "tokenizer.json, or the name of a model on the Hugging Face hub",
+        ),
+        (
+            "package:no_such_package/model",
+            "package:no_such_package/model: the Python package 'no_such_package' is not installed; install it (pip "
+            "install no-such-package) or give a folder instead",
+        ),
+    ],
+)
+def test_a_backbone_that_does_not_exist_is_named(said: Said, config: str, backbone: str, message: str) -> None:
+    status = 2 if backbone.startswith("package:") else 1
+    assert said("index", config, f"encoder.backbone={backbone}") == (status, "", f"mvr-ray: {message}")
+
+
+def encoder_folder(store: Path) -> Path:
+    described = manifest.read(Store(str(store)), "index")
+    return store / layout.encoder_dir(described.encoder_name, described.encoder_fingerprint)
+
+
+@pytest.mark.ray
+def test_an_index_whose_encoder_is_gone_says_which_it_needs(said: Said, config: str, tmp_path: Path) -> None:
+    folder = encoder_folder(tmp_path / "store")
+    shutil.rmtree(folder)
+    assert said("search", config, "which river?") == (
+        1,
+        "",
+        f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. Train it "
+        f"(mvr-ray train CONFIG), copy it there, or name another in index.encoder",
+    )
+
+
+@pytest.mark.ray
+def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(said: Said, config: str, tmp_path: Path) -> None:
+    folder = encoder_folder(tmp_path / "store")
+    file = folder / layout.ENCODER_JSON
+    file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": "0" * 16}))
+    assert said("search", config, "which river?") == (
+        1,
+        "",
+        f"mvr-ray: {folder} holds encoder {'0' * 16}, but {folder.name} was asked for, which made the embeddings; "
+        f"restore that snapshot, or index again",
+    )
+
+
+@pytest.mark.ray
+def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
+    said: Said, config: str, tmp_path: Path
+) -> None:
+    folder = encoder_folder(tmp_path / "store")
+    [weights] = folder.rglob("model.safetensors")
+    flip(weights, -1)
+    status, out, message = said("search", config, "which river?")
+    assert (status, out) == (1, "")
+    assert message.startswith(f"mvr-ray: encoder snapshot {folder} was saved as {folder.name} but loads as ")
+
+
+@pytest.mark.ray
+def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
+    said: Said, config: str, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "store"))
+    first = manifest.read(store, "index")
+    manifest.publish(store, dataclasses.replace(first, parent=1, dimension=128))
+    num = first.shards[0].num_passages
+    assert said("search", config, "which river?") == (
+        1,
+        "",
+        f"mvr-ray: shard 0 of index 'index' holds {num} passages in dimension 384; its manifest says {num} in 128. "
+        f"Roll back, or index again",
+    )
+    assert said("versions", config, "rollback", "1")[0] == 0
+    assert said("search", config, "which river?")[0] == 0
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+
+
+@pytest.mark.ray
+def test_a_flipped_byte_is_found_by_search_and_verify_and_named(said: Said, config: str, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    entry = manifest.read(store, "index").shards[1]
+    name = f"{layout.shard_dir('index', entry.digest)}/{layout.EMBEDDINGS}"
+    file, sha256 = tmp_path / "store" / name, entry.files[layout.EMBEDDINGS].sha256
+    flip(file, file.stat().st_size // 2)
+    assert said("search", config, "which river?") == (
+        1,
+        "",
+        f"mvr-ray: {file} of shard 1 is missing or damaged (its sha256 is not {sha256}); roll back, or build the shard "
+        f"again: mvr-ray index CONFIG",
+    )
+    status, _, message = said("versions", config, "verify")
+    assert (status, message) == (
+        1,
+        f"mvr-ray: 1 of 2 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; roll back, or "
+        f"build the shard again: mvr-ray index CONFIG",
+    )
+
+
+@pytest.mark.ray
+def test_a_flipped_byte_in_a_manifest_is_found(said: Said, config: str, tmp_path: Path) -> None:
+    file = tmp_path / "store" / layout.manifest("index", 1)
+    written = json.loads(file.read_text())["digest"]
+    file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
+    message = f"mvr-ray: {file} is damaged: its digest is not {written}; publish again or roll back"
+    assert said("versions", config, "verify") == (1, "", message)
+    assert said("search", config, "which river?") == (1, "", message)
+
+
+@pytest.mark.ray
+def test_a_question_of_ten_thousand_words_is_answered(said: Said, config: str) -> None:
+    status, out, _ = said("search", config, "which river ends " + "there " * 10_000, "-k", str(NUM_PASSAGES), "--json")
+    assert status == 0
+    assert len({hit["id"] for hit in json.loads(out)["results"][0]}) == NUM_PASSAGES
+
+
+@pytest.mark.ray
+def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once(
+    said: Said, config: str, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text("a\n" + "river " * 10_000 + "\n")
+    words = (f"questions={asked}", f"output={tmp_path / 'out.json'}", "format=dpr", "retrieve.k=500")
+    assert said("retrieve", config, *words)[0] == 0
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [len({hit["id"] for hit in row["ctxs"]}) for row in rows] == [NUM_PASSAGES, NUM_PASSAGES]
+
+
+@pytest.mark.ray
+def test_an_empty_question_in_a_file_is_named_with_its_line(said: Said, config: str, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
+    words = (f"questions={asked}", f"output={tmp_path / 'out.json'}")
+    message = f"mvr-ray: 1 bad rows, first: {asked}:2: question is empty"
+    assert said("retrieve", config, *words) == (1, "", message)
+
+
+# --- no room -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[str]:
+    """`folder` on a disk without a free byte, or, where mounting is not allowed, files that may not grow.
+
+    Gives what the operating system says then.
+    """
+    held = folder.rename(folder.with_name("held"))
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode == 0:
+        try:
+            shutil.copytree(held, folder, dirs_exist_ok=True)
+            (folder / "filler").write_bytes(b"x" * (Store(str(folder)).free_bytes() or 0))
+            yield os.strerror(errno.ENOSPC)
+        finally:
+            subprocess.run(["umount", "-l", folder], check=True)
+        return
+    shutil.copytree(held, folder, dirs_exist_ok=True)
+    with no_growth():
+        yield os.strerror(errno.EFBIG)
+
+
+@contextmanager
+def no_growth() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.ray
+def test_a_version_that_finds_no_room_is_not_published(said: Said, indexed: Path, tmp_path: Path) -> None:
+    shutil.copytree(indexed / "store" / "indexes", tmp_path / "store" / "indexes")
+    config = run_file(tmp_path)
+    with full(tmp_path / "store") as reason:
+        status, out, message = said("versions", config, "rollback", "1")
+        assert manifest.list_versions(Store(str(tmp_path / "store")), "index") == [1]
+    assert (status, out) == (1, "")
+    assert message.startswith("mvr-ray: index 'index' version 2 not published, 1 stays live: ")
+    assert reason in message
+
+
+def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
+    """The record of the run cannot be written either, and is not what the user has to hear of."""
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+
+    def work(_run, _progress) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        raise ManifestError("version 2 not published, 1 stays live")
+
+    with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            run_stage("index", run, work, print_config=False, as_json=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
