@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from mvr_ray.config import RunConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests here can import `made`
 
 NUM_ARTICLES, PARAGRAPHS = 3, 20
 

@@ -11,11 +11,11 @@ import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made import D, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
 from mvr_ray.distributed.searchers import Gathered, LocalFleet, SearcherTask, ShardFound, Unanswered, share_out
-from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import (
     CoverageError,
     DigestError,
@@ -25,66 +25,11 @@ from mvr_ray.errors import (
     ShardIndexError,
 )
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store import corpus, layout
 from mvr_ray.store.corpus import shard_of
-from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import EmbeddingBlock, ShardHits
-
-V, D = 3, 8
-
-
-def made_index(root: Path, num_passages: int, num_shards: int, seed: int, kind: str = "flat", levels: int = 3):
-    """A published index of random views with few distinct values, so that many scores tie; and its views by id."""
-    rng = np.random.default_rng(seed)
-    views = {
-        f"p{number:03d}": {
-            view: rng.integers(-levels, levels + 1, D).astype(np.float32)
-            for view in sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
-        }
-        for number in rng.permutation(num_passages)
-    }
-    store = Store(str(root))
-    draft = Manifest(
-        index="made",
-        operation="index",
-        encoder_name="none",
-        encoder_fingerprint="f" * 16,
-        similarity="inner_product",
-        num_views=V,
-        dimension=D,
-        dtype="fp16",
-        corpus="none",
-        corpus_digest="",
-        index_params=dataclasses.asdict(IndexParams(kind=kind)),
-        shards=(),
-    )
-    entries = []
-    for shard in range(num_shards):
-        ids = sorted(i for i in views if shard_of(i, num_shards) == shard)
-        folder = root / "new"
-        folder.mkdir(parents=True)
-        with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
-            writer.write(
-                EmbeddingBlock(
-                    ids,
-                    np.cumsum([0, *(len(views[i]) for i in ids)]),
-                    np.array([v for i in ids for v in views[i]], np.int16),
-                    np.array([x for i in ids for x in views[i].values()], np.float32).reshape(-1, D),
-                )
-            )
-        entries.append(build_shard(store, draft, shard, folder))
-    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries))), views
-
-
-def brute_force(views, query_D, k: int) -> list[tuple[str, float, int]]:
-    best = []
-    for passage_id, own in views.items():
-        scores = {view: float(vector @ query_D) for view, vector in own.items()}
-        top = max(scores.values())
-        best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
-    return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]
+from mvr_ray.types import ShardHits
 
 
 def local(root: Path, described: Manifest, **options) -> Router:
@@ -100,7 +45,8 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
     num_passages = data.draw(st.integers(1, 60))
     root = tmp_path / f"{seed}-{num_shards}-{num_passages}"
     shutil.rmtree(root, ignore_errors=True)
-    described, views = made_index(root, num_passages, num_shards, seed, levels=data.draw(st.integers(1, 3)))
+    views = made_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
+    described = made_index(root, views, num_shards)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
     answer = local(root, described).search(queries_QD, k)
@@ -111,24 +57,10 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
 
 def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     """Every good passage lies in one shard, far more of them than its fair share of k."""
-    described, views = made_index(tmp_path, 240, 4, 5)
+    views = made_views(240, 5)
     rich = {i for i in views if shard_of(i, 4) == 2}
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
-    store, entries = Store(str(tmp_path)), []
-    for entry in described.shards:
-        ids = sorted(i for i in views if shard_of(i, 4) == entry.shard)
-        (tmp_path / "new").mkdir()
-        with EmbeddingWriter(tmp_path / "new" / layout.EMBEDDINGS, D, V) as writer:
-            writer.write(
-                EmbeddingBlock(
-                    ids,
-                    np.cumsum([0, *(len(views[i]) for i in ids)]),
-                    np.array([v for i in ids for v in views[i]], np.int16),
-                    np.array([x for i in ids for x in views[i].values()], np.float32),
-                )
-            )
-        entries.append(build_shard(store, described, entry.shard, tmp_path / "new"))
-    described = dataclasses.replace(described, shards=tuple(entries))
+    described = made_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
     assert first_depth(40, 4) < 40 < len(rich)
     answer = local(tmp_path, described).search(queries_QD, 40)
@@ -176,7 +108,8 @@ class HalfDead:
 
 
 def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
-    described, views = made_index(tmp_path, 50, 3, 1)
+    views = made_views(50, 1)
+    described = made_index(tmp_path, views, 3)
     whole = local(tmp_path, described)
     query_QD = np.ones((1, D), np.float32)
     fleet = HalfDead(whole.fleet, {1})
@@ -194,7 +127,7 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path):
-    described, _ = made_index(tmp_path, 9, 2, 1)
+    described = made_index(tmp_path, made_views(9, 1), 2)
     router = local(tmp_path, described)
     with pytest.raises(ShardIndexError, match="0"):
         router.search(np.ones((1, D), np.float32), 0)
@@ -205,7 +138,8 @@ def test_what_cannot_be_searched_is_refused(tmp_path):
 
 
 def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
-    described, views = made_index(tmp_path, 60, 2, 3, kind="hnsw", levels=50)
+    views = made_views(60, 3, levels=50)
+    described = made_index(tmp_path, views, 2, IndexParams(kind="hnsw"))
     queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
     answer = local(tmp_path, described).search(queries_QD, 10)
     assert not answer.exact.certified
@@ -217,7 +151,7 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
 
 
 def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
-    described, _ = made_index(tmp_path, 20, 2, 1)
+    described = made_index(tmp_path, made_views(20, 1), 2)
     file = tmp_path / layout.shard_dir("made", described.shards[1].digest) / layout.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
