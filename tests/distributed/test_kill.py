@@ -1,0 +1,122 @@
+"""Commands of `mvr-ray` that die by SIGKILL: the same command, given again, ends with the bytes of one never touched.
+
+`test_encode.py` and `test_refine.py` hold the stages' functions to this; here it is the whole command, as a process.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+
+from mvr_ray.cli import main
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+INDEX = "index"
+REFINE = {
+    "questions": "dev",
+    "method": "hybrid",
+    "step_size": 0.05,
+    "depth": 20,
+    "rounds": 12,
+    "patience": 12,
+    "max_heldout_loss": 100,
+}
+COMMAND = [sys.executable, "-m", "mvr_ray.cli"]
+
+
+@pytest.fixture
+def run_file(run_over, tmp_path) -> Callable[[Path], str]:
+    """Writes the run file of a store."""
+
+    def write(store: Path) -> str:
+        path = tmp_path / f"{store.name}.yaml"
+        path.write_text(yaml.safe_dump(run_over(store, refine=REFINE).model_dump(mode="json")))
+        return str(path)
+
+    return write
+
+
+def killed_at(moment: str, words: list[str], seen: Callable[[int, str], None] = lambda *_: None, **environment) -> None:
+    """Start a command and SIGKILL it when its progress says `moment`; `seen` hears (process id, line) until then."""
+    said = []
+    with subprocess.Popen(
+        [*COMMAND, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
+    ) as driver:
+        assert driver.stderr
+        for line in driver.stderr:
+            said.append(line)
+            if moment in line:
+                driver.send_signal(signal.SIGKILL)
+                break
+            seen(driver.pid, line)
+    assert driver.returncode == -signal.SIGKILL, "".join(said)
+
+
+def finish(*words: str) -> None:
+    """The same command once more, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+
+
+def live(store: Path) -> Manifest:
+    return manifest.read(Store(str(store)), INDEX)
+
+
+def encoder_processes(driver: int) -> list[int]:
+    """Encoder actors of a driver's private cluster: children of its raylet."""
+    parents, encoders = {}, []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            title = status.with_name("cmdline").read_bytes()
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"ChunkEncoder" in title:
+            encoders.append(int(status.parent.name))
+    return sorted(pid for pid in encoders if parents.get(parents[pid]) == driver)
+
+
+def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(empty_store, small_index, run_file):
+    killed: list[int] = []
+
+    def kill_encoder(driver: int, line: str) -> None:
+        if line.startswith("encode:") and not killed:
+            killed.extend(encoder_processes(driver)[:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    command = ["index", run_file(empty_store)]
+    killed_at("build shards: 1 of 3", command, kill_encoder)
+    assert killed
+    assert manifest.list_versions(Store(str(empty_store)), INDEX) == []
+    finish(*command)
+    assert live(empty_store).content_digest() == live(small_index).content_digest()
+    finish("versions", command[1], "verify")
+
+
+def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_bytes(small_index, run_file, tmp_path):
+    whole = shutil.copytree(small_index, tmp_path / "whole")
+    finish("refine", run_file(whole))
+    assert live(whole).operation == "refine:hybrid"
+
+    cut = shutil.copytree(small_index, tmp_path / "cut")
+    command = ["refine", run_file(cut)]
+    address = ray.get_runtime_context().gcs_address
+    killed_at("refine round 2: retrieve", command, RAY_ADDRESS=address)
+    assert live(cut).version == 1
+    killed_at(": final", command, RAY_ADDRESS=address)
+    finish(*command)
+    assert live(cut).version == live(whole).version == 2
+    assert live(cut).content_digest() == live(whole).content_digest()
+    finish("versions", command[1], "verify")
