@@ -1,0 +1,75 @@
+"""BM25 over a corpus: Lucene's form with k1 0.9 and b 0.4, English stems, stop words left out.
+
+A passage is its title and its text. Equal scores are ordered by passage id, so the same corpus gives the same ranking.
+
+Shapes: Q queries, P passages, K hits.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import bm25s
+import numpy as np
+import Stemmer  # type: ignore[missing-import]
+
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.types import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+K1, B = 0.9, 0.4
+_STOP_WORDS = "en"
+_BATCH = 256
+
+
+class BM25Hit(NamedTuple):
+    passage_id: str
+    score: float
+
+
+class BM25Index:
+    """The whole corpus in the memory of this process: about as many bytes as its text."""
+
+    def __init__(self, corpus: Corpus, progress: Progress = no_progress) -> None:
+        self._stemmer = Stemmer.Stemmer("english")
+        ids: list[str] = []
+        texts: list[str] = []
+        for passage in corpus:
+            ids.append(passage.id)
+            texts.append(f"{passage.title}\n{passage.text}")
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        self._ids = [ids[at] for at in order]
+        tokens: Any = bm25s.tokenize(
+            [texts[at] for at in order], stopwords=_STOP_WORDS, stemmer=self._stemmer, show_progress=False
+        )
+        self._searcher = bm25s.BM25(method="lucene", k1=K1, b=B)
+        self._searcher.index(tokens, show_progress=False)
+        self._vocabulary = set(tokens.vocab)
+        progress("bm25 index", len(ids), len(ids))
+
+    def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[BM25Hit]]:
+        """The best k passages a text that share a word with it; fewer where fewer do."""
+        found: list[list[BM25Hit]] = []
+        for at in range(0, len(texts), _BATCH):
+            words: Any = bm25s.tokenize(
+                list(texts[at : at + _BATCH]),
+                stopwords=_STOP_WORDS,
+                stemmer=self._stemmer,
+                return_ids=False,
+                show_progress=False,
+            )
+            found += [self._best([word for word in some if word in self._vocabulary], k) for some in words]
+            progress("bm25", len(found), len(texts))
+        return found
+
+    def _best(self, words: list[str], k: int) -> list[BM25Hit]:
+        if not words:
+            return []
+        scores_P = np.asarray(self._searcher.get_scores(words))
+        rows = np.flatnonzero(scores_P > 0)
+        if len(rows) > k:
+            kth = np.partition(scores_P[rows], len(rows) - k)[len(rows) - k]
+            rows = rows[scores_P[rows] >= kth]
+        best = rows[np.argsort(-scores_P[rows], kind="stable")][:k]
+        return [BM25Hit(self._ids[row], float(scores_P[row])) for row in best]

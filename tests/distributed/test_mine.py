@@ -1,0 +1,176 @@
+"""Mining against plain transcriptions: BM25 by its formula, the filters by hand, the live index by its ranking."""
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import Stemmer
+
+from mvr_ray.config import MineConfig, RunConfig, parse_run
+from mvr_ray.core.answers import AnswerMatcher, has_answer
+from mvr_ray.distributed.mine import bm25_search, choose_negatives, mine
+from mvr_ray.distributed.reindex import index
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Question
+
+STOP_WORDS = frozenset(
+    (
+        *("a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not"),
+        *("of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was"),
+        *("will", "with"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def run(squad_dev, tmp_path_factory) -> RunConfig:
+    """Sixty paragraphs of three articles."""
+    folder = tmp_path_factory.mktemp("mine")
+    data = [
+        {
+            "title": article["title"],
+            "paragraphs": [{"context": p["context"], "qas": p["qas"][:2]} for p in article["paragraphs"][:20]],
+        }
+        for article in squad_dev["data"][:3]
+    ]
+    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
+    made = configured(folder, {})
+    prepare(made.prepare, Store(made.store.path))
+    return made
+
+
+def configured(folder: Path, mining: dict) -> RunConfig:
+    return parse_run(
+        {
+            "store": {"path": str(folder / "store")},
+            "prepare": {"sources": [{"path": str(folder / "squad.json"), "questions": "asked"}], "num_shards": 2},
+            "mine": {"questions": "asked", "output": "mined", **mining},
+            "encoder": {"strategy": "mean", "max_passage_tokens": 64},
+            "resources": {"encoders_max": 1},
+        },
+        "test",
+    )
+
+
+def with_mining(run: RunConfig, **mining) -> RunConfig:
+    return run.model_copy(update={"mine": MineConfig(questions="asked", output="mined", **mining)})
+
+
+def plain_bm25(texts: dict[str, str], query: str, k: int) -> list[tuple[str, float]]:
+    """Lucene's BM25, written out: idf = ln(1 + (N - n + .5) / (n + .5)), tf / (tf + k1 (1 - b + b l / mean l))."""
+    stem = Stemmer.Stemmer("english").stemWord
+
+    def words(text: str) -> list[str]:
+        return [stem(word) for word in re.findall(r"(?u)\b\w\w+\b", text.lower()) if word not in STOP_WORDS]
+
+    counts = {name: Counter(words(text)) for name, text in texts.items()}
+    mean = sum(sum(count.values()) for count in counts.values()) / len(counts)
+    scores: dict[str, float] = {}
+    for word in words(query):
+        holding = sum(word in count for count in counts.values())
+        idf = math.log(1 + (len(counts) - holding + 0.5) / (holding + 0.5))
+        for name, count in counts.items():
+            if word in count:
+                norm = 0.9 * (1 - 0.4 + 0.4 * sum(count.values()) / mean)
+                scores[name] = scores.get(name, 0.0) + idf * count[word] / (count[word] + norm)
+    return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
+
+
+@pytest.mark.data
+def test_bm25_is_its_formula(run):
+    corpus = Corpus.open(Store(run.store.path), "corpus")
+    texts = {passage.id: f"{passage.title}\n{passage.text}" for passage in corpus}
+    asked = [question.text for question in read_questions(corpus.store, "asked")][:25]
+    for query, found in zip(asked, bm25_search(corpus, asked, 10)):
+        expected = plain_bm25(texts, query, 10)
+        assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], rel=1e-4)
+        clear = {name for name, score in expected if score > expected[-1][1] * 1.0001}
+        assert clear <= {hit.passage_id for hit in found}
+
+
+@pytest.mark.data
+def test_bm25_orders_equal_scores_by_id_and_finds_nothing_without_a_shared_word(run):
+    corpus = Corpus.open(Store(run.store.path), "corpus")
+    found, nothing, empty = bm25_search(corpus, ["the league season", "zzyzx qwrtp", "the of and"], 60)
+    assert [(-hit.score, hit.passage_id) for hit in found] == sorted((-hit.score, hit.passage_id) for hit in found)
+    assert nothing == empty == []
+
+
+@pytest.mark.data
+def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_up(run):
+    cfg = {"rank_from": 1, "rank_to": 12, "num_negatives": 4}
+    report = mine(with_mining(run, **cfg))
+    store = Store(run.store.path)
+    corpus = Corpus.open(store, "corpus")
+    asked, mined = read_questions(store, "asked"), read_questions(store, "mined")
+    ranked = bm25_search(corpus, [question.text for question in asked], 12)
+    gold = bearing = 0
+    for question, made, hits in zip(asked, mined, ranked):
+        assert made._replace(hard_negative_ids=()) == question
+        expected = []
+        for hit in hits[1:]:
+            if hit.passage_id in question.positive_ids:
+                gold += 1
+            elif has_answer(corpus.get([hit.passage_id])[hit.passage_id].text, question.answers):
+                bearing += 1
+            else:
+                expected.append(hit.passage_id)
+        assert list(made.hard_negative_ids) == expected[:4]
+    assert (report.dropped_gold, report.dropped_answer_bearing) == (gold, bearing)
+    assert bearing > 0
+    assert report.hits == gold + bearing + report.negatives + report.beyond_count
+    assert report.negatives == sum(len(made.hard_negative_ids) for made in mined)
+    assert mine(with_mining(run, **cfg)) == report
+
+
+@pytest.mark.data
+def test_a_draw_depends_on_the_seed_and_the_question_alone(run):
+    corpus = Corpus.open(Store(run.store.path), "corpus")
+    ids = [passage.id for passage in corpus][:30]
+    question = Question("q", "Who?", ("nothing like this",))
+
+    def drawn(seed: int, number: int) -> tuple[str, ...]:
+        cfg = MineConfig(num_negatives=5, sample=True, seed=seed)
+        return choose_negatives(question, ids, corpus, AnswerMatcher(), cfg, number=number).ids
+
+    assert drawn(0, 1) == drawn(0, 1)
+    assert len({drawn(0, 1), drawn(0, 2), drawn(1, 1)}) == 3
+    assert [ids.index(i) for i in drawn(0, 1)] == sorted(ids.index(i) for i in drawn(0, 1))
+
+
+@pytest.mark.data
+def test_an_empty_window_and_a_missing_set_are_refused(run):
+    with pytest.raises(ConfigError, match=r"rank_from is 9 and mine\.rank_to 9"):
+        mine(with_mining(run, rank_from=9, rank_to=9))
+    missing = run.model_copy(update={"mine": MineConfig(questions="nobody")})
+    with pytest.raises(MissingInputError, match="'nobody' not found"):
+        mine(missing)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
+    index(run)
+    report = mine(with_mining(run, method="index", rank_to=8, num_negatives=3))
+    store = Store(run.store.path)
+    corpus = Corpus.open(store, "corpus")
+    asked, mined = read_questions(store, "asked")[:10], read_questions(store, "mined")[:10]
+    with open_router(run, local=True) as router:
+        answer = router.search_text([question.text for question in asked], 8)
+    for question, made, hits in zip(asked, mined, answer.hits):
+        texts = corpus.get(hit.passage_id for hit in hits)
+        expected = [
+            hit.passage_id
+            for hit in hits
+            if hit.passage_id not in question.positive_ids
+            and not has_answer(texts[hit.passage_id].text, question.answers)
+        ]
+        assert list(made.hard_negative_ids) == expected[:3]
+    assert report.method == "index"
