@@ -205,7 +205,6 @@ def _worker(config: dict[str, Any]) -> str:
     device = get_device()
     assert isinstance(device, torch.device)
     state = run_loop(open_job(run), _telling(config["board"]), device)
-    ray.train.collective.barrier()
     return state.to_json().decode() if rank() == 0 else ""
 
 

@@ -1,0 +1,217 @@
+"""Training on real questions: it learns, it resumes to the bit, its pieces keep their promises."""
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed.encoders import latest_fingerprint
+from mvr_ray.distributed.train import train
+from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
+from mvr_ray.store.corpus import read_questions, write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Question
+
+QUICK = {"num_views": 2, "max_passage_tokens": 48, "max_query_tokens": 24}
+
+
+def small_squad(squad_dev: dict, folder: Path, articles: int, paragraphs: int, questions: int) -> Path:
+    """The beginning of SQuAD's development set, as a SQuAD file."""
+    data = [
+        {
+            "title": article["title"],
+            "paragraphs": [
+                {"context": p["context"], "qas": p["qas"][:questions]} for p in article["paragraphs"][:paragraphs]
+            ],
+        }
+        for article in squad_dev["data"][:articles]
+    ]
+    path = folder / "squad.json"
+    path.write_text(json.dumps({"version": "1.1", "data": data}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def store_path(squad_dev, tmp_path_factory) -> Path:
+    """Four articles of eight paragraphs with up to five questions each: two to train on, the others to test with."""
+    folder = tmp_path_factory.mktemp("train")
+    source = small_squad(squad_dev, folder, 4, 8, 5)
+    run = configured(folder / "store", {}, prepare={"sources": [{"path": str(source), "questions": "all"}]})
+    prepare(run.prepare, Store(run.store.path))
+    store = Store(run.store.path)
+    asked = read_questions(store, "all")
+    seen: dict[str, int] = {}
+    parted: dict[str, list[Question]] = {"train": [], "dev": []}
+    for question in asked:
+        number = seen[question.positive_ids[0]] = seen.get(question.positive_ids[0], -1) + 1
+        parted["dev" if number >= 2 else "train"].append(question)
+    for name, part in parted.items():
+        write_questions(store, name, part)
+    write_questions(store, "tiny", parted["train"][:6])
+    return folder / "store"
+
+
+def configured(path: Path, train: dict, encoder: dict | None = None, **sections) -> RunConfig:
+    sections.setdefault("resources", {"train_workers": 0})
+    settings = {"questions": "train", "batch_questions": 8, **train}
+    return parse_run({"store": {"path": str(path)}, "train": settings, "encoder": encoder or {}, **sections}, "test")
+
+
+def own_trainers() -> list[int]:
+    """Process ids of Ray Train's workers among the descendants of this session's raylet, not of other sessions."""
+    parents: dict[int, int] = {}
+    trainers: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if (folder / "cmdline").read_text().startswith("ray::RayTrainWorker"):
+                trainers.append(int(folder.name))
+    groups = ray._private.worker._global_node.all_processes.values()
+    mine = {process.process.pid for group in groups for process in group}
+    return [pid for pid in trainers if parents[pid] in mine]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step: int):
+    def progress(what: str, done: int, total: int) -> None:
+        if done == step:
+            raise Stopped
+
+    return progress
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "encoder", "settings"),
+    [
+        ("warm", {"strategy": "snippets", **QUICK}, {"warm_start_steps": 3, "dev_questions": "dev"}),
+        ("fp", {"strategy": "viewers", **QUICK}, {"cache_chunk": 3, "questions_per_passage": 2, "siblings": True}),
+        ("cloze", {"strategy": "snippet_means", "tied": False, **QUICK}, {"questions": None, "max_steps": 4}),
+    ],
+)
+def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
+    cfg = {"epochs": 2, "max_steps": 7, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
+    whole = train(configured(store_path, cfg, {"name": f"{name}-whole", **encoder}))
+    broken = configured(store_path, cfg, {"name": f"{name}-broken", **encoder})
+    for step in (1, 3, 4):
+        with pytest.raises(Stopped):
+            train(broken, stop_at(step))
+    again = train(broken)
+    assert again.fingerprint == whole.fingerprint
+    assert again.metrics == whole.metrics
+    assert again.epochs == whole.epochs
+
+
+@pytest.mark.data
+def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
+    run = configured(store_path, {"questions": "tiny", "batch_questions": 4, "max_steps": 1}, {"name": "once", **QUICK})
+    calls: list[int] = []
+    first = train(run, lambda what, done, total: calls.append(done))
+    assert train(run, lambda what, done, total: calls.append(done)) == first
+    assert calls == [1]
+    changed = run.model_copy(update={"train": run.train.model_copy(update={"lr": 1e-3})})
+    other = train(changed)
+    assert other.fingerprint != first.fingerprint
+    store = Store(run.store.path)
+    assert latest_fingerprint(store, "once") == other.fingerprint
+    opened = DualEncoder.load(store.local_path(first.folder))
+    assert opened.fingerprint == first.fingerprint
+    assert opened.spec.max_passage_tokens == 48
+
+
+@pytest.mark.data
+def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
+    settings = {
+        "dev_questions": "dev",
+        "epochs": 6,
+        "batch_questions": 16,
+        "questions_per_passage": 2,
+        "siblings": True,
+        "lr": 1e-4,
+        "dropout": 0.0,
+        "max_passage_tokens": 96,
+    }
+    run = configured(store_path, settings, {"name": "learns", "strategy": "cls", "max_query_tokens": 32})
+    made = train(run)
+    assert made.epochs[-1].loss < 0.7 * made.epochs[0].loss
+    assert made.metrics["dev_top1"] >= made.metrics["dev_top1_before"] + 0.1
+    assert made.metrics["dev_top1"] == max(epoch.dev_top1 for epoch in made.epochs)
+
+
+@pytest.mark.data
+def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
+    made = train(configured(store_path, settings, {"name": "collapsed", "strategy": "viewers", **QUICK}))
+    assert made.epochs[-1].collapsed
+    assert "views have collapsed" in caplog.text
+    spread = train(configured(store_path, settings, {"name": "spread", "strategy": "snippet_means", **QUICK}))
+    assert not spread.epochs[-1].collapsed
+    assert sum(spread.epochs[-1].view_shares) == pytest.approx(1)
+
+
+@pytest.mark.data
+def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_loss(store_path):
+    def loss(**settings) -> float:
+        cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "dropout": 0.0, **settings}
+        name = "-".join(settings) or "plain"
+        return train(configured(store_path, cfg, {"name": name, **QUICK})).metrics["loss"]
+
+    plain = loss()
+    assert loss(gradient_checkpointing=True) == plain
+    assert loss(precision="bf16") == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.data
+def test_what_cannot_be_trained_is_refused_by_name(store_path):
+    def refused(error, told, train_settings=None, encoder=None, **sections):
+        with pytest.raises(error, match=told):
+            train(configured(store_path, train_settings or {}, encoder or QUICK, **sections))
+
+    refused(ConfigError, "3 workers .* a multiple of 3", resources={"train_workers": 3})
+    refused(ConfigError, "batch_questions is 64, but there are only 6", {"questions": "tiny", "batch_questions": 64})
+    refused(ConfigError, "camvr, which needs snippets", {"loss": "camvr"}, {"strategy": "mean"})
+    refused(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
+    refused(MissingInputError, "'0123'.* not found", {"init_from": "0123"})
+    refused(ResourceError, "sees no GPU", resources={"train_workers": 0, "gpus_per_trainer": 1})
+    write_questions(Store(str(store_path)), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
+    refused(DataError, "none of the 1 questions", {"questions": "strays"})
+
+
+@pytest.mark.data
+def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
+    first = train(configured(store_path, settings, {"name": "chain", **QUICK}))
+    second = train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", **QUICK}))
+    assert second.fingerprint != first.fingerprint
+    with pytest.raises(EncoderError, match="num_views"):
+        train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session):
+    """Two workers on Ray, one killed half way, end as two workers that nobody disturbed."""
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
+    resources = {"train_workers": 2, "cpus_per_trainer": 1}
+    killed: list[int] = []
+
+    def kill_one(what: str, done: int, total: int) -> None:
+        if done >= 2 and not killed:
+            killed.append(own_trainers()[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    calm = train(configured(store_path, settings, {"name": "calm", **QUICK}, resources=resources))
+    hurt = train(configured(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
+    assert killed
+    assert hurt.fingerprint == calm.fingerprint
+    assert hurt.epochs == calm.epochs

@@ -1,0 +1,117 @@
+"""What training learns from: positives that are there, negatives that are none, the same draw every time."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
+from mvr_ray.core.snippets import load_punkt
+from mvr_ray.distributed.train_examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
+from mvr_ray.errors import ConfigError
+from mvr_ray.store.corpus import Corpus, write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import Question
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    """Three articles of four paragraphs; every paragraph has three sentences of its own words."""
+    folder: Path = tmp_path_factory.mktemp("examples")
+    sentences = [
+        "The {0} number {1} has a first fact.",
+        "A second fact of {0} {1} follows.",
+        "The last {0} {1} fact ends.",
+    ]
+    data = [
+        {
+            "title": title,
+            "paragraphs": [{"context": " ".join(sentences).format(title, number), "qas": []} for number in range(4)],
+        }
+        for title in ("river", "hill", "town")
+    ]
+    (folder / "source.json").write_text(json.dumps({"version": "1.1", "data": data}))
+    store = Store(str(folder / "store"))
+    source = SourceConfig(path=str(folder / "source.json"), format="squad")
+    prepare(PrepareConfig(sources=[source], num_shards=3), store)
+    return Corpus.open(store, "corpus")
+
+
+@pytest.fixture(scope="module")
+def ids(corpus: Corpus) -> list[str]:
+    return sorted(passage.id for passage in corpus)
+
+
+def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
+    asked = [
+        Question("a", "A?", ("x",), (ids[0], ids[5]), answer_starts=(7,)),
+        Question("b", "B?", ("x",), ("gone", ids[1]), answer_starts=(7,)),
+        Question("c", "C?", ("x",), ("gone",)),
+        Question("d", "D?", ("x",)),
+    ]
+    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q"))
+    first, second = examples.get([0, 1], 0)
+    assert len(examples) == 2
+    assert (first.passage.id, first.answer_start, first.known_ids) == (ids[0], 7, (ids[5],))
+    assert (second.passage.id, second.answer_start) == (ids[1], -1), "an offset belongs to the first positive's text"
+
+
+def test_hard_negatives_are_drawn_anew_each_epoch_and_are_never_gold_or_missing(corpus, ids):
+    asked = [Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[0], ids[1], "gone", *ids[2:8]))]
+    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", num_hard_negatives=2))
+    drawn = [tuple(passage.id for passage in examples.get([0], epoch)[0].negatives) for epoch in range(20)]
+    assert all(len(set(pair)) == 2 for pair in drawn)
+    assert set().union(*drawn) == set(ids[2:8])
+    again = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", num_hard_negatives=2))
+    assert drawn == [tuple(passage.id for passage in again.get([0], epoch)[0].negatives) for epoch in range(20)]
+
+
+def test_mined_negatives_replace_those_of_the_question(corpus, ids):
+    asked = [Question("a", "A?", ("x",), (ids[0],), (ids[1],)), Question("b", "B?", ("x",), (ids[0],), (ids[2],))]
+    mined = [asked[0]._replace(hard_negative_ids=(ids[7],))]
+    first, second = QuestionExamples(corpus, asked, mined, TrainConfig(questions="q")).get([0, 1], 0)
+    assert [passage.id for passage in first.negatives] == [ids[7]]
+    assert [passage.id for passage in second.negatives] == [ids[2]]
+
+
+def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus, ids):
+    asked = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([*ids, *ids])]
+    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", siblings=True))
+    assert examples.article_E is not None
+    titles = [corpus.get([passage_id])[passage_id].title for passage_id in [*ids, *ids]]
+    assert examples.passage_E[: len(ids)].tolist() == examples.passage_E[len(ids) :].tolist()
+    same = examples.article_E[:, None] == examples.article_E[None]
+    assert same.tolist() == [[a == b for b in titles] for a in titles]
+
+
+def test_cloze_examples_are_all_passages_each_with_another_sentence_by_epoch(corpus, ids):
+    examples = ClozeExamples(corpus, load_punkt(), TrainConfig(cloze_keep_share=0.0))
+    epochs = [examples.get(range(len(examples)), epoch) for epoch in range(6)]
+    assert sorted(example.passage.id for example in epochs[0]) == ids
+    assert epochs[0] == examples.get(range(len(examples)), 0)
+    asked = Counter(len({epoch[number].text for epoch in epochs}) for number in range(len(examples)))
+    assert asked[1] < len(examples) / 3
+    assert all(example.text not in example.passage.text for epoch in epochs for example in epoch)
+
+
+def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, monkeypatch):
+    asked = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([ids[0], ids[0], *ids[1:]])]
+    write_questions(corpus.store, "dev", asked)
+    cfg = TrainConfig(dev_questions="dev")
+    dev = open_dev(corpus.store, corpus, cfg)
+    assert dev is not None
+    assert [dev.passages[row].id for row in dev.positive_Q] == [q.positive_ids[0] for q in asked]
+    assert len(dev.passages) == len(ids) < DEV_PASSAGES
+    monkeypatch.setattr("mvr_ray.distributed.train_examples.DEV_PASSAGES", 3)
+    few = open_dev(corpus.store, corpus, cfg)
+    assert few is not None
+    assert len(few.passages) == 3
+    assert np.array_equal(few.positive_Q, [0, 0, 1, 2])
+
+
+def test_fewer_examples_than_a_batch_are_refused(corpus):
+    with pytest.raises(ConfigError, match="batch_questions is 32, but there are only 12 passages"):
+        open_examples(corpus.store, corpus, load_punkt(), TrainConfig())
