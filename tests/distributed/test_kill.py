@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ REFINE = {
     "max_heldout_loss": 100,
 }
 COMMAND = [sys.executable, "-m", "mvr_ray.cli"]
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """Where a private cluster puts its files, which its killed driver cannot remove; the path must be short."""
+    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -88,7 +97,9 @@ def encoder_processes(driver: int) -> list[int]:
     return sorted(pid for pid in encoders if parents.get(parents[pid]) == driver)
 
 
-def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(empty_store, small_index, run_file):
+def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
+    empty_store, small_index, run_file, ray_folder
+):
     killed: list[int] = []
 
     def kill_encoder(driver: int, line: str) -> None:
@@ -97,7 +108,7 @@ def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(e
             os.kill(killed[0], signal.SIGKILL)
 
     command = ["index", run_file(empty_store)]
-    killed_at("build shards: 1 of 3", command, kill_encoder)
+    killed_at("build shards: 1 of 3", command, kill_encoder, RAY_TMPDIR=ray_folder)
     assert killed
     assert manifest.list_versions(Store(str(empty_store)), INDEX) == []
     finish(*command)

@@ -74,6 +74,7 @@ def cluster() -> Iterator[Cluster]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # no job is left to wait for when the head is stopped
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [RAY, "start", "--head", "--block", "--num-cpus=4", "--object-store-memory=200000000"]
