@@ -11,7 +11,7 @@ shard is silent is not measured.
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
+from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError
@@ -78,11 +79,10 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         for name, questions in sets:
             rows += measured(run.index.name, name, list(itertools.islice(ranked, len(questions))), settings)
         if settings.bm25:
+            words = BM25Index(router.corpus, progress)
             for asked in sets:
-                progress("bm25", 0, len(asked.questions))
-                found = list(bm25_ranking(router.corpus, asked, rank))
+                found = bm25_ranking(words, router.corpus, asked, rank, progress)
                 rows += measured("bm25", asked.name, found, settings)
-                progress("bm25", len(found), len(found))
     log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
     return EvaluationReport(
         described.index,
@@ -118,24 +118,20 @@ def _row(system: str, name: str, metric: str, values_Q: FloatArray, settings: Ev
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
 
 
-def bm25_ranking(searched: Corpus, asked: QuestionSet, settings: RankSettings) -> Iterator[RankedQuestion]:
+def bm25_ranking(
+    words: BM25Index, searched: Corpus, asked: QuestionSet, settings: RankSettings, progress: Progress = no_progress
+) -> list[RankedQuestion]:
     """BM25's hits over the same passages, judged by the same rules."""
-    from mvr_ray.distributed.mine import bm25_search
-
     matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
-    found = bm25_search(searched, [question.text for question in asked.questions], settings.k)
-    for question, hits in zip(asked.questions, found):
+    ranked: list[RankedQuestion] = []
+    for question, hits in zip(
+        asked.questions, words.search([question.text for question in asked.questions], settings.k, progress)
+    ):
         texts = searched.get(hit.passage_id for hit in hits)
-        yield RankedQuestion(
-            question,
-            [
-                RankedPassage(
-                    hit.passage_id,
-                    "",
-                    "",
-                    hit.score,
-                    matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None,
-                )
-                for hit in hits
-            ],
-        )
+        marks = [
+            matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
+            for hit in hits
+        ]
+        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(hits, marks)]
+        ranked.append(RankedQuestion(question, passages))
+    return ranked

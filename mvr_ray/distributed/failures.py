@@ -11,9 +11,14 @@ from mvr_ray.errors import MvrRayError, ResourceError
 
 @contextmanager
 def own_errors(what: str) -> Iterator[None]:
-    """Raise our own error where one lies behind Ray's, and ResourceError where Ray itself gave up on `what`."""
+    """Raise our own error where one lies behind Ray's, and ResourceError where Ray itself gave up on `what`.
+
+    A deadline that passed (GetTimeoutError) is the caller's own matter, and stays as it is.
+    """
     try:
         yield
+    except ray.exceptions.GetTimeoutError:
+        raise
     except (ray.exceptions.RayError, SystemException) as error:
         raise unwrapped(error, what) from error
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import ray
 
 from mvr_ray.config import RunConfig
@@ -225,10 +226,17 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, path: Path) -> None
     ids = part.ids()
     with EmbeddingWriter(path, task.dimension, task.num_views, task.dtype) as writer:
         for chunk in chunks_of(task, corpus, shard):
-            staged = EmbeddingShard.open(store.local_path(task.staged(chunk)))
+            staged = _staged(store, task.staged(chunk))
             _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
             for block in staged.blocks():
                 writer.write(block)
+
+
+def _staged(store: Store, path: str) -> EmbeddingShard:
+    """A staged chunk; from an object store it is read into memory, for a copy in the cache would never be used again."""
+    if store.is_local:
+        return EmbeddingShard.open(store.local_path(path))
+    return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
 
 
 def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:

@@ -99,6 +99,18 @@ def test_encoders_that_do_not_fit_are_refused_before_any_work(empty_store, run_o
         reindex.index(run)
 
 
+@pytest.mark.data
+@pytest.mark.ray
+def test_an_error_of_ours_in_a_worker_reaches_the_caller_as_itself(empty_store, run_over, ray_session):
+    made = resolve_encoder(run_over(empty_store))
+    weights = made.folder / "shared" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(FingerprintError, match=f"saved as {made.fingerprint} but loads as"):
+        reindex.index(run_over(empty_store, index={"encoder": made.fingerprint}))
+
+
 def digests(store: Path) -> list[str]:
     return [entry.digest for entry in manifest.read(Store(str(store)), "index").shards]
 

@@ -1,0 +1,195 @@
+"""Rankings and measurements of a real index, against exhaustive search and slow counting."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mvr_ray.core.answers import has_answer
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.evaluate import measured
+from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
+from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
+from mvr_ray.distributed.router import Router, open_router
+from mvr_ray.distributed.searchers import Gathered, Unanswered
+from mvr_ray.errors import ConfigError, CoverageError, MissingInputError
+from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.types import EmbeddingBlock, Question
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+
+def all_views(store: Path) -> list[tuple[str, int, np.ndarray]]:
+    """(passage id, view number, vector) of every view at rest, in float64."""
+    found = []
+    for entry in manifest.read(Store(str(store)), "index").shards:
+        folder = store / layout.shard_dir("index", entry.digest)
+        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+            for row, passage_id in enumerate(block.ids):
+                for at in range(block.row_ptr[row], block.row_ptr[row + 1]):
+                    found.append((passage_id, int(block.view_numbers_N[at]), block.vectors_ND[at].astype(np.float64)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
+    """Every question's passages as (id, score, view), best first, by comparing it with every view in turn."""
+    store = Store(str(small_index))
+    views = all_views(small_index)
+    fingerprint = manifest.read(store, "index").encoder_fingerprint
+    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", fingerprint))
+    ranked = {}
+    for question in corpus.read_questions(store, "dev"):
+        query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
+        best: dict[str, tuple[float, int]] = {}
+        for passage_id, view, vector_D in views:
+            score = float(query_D @ vector_D)
+            if passage_id not in best or score > best[passage_id][0]:
+                best[passage_id] = score, view
+        ranked[question.id] = sorted(((i, s, v) for i, (s, v) in best.items()), key=lambda hit: (-hit[1], hit[0]))
+    return ranked
+
+
+def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_index, tmp_path, run_over, expected):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    report = retrieve(run_over(small_index), "dev", one, "jsonl")
+    many = {"encoders_min": 2, "encoders_max": 2, "searchers": 2}
+    retrieve(run_over(small_index, resources=many), "dev", two, "jsonl")
+    assert one.read_bytes() == two.read_bytes()
+    assert (report.questions, report.k, report.version, report.exact) == (40, 10, 1, True)
+
+    store = Store(str(small_index))
+    asked = corpus.read_questions(store, "dev")
+    passages = {passage.id: passage for passage in corpus.Corpus.open(store, "corpus")}
+    rows = [json.loads(line) for line in one.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [question.id for question in asked]
+    for question, row in zip(asked, rows):
+        for hit, (passage_id, score, view) in zip(row["hits"], expected[question.id][:10], strict=True):
+            assert hit["score"] == pytest.approx(score, abs=1e-5)
+            assert hit["text"] == passages[hit["id"]].text and hit["snippet"] in hit["text"]
+            assert hit["has_answer"] == has_answer(hit["text"], question.answers)
+            assert (hit["id"], hit["view"]) == (passage_id, view)
+
+
+def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
+    report = evaluate(run_over(small_index, evaluate={"bm25": True}))
+    store = Store(str(small_index))
+    asked = corpus.read_questions(store, "dev")
+    opened = corpus.Corpus.open(store, "corpus")
+    texts = {passage.id: passage.text for passage in opened}
+    words = BM25Index(opened).search([question.text for question in asked], 20)
+    systems = {
+        "index": [[hit[0] for hit in expected[question.id]][:20] for question in asked],
+        "bm25": [[hit.passage_id for hit in hits] for hits in words],
+    }
+    got = {(row.system, row.metric): row for row in report.rows}
+    wanted = {}
+    for system, lists in systems.items():
+        for k in (1, 5, 20):
+            answered = [any(has_answer(texts[i], q.answers) for i in ids[:k]) for q, ids in zip(asked, lists)]
+            gold = [any(i in q.positive_ids for i in ids[:k]) for q, ids in zip(asked, lists)]
+            wanted[system, f"answer/top-{k}"], wanted[system, f"gold/top-{k}"] = np.mean(answered), np.mean(gold)
+        places = [[rank for rank, i in enumerate(ids, 1) if i in q.positive_ids] for q, ids in zip(asked, lists)]
+        wanted[system, "gold/mrr"] = np.mean([1 / at[0] if at else 0 for at in places])
+        gains = [1 / math.log2(1 + at[0]) if at and at[0] <= 10 else 0 for at in places]  # one gold passage each
+        wanted[system, "gold/ndcg@10"] = np.mean(gains)
+    assert all(len(question.positive_ids) == 1 for question in asked)
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert got[key].value == pytest.approx(value), key
+        assert got[key].low <= value <= got[key].high and got[key].n == 40
+    assert (report.version, report.passages, report.exact) == (1, 60, True)
+
+
+def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
+    settings = run_over(tmp_path, evaluate={"k": [1]}).evaluate
+    right, wrong = RankedPassage("p1", "", "", 1.0, True), RankedPassage("p2", "", "", 0.5, False)
+    ranked = [
+        RankedQuestion(Question("a", "?", answers=("x",)), [right, wrong]),
+        RankedQuestion(Question("b", "?", answers=("x",)), [wrong]),
+        RankedQuestion(Question("c", "?", positive_ids=("p2",)), [right, wrong]),
+        RankedQuestion(Question("d", "?"), []),
+    ]
+    values = {row.metric: (row.value, row.n) for row in measured("s", "q", ranked, settings)}
+    assert values["answer/top-1"] == (0.5, 2)
+    assert values["gold/top-1"] == (0.0, 1)
+    assert values["gold/mrr"] == (0.0, 1)
+    assert values["gold/ndcg@10"] == (pytest.approx(1 / math.log2(3)), 1)
+
+
+class LosesOnce:
+    """A fleet in which shard 1 dies with the first search and is there again when all are waited for."""
+
+    def __init__(self, whole) -> None:
+        self.whole, self.dead, self.waited = whole, True, 0
+
+    def ready(self) -> None:
+        self.dead, self.waited = False, self.waited + 1
+
+    def ask(self, queries_QD, k, asked) -> Gathered:
+        found = self.whole.ask(queries_QD, k, asked).found
+        if not self.dead:
+            return Gathered(found, [])
+        return Gathered([answer for answer in found if answer.shard != 1], [Unanswered((1,), "died")])
+
+
+def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, run_over, expected):
+    with open_router(run_over(small_index), local=True) as router:
+        fleet = LosesOnce(router.fleet)
+        lossy = Router(router.store, router.manifest, fleet)
+        asked = question_set(router.store, "dev")
+        with pytest.raises(CoverageError):
+            lossy.search_text(["Who won?"], 3)
+        ranked = QuestionRanker(lossy, RankSettings(k=5)).rank(asked)
+    assert fleet.waited == 1
+    for question, hits in zip(asked.questions, ranked):
+        assert [hit.id for hit in hits] == [hit[0] for hit in expected[question.id]][:5]
+
+
+def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over):
+    store = Store(str(own_index))
+    asked = question_set(store, "dev")
+    passage_id, _, vector_D = all_views(own_index)[17]
+    moved = sorted(question.id for question in asked.questions)[:1]
+    file = own_index / "moved.arrow"
+    with EmbeddingWriter(file, len(vector_D), 1, "fp32") as writer:
+        writer.write(EmbeddingBlock(moved, np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32)))
+    live = manifest.read(store, "index")
+    digest = manifest.add_refined_queries(store, "index", file)
+    manifest.publish(
+        store, dataclasses.replace(live, parent=1, operation="refine:query", refined_queries={"dev": digest})
+    )
+    with open_router(run_over(own_index), local=True) as router:
+        plain = QuestionRanker(router, RankSettings(k=1)).rank(asked)
+        refined = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(asked)
+        other = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(
+            QuestionSet("file", asked.questions)
+        )
+    assert plain == other
+    for question, before, after in zip(asked.questions, plain, refined):
+        if question.id in moved:
+            assert after[0].id == passage_id and after[0].score == pytest.approx(float(vector_D @ vector_D), abs=1e-4)
+        else:
+            assert after == before
+
+
+def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(small_index, tmp_path):
+    store = Store(str(small_index))
+    file = tmp_path / "asked.txt"
+    file.write_text("Who won?\nWho lost?\n")
+    assert [question.text for question in question_set(store, str(file)).questions] == ["Who won?", "Who lost?"]
+    assert question_set(store, "dev").questions == corpus.read_questions(store, "dev")
+    with pytest.raises(MissingInputError, match=r"'nothing'.*sets: dev"):
+        question_set(store, "nothing")
+
+
+def test_evaluating_nothing_names_what_could_be(small_index, run_over):
+    with pytest.raises(ConfigError, match="stored are: dev"):
+        evaluate(run_over(small_index, evaluate={"questions": []}))
