@@ -12,6 +12,7 @@ from mvr_ray.distributed.failures import own_errors
 def rows(pipeline: ray.data.Dataset, what: str) -> Iterator[dict[str, Any]]:
     """The pipeline's rows, in the order in which they are finished. `what` names the work where Ray gives it up."""
     pipeline.context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    pipeline.context.raise_original_map_exception = True
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     with own_errors(what):
         yield from pipeline.iter_rows()

@@ -8,6 +8,9 @@ from ray.data.exceptions import SystemException
 
 from mvr_ray.errors import MvrRayError, ResourceError
 
+_RAY_DATA_NOTE = "\nFailed to apply UDF transform"
+"""Ray Data adds a paragraph about its retry settings to the message of an error that a function of ours raised."""
+
 
 @contextmanager
 def own_errors(what: str) -> Iterator[None]:
@@ -28,7 +31,8 @@ def unwrapped(error: BaseException, what: str) -> BaseException:
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, ray.exceptions.RayTaskError) and isinstance(at.cause, MvrRayError):
-            return at.cause
+            told = str(at.cause).partition(_RAY_DATA_NOTE)[0]
+            return at.cause if told == str(at.cause) else type(at.cause)(told)
         if isinstance(at, MvrRayError) and not isinstance(at, ray.exceptions.RayError):
             return at
         at = getattr(at, "cause", None) if isinstance(at, ray.exceptions.RayTaskError) else at.__cause__

@@ -233,7 +233,7 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, path: Path) -> None
 
 
 def _staged(store: Store, path: str) -> EmbeddingShard:
-    """A staged chunk; from an object store it is read into memory, for a copy in the cache would never be used again."""
+    """A staged chunk; from an object store it is read into memory, for a cached copy would never be used again."""
     if store.is_local:
         return EmbeddingShard.open(store.local_path(path))
     return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
