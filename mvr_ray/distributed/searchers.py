@@ -29,6 +29,8 @@ from mvr_ray.types import FloatArray, IntArray, ShardHits
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 100_000
+OPEN_TIMEOUT_S = 3600.0
+"""For starting searchers and reading every file of their shards once; an answer's own deadline is much shorter."""
 _remote: Any = ray.remote
 Asked = Mapping[int, IntArray | None]
 """Shard -> positions of the queries to ask it, None: all of them."""
@@ -175,10 +177,10 @@ class RemoteFleet:
         try:
             with own_errors("opening the index"):
                 opened = [actor.open.options(max_task_retries=-1).remote() for actor in self.actors]
-                ray.get(opened, timeout=self.timeout_s)
+                ray.get(opened, timeout=OPEN_TIMEOUT_S)
         except TimeoutError:
             raise ShardIndexError(
-                f"the {len(self.actors)} searchers did not open their shards within {self.timeout_s:g} s; "
+                f"the {len(self.actors)} searchers did not open their shards within {OPEN_TIMEOUT_S:g} s; "
                 f"see whether the cluster has room for them (mvr-ray doctor)"
             ) from None
 
