@@ -139,6 +139,9 @@ def _save(run: RunConfig, store: Store, job: TrainingJob, state: TrainState) -> 
     named = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv", "dev_top1")
     metrics |= {name: float(best[name]) for name in named if best.get(name) is not None}
     log.info("trained encoder: fingerprint=%s best_step=%d", held.fingerprint, state.best_step)
+    if state.before is not None and state.best_step >= 0 and state.best_accuracy <= state.before:
+        told = "training did not raise dev accuracy: before=%.3f best=%.3f; more questions, or a lower train.lr, may"
+        log.warning(told, state.before, state.best_accuracy)
     record = {"fingerprint": held.fingerprint, "metrics": metrics, "epochs": state.epochs}
     return (json.dumps(record, indent=1) + "\n").encode()
 

@@ -149,7 +149,8 @@ class Loop:
                     self._save(optimiser)
             return self.state
         finally:
-            self.model.set_gradient_checkpointing(False)
+            if self.cfg.gradient_checkpointing:
+                self.model.set_gradient_checkpointing(False)
             self.model.spec = self.full_spec
             self.model.eval()
 

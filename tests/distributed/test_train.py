@@ -96,14 +96,14 @@ def stop_at(step: int):
     [
         ("warm", {"strategy": "snippets", **QUICK}, {"warm_start_steps": 3, "dev_questions": "dev"}),
         ("fp", {"strategy": "viewers", **QUICK}, {"cache_chunk": 3, "questions_per_passage": 2, "siblings": True}),
-        ("cloze", {"strategy": "snippet_means", "tied": False, **QUICK}, {"questions": None, "max_steps": 4}),
+        ("cloze", {"strategy": "snippet_means", "tied": False, **QUICK}, {"questions": None}),
     ],
 )
 def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
-    cfg = {"epochs": 2, "max_steps": 7, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
+    cfg = {"epochs": 2, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
     whole = train(configured(store_path, cfg, {"name": f"{name}-whole", **encoder}))
     broken = configured(store_path, cfg, {"name": f"{name}-broken", **encoder})
-    for step in (1, 3, 4):
+    for step in (1, 5):
         with pytest.raises(Stopped):
             train(broken, stop_at(step))
     again = train(broken)
@@ -131,9 +131,13 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
 
 @pytest.mark.data
 def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
+    """Viewers begin as noise, so that reading them untrained is worse than any plain pooling: 64 questions teach them.
+
+    (A backbone that was made for retrieval gains nothing from so few: [CLS] alone stayed at 60 % of 87 dev questions.)
+    """
     settings = {
         "dev_questions": "dev",
-        "epochs": 6,
+        "epochs": 3,
         "batch_questions": 16,
         "questions_per_passage": 2,
         "siblings": True,
@@ -141,11 +145,20 @@ def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
         "dropout": 0.0,
         "max_passage_tokens": 96,
     }
-    run = configured(store_path, settings, {"name": "learns", "strategy": "cls", "max_query_tokens": 32})
-    made = train(run)
-    assert made.epochs[-1].loss < 0.7 * made.epochs[0].loss
-    assert made.metrics["dev_top1"] >= made.metrics["dev_top1_before"] + 0.1
+    encoder = {"name": "learns", "strategy": "snippets", "num_views": 4, "max_query_tokens": 32}
+    made = train(configured(store_path, settings, encoder))
+    assert made.epochs[-1].loss < 0.5 * made.epochs[0].loss
+    assert made.metrics["dev_top1"] >= made.metrics["dev_top1_before"] + 0.08
     assert made.metrics["dev_top1"] == max(epoch.dev_top1 for epoch in made.epochs)
+    assert not made.epochs[-1].collapsed
+
+
+@pytest.mark.data
+def test_a_training_that_does_not_help_says_so(store_path, caplog):
+    settings = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 1, "lr": 1e-9}
+    made = train(configured(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
+    assert made.metrics["dev_top1"] == made.metrics["dev_top1_before"]
+    assert "training did not raise dev accuracy" in caplog.text
 
 
 @pytest.mark.data
