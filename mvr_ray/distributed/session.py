@@ -24,8 +24,10 @@ from mvr_ray.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
+# Training workers stay in the driver's folder, so that a relative store path means the same to all.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -87,11 +89,11 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
             f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
             f"stage as a job with RAY_API_SERVER_ADDRESS={address}"
         )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if ray.is_initialized():
         yield describe(private=False, can_grow=resources.autoscaling)
         return
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     with _joined(address) if address else _private(resources, dashboard):
         yield describe(private=not address, can_grow=resources.autoscaling)
 
