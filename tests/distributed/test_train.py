@@ -100,7 +100,7 @@ def stop_at(step: int):
     ],
 )
 def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
-    cfg = {"epochs": 2, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
+    cfg = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
     whole = train(configured(store_path, cfg, {"name": f"{name}-whole", **encoder}))
     broken = configured(store_path, cfg, {"name": f"{name}-broken", **encoder})
     for step in (1, 5):
