@@ -140,6 +140,8 @@ class TrainConfig(Section):
     """Questions a step over all workers; must divide by them."""
     questions_per_passage: Count = 1
     """Up to this many questions of one passage stand in a batch together."""
+    max_passage_questions: Annotated[int, Field(ge=0)] = 0
+    """Train on at most this many questions of a passage, drawn by a stable hash; 0: on all."""
     num_hard_negatives: Annotated[int, Field(ge=0)] = 1
     siblings: bool = False
     """Fill batches with passages of one article, which are hard negatives of each other."""
@@ -155,6 +157,10 @@ class TrainConfig(Section):
     temperature_decay: Annotated[float, Field(ge=0)] = 0.1
     """Alpha of MVR eq. 8."""
     temperature_floor: Annotated[float, Field(gt=0)] = 0.3
+    temperature_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps that count as one epoch of eq. 8; 0: a pass over the questions."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """One temperature throughout, in place of eq. 8."""
     warm_start_steps: Annotated[int, Field(ge=0)] = 0
     """Steps without labels that distil the readout towards the backbone's own mean pooling."""
     cloze_keep_share: Share = 0.1

@@ -5,6 +5,7 @@
     hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
     faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
+    refine   = at rest + vectors x D x (4 + 2 | 4)                 what moved in fp32, and laid over as stored
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
 Letters: V views a passage, D dimension, M links a node. All sizes are plain bytes; a GB is 10^9 of them.
@@ -93,6 +94,8 @@ def plan(run: RunConfig, passages: int) -> Plan:
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
     held = math.ceil(shards / searchers) * (at_rest + index_file)
+    refiners = min(resources.refiners, shards)
+    refined = math.ceil(shards / refiners) * (at_rest + vectors * model.hidden * (4 + item))
     workspace = 256 * 32_768 * 4
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
@@ -114,6 +117,7 @@ def plan(run: RunConfig, passages: int) -> Plan:
             "a worker",
         ),
         PlanLine("memory", "searcher", PROCESS_BYTES + held + workspace, searchers, "its shards, mapped or loaded"),
+        PlanLine("memory", "refiner", PROCESS_BYTES + refined + workspace, refiners, "at most: every view moved"),
     ]
     if per_gpu_encoder:
         lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, "weights and one batch"))

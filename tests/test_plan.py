@@ -102,3 +102,12 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
     assert set(lines) == {"encoder", "searcher"}
     assert lines["encoder"].count == 3
     assert lines["searcher"].bytes_all > 1_000_000 * 8 * 384 * 2
+
+
+def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
+    few, many = (
+        next(line.bytes_each for line in plan(RunConfig(), passages).lines if line.what == "refiner")
+        for passages in (100_000, 200_000)
+    )
+    stored, in_fp32 = 2 * 384, 4 * 384
+    assert many - few == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32)

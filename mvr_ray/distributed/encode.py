@@ -75,7 +75,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> Encode
     index = run.index
     decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
     return EncodeTask(
-        store=run.store.path,
+        store=Store(run.store.path).address,
         corpus=corpus.name,
         corpus_digest=corpus.digest,
         index=index.name,

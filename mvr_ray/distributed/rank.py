@@ -163,7 +163,7 @@ def rank_questions(
         batch_size=1,
         batch_format="pyarrow",
         fn_constructor_kwargs={
-            "store": run.store.path,
+            "store": router.store.address,
             "described": router.manifest,
             "fleet": router.fleet,
             "settings": settings,

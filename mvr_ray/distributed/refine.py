@@ -52,7 +52,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
         first = None
         if not journal.rounds:
             first = _routed_hits(run, base, queries_TD[: questions.num_labelled], progress)
-        task = RefinerTask(run.store.path, base, journal.folder, run.resources.torch_threads)
+        task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
         with Refiners(task, corpus.num_shards, count, run.resources.cpus_per_searcher) as refiners:
             loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress)
             end = loop.run(first)

@@ -234,7 +234,7 @@ def open_router(
     resources = run.resources
     shards = tuple(entry.shard for entry in described.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
-    task = SearcherTask(run.store.path, described, shards, resources.torch_threads, device)
+    task = SearcherTask(store.address, described, shards, resources.torch_threads, device)
     with ExitStack() as stack:
         if local:
             fleet: Fleet = LocalFleet(task)

@@ -8,6 +8,7 @@ group and starts them again when one dies; its own silent resume by name is avoi
 import hashlib
 import json
 import logging
+import signal
 import tempfile
 import threading
 import uuid
@@ -21,7 +22,7 @@ import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.training import rank
 from mvr_ray.distributed import session
@@ -170,6 +171,7 @@ class Board:
 
 def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
     resources = run.resources
+    placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
     with session.connect(resources, dashboard=True) as info, _storage(run, info) as storage:
         session.require(info, [session.Need("trainers", count, cpus, gpus)])
@@ -178,7 +180,7 @@ def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
         make_trainer: Any = TorchTrainer
         trainer = make_trainer(
             _worker,
-            train_loop_config={"run": run.model_dump(mode="json"), "board": board},
+            train_loop_config={"run": placed.model_dump(mode="json"), "board": board},
             scaling_config=api.ScalingConfig(
                 num_workers=count,
                 use_gpu=gpus > 0,
@@ -192,7 +194,7 @@ def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
             ),
         )
         try:
-            with _relayed(board, progress):
+            with _relayed(board, progress), _interruptible():
                 result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _own_error(error) from error
@@ -244,6 +246,22 @@ def _relayed(board: Any, progress: Progress) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(timeout=15)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ray Train's own handler of Ctrl-C aborts the run, ends the process with status 0, and stays for ever after.
+
+    Here the aborted run is a KeyboardInterrupt, as everywhere, and the handler that was there comes back.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as ended:
+        raise KeyboardInterrupt from ended
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

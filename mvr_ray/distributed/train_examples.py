@@ -17,6 +17,7 @@ from mvr_ray.core.snippets import Splitter
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.draws import lot
 from mvr_ray.store.files import Store
 from mvr_ray.types import IntArray, Passage, Question
 
@@ -50,13 +51,14 @@ class QuestionExamples:
         articles: dict[str, int] = {}
         passages, titles = [], []
         self._kept: list[Question] = []
-        for question, passage in _with_passages(corpus, questions):
+        found = _with_passages(corpus, questions)
+        for question, passage in _few_a_passage(found, cfg.max_passage_questions):
             self._kept.append(
                 question._replace(hard_negative_ids=negatives.get(question.id, question.hard_negative_ids))
             )
             passages.append(row_of.setdefault(passage.id, len(row_of)))
             titles.append(articles.setdefault(passage.title, len(articles)))
-        lost = len(questions) - len(self._kept)
+        lost = len(questions) - len(found)
         if not self._kept:
             raise DataError(
                 f"none of the {len(questions)} questions of {cfg.questions!r} has a positive passage in corpus "
@@ -179,6 +181,17 @@ def open_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
             f"no question of train.dev_questions {cfg.dev_questions!r} has a positive passage in the corpus"
         )
     return DevSet(texts, passages, np.array(positives, np.int64))
+
+
+def _few_a_passage(found: list[tuple[Question, Passage]], most: int) -> list[tuple[Question, Passage]]:
+    """At most so many questions of a passage, the same ones in any order of the set; all where `most` is 0."""
+    if not most:
+        return found
+    lots: dict[str, list[tuple[int, str]]] = {}
+    for question, passage in found:
+        lots.setdefault(passage.id, []).append((lot(question.id, "train"), question.id))
+    drawn = {question for own in lots.values() for _, question in sorted(own)[:most]}
+    return [(question, passage) for question, passage in found if question.id in drawn]
 
 
 def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:

@@ -235,8 +235,7 @@ class Loop:
         answer_view_Q = None
         if self.loss == "camvr":
             answer_view_Q = torch.from_numpy(self._answer_views(batch)).to(self.device)
-        epoch = self.schedule.epoch_of(self.state.step)
-        tau = temperature(epoch, self.cfg.temperature_decay, self.cfg.temperature_floor)
+        tau = self._temperature(self.state.step)
 
         def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> LossTerms:
             known_QP = torch.zeros(len(queries_QD), len(views_PVD), dtype=torch.bool, device=self.device)
@@ -256,6 +255,15 @@ class Loop:
         encoded = loss_and_gradients(self.model, self._share(batch), loss, self._settings(), self._scale())
         self._count(encoded, positive_Q)
         return float(encoded.terms.total)
+
+    def _temperature(self, step: int) -> float:
+        """Of the step with this number: MVR eq. 8, or the fixed one."""
+        cfg = self.cfg
+        if cfg.temperature is not None:
+            return cfg.temperature
+        after_warm = max(0, step - self.schedule.warm)
+        epoch = after_warm // (cfg.temperature_steps or self.schedule.epoch_steps)
+        return temperature(epoch, cfg.temperature_decay, cfg.temperature_floor)
 
     def _distil(self, batch: JoinedBatch) -> float:
         assert self.teacher is not None
@@ -314,7 +322,7 @@ class Loop:
         report = EpochReport(
             epoch=epoch,
             step=state.step,
-            temperature=temperature(epoch, self.cfg.temperature_decay, self.cfg.temperature_floor),
+            temperature=self._temperature(state.step - 1),
             loss=sums.loss / steps,
             loss_global=sums.loss_global / steps,
             loss_local=sums.loss_local / steps,

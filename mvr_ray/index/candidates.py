@@ -7,6 +7,7 @@ few probed lists) is found by scanning the shard. Every candidate is then scored
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ FIRST_FETCH = 3
 VECTORS_AT_ONCE = 16384
 
 
-class ApproximateIndex:
+class ApproximateIndex(ABC):
     """An index over vector numbers 0 .. N - 1 in block order. A kind of index says how to find the nearest."""
 
     kind = ""
@@ -35,9 +36,9 @@ class ApproximateIndex:
         counts = [np.diff(block.row_ptr) for block in table.blocks]
         self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
 
+    @abstractmethod
     def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         """Numbers of about the nearest vectors [Q, fetch], -1 where there are no more to be found."""
-        raise NotImplementedError
 
     def max_fetch(self) -> int:
         """The most vectors that `nearest` can return."""

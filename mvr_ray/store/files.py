@@ -49,6 +49,11 @@ class Store:
         return self._objects is None
 
     @property
+    def address(self) -> str:
+        """The root as another process may open it, whatever its working folder: a folder by its full path."""
+        return self.root if "://" in self.root or not self.is_local else str(self._folder.absolute())
+
+    @property
     def name(self) -> str:
         """The root as messages show it: without keys and options that its address may hold."""
         if "://" not in self.root:

@@ -60,7 +60,7 @@ class Manifest:
 
     index: str
     operation: str
-    """index, refine or rollback."""
+    """index, refine:METHOD or rollback."""
     encoder_name: str
     encoder_fingerprint: str
     similarity: str

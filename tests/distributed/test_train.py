@@ -4,10 +4,13 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ray
+import yaml
 
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.encoder import DualEncoder
@@ -223,8 +226,48 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session):
             killed.append(own_trainers()[0])
             os.kill(killed[0], signal.SIGKILL)
 
+    handler = signal.getsignal(signal.SIGINT)
     calm = train(configured(store_path, settings, {"name": "calm", **QUICK}, resources=resources))
+    assert signal.getsignal(signal.SIGINT) is handler
     hurt = train(configured(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
     assert killed
     assert hurt.fingerprint == calm.fingerprint
     assert hurt.epochs == calm.epochs
+
+
+COMMAND = """
+import signal, sys
+from mvr_ray.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_relative_path(store_path, ray_session):
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 16, "epochs": 16, "checkpoint_steps": 2}
+    run = configured(store_path, settings, {"name": "interrupted", **QUICK}, resources={"train_workers": 1})
+    calm = train(configured(store_path, settings, {"name": "calm-alone", **QUICK}, resources={"train_workers": 1}))
+    file = store_path.parent / "run.yaml"
+    file.write_text(yaml.safe_dump({**run.model_dump(mode="json"), "store": {"path": store_path.name}}))
+    command = [sys.executable, "-c", COMMAND, "train", file.name, "--json"]
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": store_path.parent,
+        "env": os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+    }
+
+    said = []
+    with subprocess.Popen(command, **options) as first:
+        for line in first.stderr:
+            said.append(line)
+            if line.startswith("train ("):
+                first.send_signal(signal.SIGINT)
+    assert first.returncode == 130, "".join(said)
+    assert said[-1] == "mvr-ray: interrupted; the same command continues where it stopped\n"
+    again = subprocess.run(command, **options)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["fingerprint"] == calm.fingerprint

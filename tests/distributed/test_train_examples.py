@@ -115,3 +115,15 @@ def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, m
 def test_fewer_examples_than_a_batch_are_refused(corpus):
     with pytest.raises(ConfigError, match="batch_questions is 32, but there are only 12 passages"):
         open_examples(corpus.store, corpus, load_punkt(), TrainConfig())
+
+
+def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_order(corpus, ids):
+    asked = [Question(f"q{n}", f"{n}?", ("x",), (ids[n % 3],)) for n in range(12)]
+    settings = TrainConfig(questions="q", max_passage_questions=2)
+
+    def learned(questions: list[Question]) -> set[str]:
+        examples = QuestionExamples(corpus, questions, [], settings)
+        assert Counter(examples.passage_E.tolist()) == {0: 2, 1: 2, 2: 2}
+        return {example.text for example in examples.get(range(len(examples)), 0)}
+
+    assert learned(asked) == learned(asked[::-1])
