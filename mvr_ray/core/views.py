@@ -1,4 +1,4 @@
-"""From text to tokens, and from token states to views: what the six strategies differ in.
+"""From text to tokens, and from token states to views: what the eight strategies differ in.
 
     cls            [CLS] (title [SEP]) text [SEP]              the one view is the state of [CLS]        (DPR)
     mean           the same                                    the one view is the mean of all states
@@ -6,6 +6,8 @@
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
     snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means (CAMVR)
+    sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all states
+    splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
 
 So every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
 [SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0.
@@ -26,7 +28,7 @@ from mvr_ray.core.snippets import Span
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import IntArray
 
-Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,17 @@ class EncoderSpec:
 
     @property
     def has_snippets(self) -> bool:
-        return self.strategy in ("snippets", "snippet_means")
+        """A view stands for a piece of the text."""
+        return self.strategy in ("snippets", "snippet_means") or self.has_pieces
+
+    @property
+    def has_pieces(self) -> bool:
+        """Every snippet is read alone, so that a passage is several sequences."""
+        return self.strategy in ("sentences", "splits")
+
+    @property
+    def needs_sentences(self) -> bool:
+        return self.has_snippets and self.strategy != "splits"
 
     def settings(self) -> dict[str, str | int | bool]:
         """What changes an embedding and is not in the weights: nothing else may enter the fingerprint."""
@@ -84,7 +96,7 @@ class EncoderSpec:
         }
         if self.strategy == "viewers":
             settings["viewer_position"] = self.viewer_position
-        if self.strategy == "snippets":
+        if self.strategy == "snippets" or self.has_pieces:
             settings["readout"] = self.readout
         return settings
 
@@ -93,7 +105,7 @@ class TokenizedPassage(NamedTuple):
     """One text as tokens. Plain arrays, cheap to ship.
 
     input_ids     int32 [T], viewers beyond the vocabulary (`backbones.Tower`)
-    position_ids  int32 [T], rows of the backbone's position table
+    position_ids  int32 [T], rows of the backbone's position table; where pieces are read alone, each begins anew
     view_T        int16 [T], the view whose mean this token's state enters, -1: none
     """
 
@@ -152,7 +164,7 @@ class Layout:
     def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
         first = self.first_viewer if spec.has_viewers else self.cls_id
         all_ids = [first, *ids[: spec.max_query_tokens - 2], self.sep_id]
-        if spec.strategy in ("mean", "snippet_means"):
+        if spec.strategy in ("mean", "snippet_means") or (spec.has_pieces and spec.readout == "snippet_mean"):
             view_T = [0] * len(all_ids)
         elif spec.strategy == "snippets" and spec.readout == "snippet_mean":
             view_T = [-1] + [0] * (len(all_ids) - 1)
@@ -172,6 +184,8 @@ class Layout:
         if spec.strategy == "viewers":
             return self._viewers(spec, head, text)
         kept = text.ids[: spec.max_passage_tokens - 2 - len(head)]
+        if spec.has_pieces:
+            return self._pieces(spec, head, Tokens(kept, text.ends[: len(kept)]), snippets)
         ids = [self.cls_id, *head, *kept, self.sep_id]
         view_T = [-1] * len(ids)
         if spec.strategy == "cls":
@@ -212,6 +226,26 @@ class Layout:
             ids += [self.first_viewer + 1 + view, *piece[:length]]
             view_T += [view if by_viewer or not length else -1, *[-1 if by_viewer else view] * length]
         return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
+
+    def _pieces(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
+        """MVR table 5: a sequence of its own for each snippet that has tokens, one after the other."""
+        of_token = np.asarray(snippet_of_token(text.ends, snippets), np.int64)
+        views = np.unique(of_token).tolist() or [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        view_T: list[int] = []
+        for view in views:
+            piece = [text.ids[at] for at in np.flatnonzero(of_token == view)]
+            row = [self.cls_id, *head, *piece, self.sep_id]
+            ids += row
+            positions += range(len(row))
+            view_T += [view] * len(row) if spec.readout == "snippet_mean" else [view, *[-1] * (len(row) - 1)]
+        return self._arrays(ids, positions, view_T)
+
+    def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
+        """The sequences of a passage whose pieces are read alone."""
+        starts = np.flatnonzero(passage.position_ids == self.first_position)
+        return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
 
     def _arrays(self, ids: Sequence[int], positions: Sequence[int], view_T: Sequence[int]) -> TokenizedPassage:
         return TokenizedPassage(

@@ -118,7 +118,7 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
     """The backbone with the strategy of the `encoder` section, untrained."""
     spec = encoder_spec(run)
     punkt = None
-    if spec.has_snippets and spec.sentences == "corpus":
+    if spec.needs_sentences and spec.sentences == "corpus":
         corpus = corpus or Corpus.open(store, run.prepare.corpus)
         punkt = train_punkt(passage.text for passage in corpus)
     return DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)

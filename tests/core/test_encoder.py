@@ -37,6 +37,8 @@ STRATEGIES = {
     "viewers own": replace(SPEC, strategy="viewers", viewer_position="own"),
     "snippets": replace(SPEC, strategy="snippets"),
     "snippets mean": replace(SPEC, strategy="snippets", readout="snippet_mean"),
+    "sentences": replace(SPEC, strategy="sentences"),
+    "splits mean": replace(SPEC, strategy="splits", readout="snippet_mean"),
 }
 CASES = [(kind, name) for kind in KINDS for name in STRATEGIES if not (kind == "mpnet" and "viewers" in name)]
 
@@ -92,6 +94,33 @@ def test_without_viewers_the_vectors_are_those_of_a_plain_transformers_call(tiny
     query_TD = states(f"{begin}{QUERIES[0]}{end}")
     wanted_D = query_TD.mean(0) if strategy in ("mean", "snippet_means") else query_TD[0]
     np.testing.assert_allclose(encoder.embed_queries([QUERIES[0]])[0], wanted_D.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet"])  # others see the space before a piece
+@pytest.mark.parametrize("name", ["sentences", "splits mean"])
+def test_pieces_that_are_read_alone_have_the_vectors_of_the_piece_as_a_passage(tiny, kind, name):
+    spec = STRATEGIES[name]
+    encoder = DualEncoder.from_backbone(tiny(kind), spec)
+    whole = DualEncoder.from_backbone(tiny(kind), replace(spec, strategy="mean" if "mean" in name else "cls"))
+    views, mask = encoder.embed_passages(encoder.tokenize_passages(PASSAGES[:3]))
+    for passage, views_VD, mask_V in zip(PASSAGES, views, mask):
+        spans = encoder.snippets(passage)
+        pieces = [passage._replace(text=passage.text[start:end]) for start, end in spans]
+        assert mask_V.tolist() == [view < len(spans) for view in range(3)]
+        wanted = whole.embed_passages(whole.tokenize_passages(pieces)).views_PVD[:, 0]
+        np.testing.assert_allclose(views_VD[mask_V], wanted, atol=1e-5)
+
+
+def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["splits mean"])
+    one_pass = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["mean"])
+    [pieces], [whole] = encoder.tokenize_passages(PASSAGES[4:]), one_pass.tokenize_passages(PASSAGES[4:])
+    special = {encoder.layout.cls_id, encoder.layout.sep_id}
+    texts = [[i for i in passage.input_ids.tolist() if i not in special] for passage in (pieces, whole)]
+    title = len(one_pass.passage_tower.tokenizer(PASSAGES[4].title, add_special_tokens=False).input_ids)
+    assert texts[0][title:] == texts[1][title:]
+    with pytest.raises(EncoderError, match="strategy 'splits' reads every piece alone"):
+        encoder.mean_pool_passages([pieces])
 
 
 @pytest.mark.parametrize("name", ["viewers", "snippets", "snippets mean"])

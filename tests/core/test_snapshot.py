@@ -16,7 +16,7 @@ from mvr_ray.types import Passage
 
 SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
 PASSAGES = [Passage("1", "The river", "The river rises in the hills. It runs to the sea!")]
-STRATEGIES = ["cls", "mean", "first_k", "viewers", "snippets", "snippet_means"]
+STRATEGIES = ["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 @pytest.fixture

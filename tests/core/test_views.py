@@ -64,6 +64,18 @@ CASES = {
         range(11),
         [T_, T_, T_, T_, 0, 0, 0, T_, 1, 1, T_],
     ),
+    "pieces alone, by [CLS]": (
+        replace(SPEC, strategy="sentences"),
+        [C, 7, 8, S, 11, 12, 13, S, C, 7, 8, S, 14, 15, S],
+        [*range(8), *range(7)],
+        [0, *[T_] * 7, 1, *[T_] * 6],
+    ),
+    "pieces alone, by mean": (
+        replace(SPEC, strategy="splits", readout="snippet_mean"),
+        [C, 7, 8, S, 11, 12, 13, S, C, 7, 8, S, 14, 15, S],
+        [*range(8), *range(7)],
+        [*[0] * 8, *[1] * 7],
+    ),
 }
 
 
@@ -92,6 +104,8 @@ QUERIES = {
     "viewers": (replace(SPEC, strategy="viewers"), VIE, [0, T_, T_, T_]),
     "snippets by viewer": (replace(SPEC, strategy="snippets"), VIE, [0, T_, T_, T_]),
     "snippets by mean": (replace(SPEC, strategy="snippets", readout="snippet_mean"), VIE, [T_, 0, 0, 0]),
+    "pieces by [CLS]": (replace(SPEC, strategy="splits"), C, [0, T_, T_, T_]),
+    "pieces by mean": (replace(SPEC, strategy="sentences", readout="snippet_mean"), C, [0, 0, 0, 0]),
 }
 
 
@@ -126,13 +140,15 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     text = Tokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
     passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, snippets)
     ids = passage.input_ids.tolist()
-    assert len(ids) <= spec.max_passage_tokens
+    rows = LAYOUT.rows(passage) if spec.has_pieces else [passage]
+    assert all(row.num_tokens <= spec.max_passage_tokens for row in rows)
     assert ids[-1] == S
     views = set(passage.view_T.tolist()) - {-1}
     assert 0 in views and max(views) < spec.effective_views
     kept = [token for token in ids if 200 <= token < 500]
     whole = len(kept) == len(text.ids)
-    assert whole or len(ids) == spec.max_passage_tokens
+    again = (len(rows) - 1) * (len(ids) - len(kept)) // len(rows)  # special tokens and title of the further rows
+    assert whole or len(ids) - again == spec.max_passage_tokens
     if spec.strategy == "viewers":
         assert ids[:3] == [VIE + 1, VIE + 2, VIE + 3]
     if spec.strategy == "snippets":
@@ -220,7 +236,7 @@ def test_what_a_backbone_can_express_is_accepted(spec):
     [
         (
             {"strategy": "colbert"},
-            "encoder strategy is 'colbert'; known are cls, mean, first_k, viewers, snippets, snippet_means",
+            "encoder strategy is 'colbert'; known are cls, mean, first_k, viewers, snippets, snippet_means, sentences, splits",
         ),
         ({"readout": "max"}, "encoder readout is 'max'; known are viewer, snippet_mean"),
         ({"viewer_position": "one"}, "encoder viewer_position is 'one'; known are zero, own"),
