@@ -6,7 +6,7 @@
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
     snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means (CAMVR)
-    sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all states
+    sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all
     splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
 
 So every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
