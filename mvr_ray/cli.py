@@ -130,6 +130,13 @@ def _evaluate(run: RunConfig, progress: Progress) -> Any:
     return retrieve.evaluate(run, progress)
 
 
+def _analyze(run: RunConfig, progress: Progress) -> Any:
+    """Look at the views of the live version: each alone, LV, PPL, answer views, attention."""
+    from mvr_ray.distributed import analyze
+
+    return analyze.analyze(run, progress)
+
+
 def _add_stage(name: str, work: Work) -> None:
     def command(
         config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
@@ -146,6 +153,7 @@ STAGES: dict[str, Work] = {
     "index": _index,
     "refine": _refine,
     "evaluate": _evaluate,
+    "analyze": _analyze,
 }
 for _name, _work in STAGES.items():
     _add_stage(_name, _work)

@@ -266,6 +266,15 @@ class EvaluateConfig(Section):
     seed: int = 0
 
 
+class AnalyzeConfig(Section):
+    questions: Name | None = None
+    """Question set with gold passages; absent: the first of `evaluate.questions`."""
+    max_questions: Annotated[int, Field(ge=0)] = 0
+    """Look at this many only, the first of the set; 0: at all."""
+    attention_passages: Count = 64
+    """Passages whose attention is compared."""
+
+
 class ServeConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
@@ -317,6 +326,7 @@ class RunConfig(Section):
     refine: RefineConfig = Field(default_factory=RefineConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
 

@@ -9,7 +9,7 @@ Shapes: B texts in a batch, T tokens, D dimension.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,13 @@ class Tower(nn.Module):
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
         """Token states_BTD. `real_BT` is false on padding."""
+        return self._run(ids_BT, positions_BT, real_BT).last_hidden_state
+
+    def attentions(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Sequence[Tensor]:
+        """Attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
+        return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
         words = self._words
         if self.viewers is None:
             embeddings_BTD = words(ids_BT)
@@ -113,8 +120,10 @@ class Tower(nn.Module):
             embeddings_BTD = words(ids_BT.clamp(max=self.num_words - 1))
             viewers_BTD = self.viewers((ids_BT - self.num_words).clamp(min=0))
             embeddings_BTD = torch.where((ids_BT >= self.num_words)[..., None], viewers_BTD, embeddings_BTD)
-        out = self.backbone(inputs_embeds=embeddings_BTD, attention_mask=real_BT.long(), position_ids=positions_BT)
-        return out.last_hidden_state
+        mask_BT = real_BT.long()
+        return self.backbone(
+            inputs_embeds=embeddings_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options
+        )
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -187,6 +187,11 @@ class DualEncoder(nn.Module):
         """Views of a batch, differentiable. Pads to the batch's longest; padding changes nothing but rounding."""
         return self._read(self.passage_tower, tokenized, self.num_views)
 
+    def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
+        """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""
+        padded = _pad(self.passage_tower, tokenized)
+        return self.passage_tower.attentions(padded.ids_PT, padded.positions_PT, padded.real_PT)
+
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
         """The backbone's own reading, targets_QD of a warm start: the mean of all states of `[CLS] question [SEP]`, not
         normalised, without dropout or gradient, by the weights of this moment."""

@@ -3,7 +3,7 @@
 Ranking metrics give one value a question, so that intervals and tests come from the same numbers. Ranks count from 0;
 -1 is "not found". View metrics are None where there is nothing to measure.
 
-Shapes: Q questions, K hits, V views, P passages, D dimension, T tokens attended to.
+Shapes: Q questions, K hits, V views, P passages, D dimension.
 """
 
 import math
@@ -163,30 +163,6 @@ def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) ->
     pairs_P = np.einsum("pd,pd->p", sum_PD, sum_PD) - np.einsum("pvd,pvd->p", unit_PVD[several_P], unit_PVD[several_P])
     count_P = count_P[several_P]
     return float((pairs_P / (count_P * (count_P - 1))).mean())
-
-
-def attention_kl(attention_PVT: FloatArray, mask_PV: BoolArray | None = None) -> float | None:
-    """How differently the viewers of a passage attend (CAMVR, eq. 14): Kullback-Leibler divergence between the
-    attention of two of its viewers over the same tokens, in nats, averaged over ordered pairs, then over passages.
-
-    Rows are made to sum to 1; a share below 1e-12 counts as 1e-12. 0: all viewers read the passage alike.
-    """
-    attention_PVT = np.asarray(attention_PVT, np.float64)
-    num_views = attention_PVT.shape[1]
-    if mask_PV is None:
-        mask_PV = np.ones(attention_PVT.shape[:2], bool)
-    pair_PVV = mask_PV[:, :, None] & mask_PV[:, None, :] & ~np.eye(num_views, dtype=bool)
-    several_P = pair_PVV.any(axis=(1, 2))
-    if not several_P.any():
-        return None
-    total_PV = attention_PVT.sum(axis=2)
-    assert (total_PV[mask_PV] > 0).all(), "a viewer attends to nothing"
-    share_PVT = np.maximum(attention_PVT / np.where(total_PV > 0, total_PV, 1.0)[..., None], 1e-12)
-    log_PVT = np.log(share_PVT)
-    self_PV = np.einsum("pvt,pvt->pv", share_PVT, log_PVT)
-    divergence_PVV = self_PV[:, :, None] - np.einsum("pvt,pwt->pvw", share_PVT, log_PVT)
-    sum_P = np.where(pair_PVV, divergence_PVV, 0.0).sum(axis=(1, 2))[several_P]
-    return float((sum_P / pair_PVV.sum(axis=(1, 2))[several_P]).mean())
 
 
 def answer_view_accuracy(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:

@@ -12,12 +12,12 @@ shard is silent is not measured.
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
@@ -27,7 +27,7 @@ from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
-from mvr_ray.types import FloatArray, Progress, no_progress
+from mvr_ray.types import FloatArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -122,16 +122,36 @@ def bm25_ranking(
     words: BM25Index, searched: Corpus, asked: QuestionSet, settings: RankSettings, progress: Progress = no_progress
 ) -> list[RankedQuestion]:
     """BM25's hits over the same passages, judged by the same rules."""
-    matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
+    hits = words.search([question.text for question in asked.questions], settings.k, progress)
+    return judged(asked.questions, hits, searched, settings.match, strict=settings.strict_answers)
+
+
+class Found(Protocol):
+    """A hit of any search."""
+
+    @property
+    def passage_id(self) -> str: ...
+    @property
+    def score(self) -> float: ...
+
+
+def judged(
+    questions: Sequence[Question],
+    hits: Sequence[Sequence[Found]],
+    searched: Corpus,
+    match: Match = "string",
+    *,
+    strict: bool = False,
+) -> list[RankedQuestion]:
+    """The hits of each question, marked by whether their passage holds an answer (None where there are no answers)."""
+    matcher = AnswerMatcher(match, strict=strict)
     ranked: list[RankedQuestion] = []
-    for question, hits in zip(
-        asked.questions, words.search([question.text for question in asked.questions], settings.k, progress)
-    ):
-        texts = searched.get(hit.passage_id for hit in hits)
+    for question, found in zip(questions, hits, strict=True):
+        texts = searched.get(hit.passage_id for hit in found)
         marks = [
             matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
-            for hit in hits
+            for hit in found
         ]
-        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(hits, marks)]
+        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(found, marks)]
         ranked.append(RankedQuestion(question, passages))
     return ranked

@@ -12,7 +12,6 @@ from scipy import stats
 
 from mvr_ray.core.metrics import (
     answer_view_accuracy,
-    attention_kl,
     bootstrap_interval,
     first_ranks,
     found_within,
@@ -151,7 +150,6 @@ def test_collapsed_views_show_no_variation_and_pair_cosine_one():
 def test_with_one_view_there_is_nothing_to_measure():
     assert lv(np.ones((2, 3)), np.ones((2, 1, 3))) is None
     assert view_pair_cosine(np.ones((2, 1, 3))) is None
-    assert attention_kl(np.ones((2, 1, 3))) is None
     assert ppl(np.empty(0, int), np.empty(0, int)) is None
     assert answer_view_accuracy(np.array([1]), np.array([-1])) is None
 
@@ -177,22 +175,6 @@ def test_noise_over_collapsed_views_has_high_perplexity_and_sending_ties_to_the_
     scores = 0.7 + rng.normal(0, 1e-5, (1000, 8))
     assert ppl(winning_views(scores, margin=0.0), passage) > 3
     assert ppl(winning_views(scores), passage) == pytest.approx(1.0)
-
-
-def test_attention_divergence_equals_a_loop_over_pairs_of_viewers_and_is_zero_for_equal_ones():
-    rng = np.random.default_rng(3)
-    attention = rng.random((4, 3, 6))
-    mask = np.array([[True, True, True], [True, False, True], [True, False, False], [True, True, True]])
-    per_passage = []
-    for own, kept in zip(attention, mask):
-        rows = [row for row, keep in zip(own, kept) if keep]
-        if len(rows) > 1:
-            per_passage.append(np.mean([stats.entropy(x, y) for x, y in itertools.permutations(rows, 2)]))
-    attention[~mask] = 0.0
-    assert attention_kl(attention, mask) == pytest.approx(np.mean(per_passage))
-    assert attention_kl(np.repeat(attention[:1, :1], 5, axis=1)) == pytest.approx(0.0, abs=1e-12)
-    apart = np.eye(2)[None]
-    assert attention_kl(apart) == pytest.approx(math.log(1e12), rel=1e-6)
 
 
 def test_answer_view_accuracy_leaves_questions_with_unknown_answer_view_out():

@@ -1,0 +1,83 @@
+"""What views read, against plain transformers calls and slow loops."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoModel
+
+from mvr_ray.core.attention import ViewAttention, attention_kl_table, view_attention
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import Passage
+
+SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
+PASSAGES = [
+    Passage("1", "The river", "The river rises in the hills. It runs to the sea! Where does the river end?"),
+    Passage("2", "", "Salt made the town rich. Boats came every day."),
+]
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("strategy", ["mean", "snippet_means", "first_k", "snippets"])
+def test_a_view_attends_as_the_mean_of_its_tokens_does_whatever_it_is_padded_with(tiny, kind, strategy):
+    encoder = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy))
+    before = encoder.passage_tower.backbone.config._attn_implementation
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    together = view_attention(encoder, tokenized)
+    assert encoder.passage_tower.backbone.config._attn_implementation == before
+    plain = AutoModel.from_pretrained(tiny(kind), attn_implementation="eager").eval()
+    words = plain.get_input_embeddings().weight.detach()
+    if encoder.passage_tower.viewers is not None:
+        words = torch.cat([words, encoder.passage_tower.viewers.weight.detach()])
+    for passage, (attention_VT, mask_V) in zip(tokenized, together):
+        with torch.no_grad():
+            last_HTT = plain(
+                inputs_embeds=words[torch.from_numpy(passage.input_ids).long()][None],
+                position_ids=torch.from_numpy(passage.position_ids).long()[None],
+                output_attentions=True,
+            ).attentions[-1][0]
+        for view in range(encoder.num_views):
+            rows = np.flatnonzero(passage.view_T == view)
+            assert mask_V[view] == bool(len(rows))
+            if len(rows):
+                wanted_T = last_HTT[:, rows].mean((0, 1)).numpy()
+                np.testing.assert_allclose(attention_VT[view], wanted_T, atol=1e-5)
+                assert attention_VT[view].sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_divergence_equals_a_loop_over_pairs_of_views_and_is_zero_for_equal_ones():
+    rng = np.random.default_rng(3)
+    masks = np.array([[True, True, True], [True, False, True], [True, False, False], [True, True, True]])
+    passages = [ViewAttention(rng.random((3, 4 + n)) * mask[:, None], mask) for n, mask in enumerate(masks)]
+    table_VV = attention_kl_table(passages)
+    for i, j in itertools.product(range(3), repeat=2):
+        pairs = [(a[i], a[j]) for a, mask in passages if mask[i] and mask[j]]
+        assert table_VV[i, j] == pytest.approx(np.mean([stats.entropy(x, y) for x, y in pairs]), abs=1e-12)
+    alike = [ViewAttention(np.repeat(rng.random((1, 5)), 3, axis=0), np.ones(3, bool))]
+    np.testing.assert_allclose(attention_kl_table(alike), 0, atol=1e-12)
+    apart = [ViewAttention(np.eye(2), np.ones(2, bool))]
+    assert attention_kl_table(apart)[0, 1] == pytest.approx(math.log(1e12), rel=1e-6)
+    never = [ViewAttention(np.ones((2, 4)), np.array([True, False]))]
+    assert np.isnan(attention_kl_table(never)).tolist() == [[False, True], [True, True]]
+
+
+def test_viewers_at_one_position_of_minilm_read_alike_and_viewers_at_their_own_do_not(minilm):
+    def divergence(position: str) -> np.ndarray:
+        spec = replace(SPEC, strategy="viewers", viewer_position=position)
+        encoder = DualEncoder.from_backbone(str(minilm), spec)
+        return attention_kl_table(view_attention(encoder, encoder.tokenize_passages(PASSAGES)))
+
+    apart = ~np.eye(3, dtype=bool)
+    assert divergence("zero")[apart].max() < 1e-5
+    assert divergence("own")[apart].min() > 1e-3
+
+
+def test_pieces_that_are_read_alone_have_no_common_attention(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy="splits"))
+    with pytest.raises(EncoderError, match="strategy 'splits' reads every piece alone"):
+        view_attention(encoder, encoder.tokenize_passages(PASSAGES))
