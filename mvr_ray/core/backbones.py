@@ -121,9 +121,7 @@ class Tower(nn.Module):
             viewers_BTD = self.viewers((ids_BT - self.num_words).clamp(min=0))
             embeddings_BTD = torch.where((ids_BT >= self.num_words)[..., None], viewers_BTD, embeddings_BTD)
         mask_BT = real_BT.long()
-        return self.backbone(
-            inputs_embeds=embeddings_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options
-        )
+        return self.backbone(inputs_embeds=embeddings_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
