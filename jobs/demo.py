@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import typer
 
-from mvr_ray.cli import STAGES, Config, Overrides, told
+from mvr_ray.cli import Config, Overrides, told
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.evaluate import EvaluationRow
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.session import connect
 from mvr_ray.serving.service import SearchRequest, SearchService
+from mvr_ray.stages import STAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import Reporter, duration, hit_text, print_shown, report_tables, table

@@ -18,6 +18,7 @@ import yaml
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.stages import STAGES, Work
 from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, print_shown, report_tables, table
@@ -38,8 +39,6 @@ Overrides = Annotated[
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-
-Work = Callable[[RunConfig, Progress], Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,56 +86,6 @@ def run_stage(name: str, run: RunConfig, work: Work, *, print_config: bool, as_j
     _err(f"report: {run.store.path}/{kept.folder}/report.json")
 
 
-def _prepare(run: RunConfig, progress: Progress) -> Any:
-    """Read, check, chunk and count passages and questions."""
-    from mvr_ray.store import prepare
-    from mvr_ray.store.files import Store
-
-    return prepare.prepare(run.prepare, Store(run.store.path), progress)
-
-
-def _train(run: RunConfig, progress: Progress) -> Any:
-    """Train the encoder on the stored questions, or on inverse cloze questions of the corpus."""
-    from mvr_ray.distributed import train
-
-    return train.train(run, progress)
-
-
-def _mine(run: RunConfig, progress: Progress) -> Any:
-    """Find hard negatives by BM25 or with the live index."""
-    from mvr_ray.distributed import mine
-
-    return mine.mine(run, progress)
-
-
-def _index(run: RunConfig, progress: Progress) -> Any:
-    """Encode the corpus, build an index a shard, publish a version."""
-    from mvr_ray.distributed import reindex
-
-    return reindex.index(run, progress)
-
-
-def _refine(run: RunConfig, progress: Progress) -> Any:
-    """Improve the live version from labelled questions or feedback, publish the next one."""
-    from mvr_ray.distributed import refine
-
-    return refine.refine(run, progress)
-
-
-def _evaluate(run: RunConfig, progress: Progress) -> Any:
-    """Measure the live version on the question sets of the run file."""
-    from mvr_ray.distributed import retrieve
-
-    return retrieve.evaluate(run, progress)
-
-
-def _analyze(run: RunConfig, progress: Progress) -> Any:
-    """Look at the views of the live version: each alone, LV, PPL, answer views, attention."""
-    from mvr_ray.distributed import analyze
-
-    return analyze.analyze(run, progress)
-
-
 def _add_stage(name: str, work: Work) -> None:
     def command(
         config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
@@ -146,15 +95,6 @@ def _add_stage(name: str, work: Work) -> None:
     app.command(name, help=work.__doc__)(told(command))
 
 
-STAGES: dict[str, Work] = {
-    "prepare": _prepare,
-    "train": _train,
-    "mine": _mine,
-    "index": _index,
-    "refine": _refine,
-    "evaluate": _evaluate,
-    "analyze": _analyze,
-}
 for _name, _work in STAGES.items():
     _add_stage(_name, _work)
 
@@ -185,6 +125,35 @@ def retrieve(
 
     run = load_run(config, [o for o in overrides or () if "." in o.partition("=")[0]])
     run_stage("retrieve", run, work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@told
+def study(
+    files: Annotated[list[str], typer.Argument(metavar="STUDY... [size=NAME] [output=DIR] [SECTION.KEY=VALUE]...")],
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid of variants and write its report: `study configs/studies/mvr-views.yaml size=quick`."""
+    paths = [word for word in files if "=" not in word]
+    plain = {key: value for key, _, value in (w.partition("=") for w in files if "=" in w) if "." not in key}
+    unknown = sorted(set(plain) - {"size", "output"})
+    if unknown or not paths:
+        wrong = f"{unknown[0]}=... is not known" if unknown else "no study file is named"
+        raise ConfigError(f"study: {wrong}; give study files, size=quick|gpu|paper, output=DIR, section.key=value")
+    overrides = tuple(word for word in files if "=" in word and "." in word.partition("=")[0])
+    from mvr_ray.studies.study import run_study
+
+    output = Path(plain["output"]) if "output" in plain else None
+    for path in paths:
+        with Reporter() as progress:
+            progress.say(f"== {path}")
+            made = run_study(path, plain.get("size", "quick"), overrides, output, progress)
+        if as_json:
+            print_json(to_plain(made))
+            continue
+        for drawn in made.tables:
+            print_shown(table(drawn.title, drawn.columns, drawn.rows))
+        _err(f"report: {made.folder}/report.html")
 
 
 @app.command()

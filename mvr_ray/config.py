@@ -6,25 +6,17 @@ Every section is a frozen pydantic model; unknown keys are refused with the near
 the working directory, or `package:NAME/path` for a file inside an installed Python package.
 """
 
-import difflib
 import hashlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mvr_ray import runfile
 from mvr_ray.errors import ConfigError
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from mvr_ray.sections import Count, Name, Section, Share, explain
 
 
 class StoreConfig(Section):
@@ -57,6 +49,9 @@ class SourceConfig(Section):
     """Put before every passage id of this source (DPR uses `wiki:`)."""
     split: str = "test"
     """The qrels split of a BEIR folder."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
+    those whose first positive was taken."""
 
 
 class SplitConfig(Section):
@@ -353,7 +348,7 @@ def parse_run(data: dict[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where)) from None
+        raise ConfigError(explain(error, where, RunConfig)) from None
 
 
 def resolve_path(text: str) -> Path:
@@ -368,27 +363,3 @@ def resolve_path(text: str) -> Path:
             f"(pip install {package.replace('_', '-')}) or give a folder instead"
         )
     return Path(next(iter(spec.submodule_search_locations))) / rest
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    lines = []
-    for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            known = _known_keys(problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            lines.append(f"{place}: unknown key; {hint}")
-        else:
-            lines.append(f"{place}: {problem['msg']} (given: {problem['input']!r})")
-    return f"{where}: " + "; ".join(lines)
-
-
-def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
-    model: Any = RunConfig
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        model = next(iter(get_args(annotation)), annotation)
-    return sorted(model.model_fields)

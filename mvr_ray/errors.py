@@ -14,6 +14,7 @@ MvrRayError
 ├── ResourceError        the machine or cluster cannot place what was asked for
 ├── CoverageError        some shards did not answer
 ├── RefinementRejectedError  a refinement round cost too much held-out accuracy
+├── StudyError           a step of a study failed (the message names its command)
 └── RowsLostError        passages read, embedded and indexed differ in number
 
 Each message says what failed, where, with which value, and what to do.
@@ -74,6 +75,10 @@ class CoverageError(MvrRayError, RuntimeError):
 
 class RefinementRejectedError(MvrRayError, RuntimeError):
     """A refinement round cost more held-out accuracy than allowed, and was not published."""
+
+
+class StudyError(MvrRayError, RuntimeError):
+    """A step of a study failed; the finished ones are kept."""
 
 
 class RowsLostError(MvrRayError, RuntimeError):

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.training import rank
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import encoder_spec, local_encoder, make_encoder, save_encoder
+from mvr_ray.distributed.relay import relayed, telling
 from mvr_ray.distributed.train_checkpoints import Checkpoints, TrainState
 from mvr_ray.distributed.train_examples import input_digests, open_dev, open_examples
 from mvr_ray.distributed.train_loop import EpochReport, TrainingJob, loss_name, make_schedule, run_loop
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 """How often the workers are started again after one died."""
-_POLL_S = 0.5
 
 
 class EncoderSnapshot(NamedTuple):
@@ -156,26 +156,15 @@ def _announce(run: RunConfig, store: Store, record: bytes) -> EncoderSnapshot:
     return EncoderSnapshot(name, fingerprint, layout.encoder_dir(name, fingerprint), held["metrics"], epochs)
 
 
-class Board:
-    """Where rank 0 writes how far it is, for the driver to read."""
-
-    def __init__(self) -> None:
-        self._said: tuple[str, int, int] | None = None
-
-    def tell(self, what: str, done: int, total: int) -> None:
-        self._said = (what, done, total)
-
-    def read(self) -> tuple[str, int, int] | None:
-        return self._said
-
-
 def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
     resources = run.resources
     placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
-    with session.connect(resources, dashboard=True) as info, _storage(run, info) as storage:
+    with ExitStack() as stack:
+        info = stack.enter_context(session.connect(resources, dashboard=True))
         session.require(info, [session.Need("trainers", count, cpus, gpus)])
-        board: Any = ray.remote(Board).options(num_cpus=0).remote()
+        storage = stack.enter_context(_storage(run, info))
+        board = stack.enter_context(relayed(progress))
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
         trainer = make_trainer(
@@ -194,12 +183,10 @@ def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
             ),
         )
         try:
-            with _relayed(board, progress), _interruptible():
+            with _interruptible():
                 result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _own_error(error) from error
-        finally:
-            ray.kill(board)
     return TrainState.from_json(result.return_value.encode())
 
 
@@ -209,43 +196,8 @@ def _worker(config: dict[str, Any]) -> str:
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
-    state = run_loop(open_job(run), _telling(config["board"]), device)
+    state = run_loop(open_job(run), telling(config["board"]), device)
     return state.to_json().decode() if rank() == 0 else ""
-
-
-def _telling(board: Any) -> Progress:
-    def tell(what: str, done: int, total: int) -> None:
-        board.tell.remote(what, done, total)
-
-    return tell
-
-
-@contextmanager
-def _relayed(board: Any, progress: Progress) -> Iterator[None]:
-    """Pass on what is on the board, until the end."""
-    ended = threading.Event()
-
-    def relay() -> None:
-        last = None
-        while True:
-            finished = ended.wait(_POLL_S)
-            try:
-                said = ray.get(board.read.remote(), timeout=10)
-            except (ray.exceptions.RayError, TimeoutError):
-                said = None
-            if said and said != last:
-                progress(*said)
-                last = said
-            if finished:
-                return
-
-    thread = threading.Thread(target=relay, name="train-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(timeout=15)
 
 
 @contextmanager

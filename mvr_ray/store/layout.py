@@ -8,6 +8,8 @@
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
+    <store>/studies/steps/<key>.json           reports of study steps, shared by studies
+    <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
@@ -98,6 +100,15 @@ def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:
     """What is known of a shard that is built with index parameters of digest `params`."""
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"
+
+
+def study_step(key: str) -> str:
+    """The report of one step of a study; `key` is a digest of all that decides it."""
+    return f"studies/steps/{key}.json"
+
+
+def study_report_dir(study: str, size: str) -> str:
+    return f"studies/{study}-{size}"
 
 
 def run_dir(started: str, stage: str) -> str:

@@ -24,7 +24,7 @@ from mvr_ray.store.corpus import (
     write_passages,
     write_question_file,
 )
-from mvr_ray.store.draws import LowestLots, SplitShares, split
+from mvr_ray.store.draws import LowestLots, SplitShares, lot, split
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import (
     BadRow,
@@ -37,7 +37,7 @@ from mvr_ray.store.formats import (
 )
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
 from mvr_ray.store.spool import Spool
-from mvr_ray.types import Progress, Question, no_progress
+from mvr_ray.types import Passage, Progress, Question, no_progress
 
 REPORT_EVERY = 5000
 
@@ -50,9 +50,13 @@ class _Asked(NamedTuple):
 
 
 class _Read(NamedTuple):
+    """What the sources gave, and what their `share` left there."""
+
     spool: Spool
     sets: dict[str, list[_Asked]]
     rows_dropped: int
+    passages_left: int
+    questions_left: int
 
 
 class _Found(NamedTuple):
@@ -100,7 +104,7 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
         for name, some in questions.items():
             write_question_file(files / f"{name}.arrow", name, some)
         report = PrepareReport(
-            passages_read=read.spool.num_added,
+            passages_read=read.spool.num_added + read.passages_left,
             passages_written=written.num_passages,
             bad_rows=tuple(bad.rows),
             duplicates=cut.num_repeats,
@@ -108,8 +112,8 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
             parts=len(written.infos),
             digest=corpus_digest(written.infos),
             chunks_gained=cut.num_pieces - cut.num_unique,
-            passages_not_drawn=cut.num_pieces - written.num_passages,
-            questions_not_drawn=num_not_drawn,
+            passages_not_drawn=cut.num_pieces - written.num_passages + read.passages_left,
+            questions_not_drawn=num_not_drawn + read.questions_left,
             rows_dropped=read.rows_dropped,
             hard_negatives_dropped=_num_lost_negatives(kept, cut.found),
         )
@@ -140,12 +144,15 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
     sets: dict[str, list[_Asked]] = {source.questions: [] for source in cfg.sources if source.questions}
     seen: dict[tuple[str, str], str] = {}
     dropped = count = 0
+    left: set[str] = set()
     for source in cfg.sources:
         for record in read_source(source):
             count += 1
             if count % REPORT_EVERY == 0:
                 progress("rows read", count, 0)
             match record:
+                case PassageRecord(passage, _) if not _takes(source, passage):
+                    left.add(passage.id)
                 case PassageRecord():
                     spool.add(record)
                 case QuestionRecord(question, where):
@@ -161,7 +168,15 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                 case DroppedRow():
                     dropped += 1
     progress("rows read", count, count)
-    return _Read(spool, sets, dropped)
+    taken = {
+        name: [one for one in asked if not left.intersection(one.question.positive_ids[:1])]
+        for name, asked in sets.items()
+    }
+    return _Read(spool, taken, dropped, len(left), _count(sets) - _count(taken))
+
+
+def _takes(source: SourceConfig, passage: Passage) -> bool:
+    return source.share == 1 or lot(passage.title or passage.id, "source") < source.share * 2**64
 
 
 def _draw_questions(asked: list[_Asked], limit: int) -> list[_Asked]:

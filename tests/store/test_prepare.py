@@ -138,6 +138,25 @@ def test_questions_without_a_drawn_gold_passage_go_and_are_counted(write: Write,
     assert report.questions_not_drawn == 6
 
 
+def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest_is_counted(
+    write: Write, tmp_path: Path
+):
+    path = write("rows.jsonl", lines(*map(passage, range(70)), *(question(n, n) for n in range(70))))
+
+    def taken(share: float) -> set[str]:
+        cfg = PrepareConfig(sources=[SourceConfig(path=str(path), questions="q", share=share)])
+        store = Store(str(tmp_path / str(share)))
+        report = prepare(cfg, store)
+        passages = {one.id: one.title for one in Corpus.open(store, "corpus")}
+        assert report.passages_read == 70 == report.passages_written + report.passages_not_drawn
+        assert len(passages) == report.passages_written == 10 * len(set(passages.values()))
+        assert {one.positive_ids[0] for one in read_questions(store, "q")} == set(passages)
+        assert report.questions_not_drawn == 70 - len(passages)
+        return set(passages)
+
+    assert set() < taken(0.4) < taken(0.8) < taken(1.0)
+
+
 def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
     text = " ".join(f"w{i}" for i in range(250))
     answers = {"answers": ["w120", "w240 w241"], "answer_starts": [text.index("w120"), text.index("w240")]}

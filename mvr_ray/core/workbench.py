@@ -1,0 +1,364 @@
+"""Refinements tried out in memory: the same labels and steps as a refinement's, over the views of one small index.
+
+What `refine` does over shards and rounds at rest, this does in one process and publishes nothing, so a hundred settings
+cost a minute. It also knows variants that `refine` does not offer: every view moved instead of the winner, several
+feedback views a passage, negatives that push them away, decay, clicks.
+
+    feedback view   w |p| m / |m|,   m = sum_pos a^age q / sum_pos a^age  -  push x mean_neg q
+    clicks          P(click) = 0.9^rank x (0.9 if the passage answers, else 0.1); what was passed over is a negative
+
+Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labels, D dimension.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from mvr_ray.core import aopt
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.metrics import first_ranks, top_k_accuracy
+from mvr_ray.core.pseudo_labels import Labels, gold_relevance, label_matrices, labels_from_hits, winning_slots
+from mvr_ray.types import FloatArray, IntArray
+
+_QUERIES_AT_ONCE = 256
+HUB_DEPTH = 10
+CLICK_RELEVANT, CLICK_OTHER, CLICK_RANK = 0.9, 0.1, 0.9
+AGES = 4
+"""Labelled questions are taken to have come in so many equal waves, the first of the set being the oldest."""
+
+Method = Literal["linear", "passage", "query", "hybrid", "feedback_views"]
+
+
+class Setting(NamedTuple):
+    """One refinement to try. What the method does not use means nothing to it."""
+
+    method: Method = "feedback_views"
+    labels: Literal["answers", "gold", "clicks"] = "answers"
+    positives: Literal["first", "all"] = "first"
+    move: Literal["winner", "every"] = "winner"
+    depth: int = 100
+    rounds: int = 1
+    step_size: float = 0.01
+    guard: float = 1e-3
+    beta: float = 0.6
+    gamma: float = -0.1
+    weight: float = 0.8
+    clusters: int = 1
+    push: float = 0.0
+    decay: float = 1.0
+    seed: int = 0
+
+
+class Hits(NamedTuple):
+    """Best passages of each question: numbers, -1 on padding, and exact scores' order."""
+
+    passage_QK: IntArray
+
+
+class Asked(NamedTuple):
+    """A question set. `gold_Q` holds passage numbers."""
+
+    name: str
+    queries_QD: FloatArray
+    answers_Q: Sequence[Sequence[str]]
+    gold_Q: Sequence[set[int]]
+
+
+class Hubs(NamedTuple):
+    """How passages crowd into the top 10 of questions that they do not answer: the most lists, and the skewness."""
+
+    most: int
+    skewness: float
+
+
+class Measured(NamedTuple):
+    """Top-k accuracies (shares) of one set after one round."""
+
+    questions: str
+    answer: dict[int, float]
+    gold: dict[int, float]
+    hubs: Hubs
+
+
+class Round(NamedTuple):
+    """After `number` steps. `norm_mean` is that of the views that moved, over what they began with."""
+
+    number: int
+    loss: float
+    num_moved: int
+    skipped_domain: int
+    skipped_no_positive: int
+    norm_mean: float
+    norm_max: float
+    sets: list[Measured]
+
+
+@dataclass
+class _State:
+    """Views as moved, labelled queries as moved, feedback views beside them."""
+
+    vectors_ND: FloatArray
+    labelled_QD: FloatArray
+    feedback_P: IntArray
+    feedback_FD: FloatArray
+    loss: float = float("nan")
+    moved: int = 0
+    skipped_domain: int = 0
+    skipped_no_positive: int = 0
+    touched: set[int] = field(default_factory=set)
+
+
+class Workbench:
+    """One index version in memory. `text_of` gives the text of a passage number."""
+
+    def __init__(
+        self,
+        vectors_ND: FloatArray,
+        row_ptr: IntArray,
+        view_numbers_N: IntArray,
+        num_views: int,
+        text_of: Callable[[int], str],
+    ) -> None:
+        self.vectors_ND = np.ascontiguousarray(vectors_ND, np.float32)
+        self.row_ptr, self.view_numbers_N, self.num_views = row_ptr, view_numbers_N, num_views
+        self.num_passages = len(row_ptr) - 1
+        self.norms_P = aopt.own_norms(self.vectors_ND, row_ptr, view_numbers_N, num_views)
+        self._text_of, self._matcher = text_of, AnswerMatcher()
+        self._bears: dict[str, np.ndarray] = {}
+
+    def try_out(
+        self, setting: Setting, labelled: Asked, others: Sequence[Asked], ks: Sequence[int] = (1, 5, 20, 100)
+    ) -> list[Round]:
+        """Refine from the labelled questions; every set measured before the first round and after each."""
+        dimension = self.vectors_ND.shape[1]
+        none = np.empty(0, np.int64), np.empty((0, dimension), np.float32)
+        state = _State(self.vectors_ND, labelled.queries_QD.astype(np.float32), *none)
+        depth = max(setting.depth, *ks)
+        hits = self.search(state, state.labelled_QD, depth)
+        rounds = [self._round(0, state, labelled, others, hits, ks)]
+        for number in range(1, setting.rounds + 1):
+            labels = self.label(setting, labelled, state, hits)
+            state = self._step(setting, state, labels, number)
+            hits = self.search(state, state.labelled_QD, depth)
+            rounds.append(self._round(number, state, labelled, others, hits, ks))
+        return rounds
+
+    def search(self, state: _State, queries_QD: FloatArray, k: int) -> Hits:
+        """The best k passages of each question by their best view; ties by number."""
+        k = min(k, self.num_passages)
+        found_QK = np.full((len(queries_QD), k), -1, np.int64)
+        order = np.argsort(state.feedback_P, kind="stable")
+        owners, first = np.unique(state.feedback_P[order], return_index=True)
+        for low in range(0, len(queries_QD), _QUERIES_AT_ONCE):
+            block_QD = queries_QD[low : low + _QUERIES_AT_ONCE].astype(np.float32)
+            best_QP = np.maximum.reduceat(block_QD @ state.vectors_ND.T, self.row_ptr[:-1], axis=1)
+            if len(owners):
+                added_QF = np.maximum.reduceat(block_QD @ state.feedback_FD[order].T, first, axis=1)
+                best_QP[:, owners] = np.maximum(best_QP[:, owners], added_QF)
+            top_QK = np.sort(np.argpartition(-best_QP, k - 1, axis=1)[:, :k], axis=1)
+            ranked = np.argsort(-np.take_along_axis(best_QP, top_QK, 1), axis=1, kind="stable")
+            found_QK[low : low + len(block_QD)] = np.take_along_axis(top_QK, ranked, 1)
+        return Hits(found_QK)
+
+    def bears_answer(self, asked: Asked, hits: Hits) -> np.ndarray:
+        """Whether each hit's text holds an answer; every (question, passage) pair is looked at once."""
+        shape = (len(asked.answers_Q), self.num_passages)
+        known_QP = self._bears.setdefault(asked.name, np.full(shape, -1, np.int8))
+        flags_QK = np.take_along_axis(known_QP, hits.passage_QK, 1)
+        for question, rank in zip(*np.nonzero(flags_QK < 0)):
+            passage = int(hits.passage_QK[question, rank])
+            flag = self._matcher.has_answer(self._text_of(passage), asked.answers_Q[question])
+            known_QP[question, passage] = flags_QK[question, rank] = flag
+        return flags_QK > 0
+
+    def label(self, setting: Setting, asked: Asked, state: _State, hits: Hits) -> Labels:
+        """Labels of the hits (AOpt eq. 8, first hits only, gold, or clicks), at the views that win now."""
+        passage_QK = hits.passage_QK[:, : setting.depth]
+        part = Hits(passage_QK)
+        no_view_QK = np.zeros(passage_QK.shape, np.int16)
+        if setting.labels == "gold":
+            passage_QK = self._with_gold(passage_QK, asked)
+            no_view_QK = np.zeros(passage_QK.shape, np.int16)
+            return self._at_winners(
+                labels_from_hits(passage_QK, no_view_QK, gold_relevance(passage_QK, asked.gold_Q)), state
+            )
+        relevant_QK = self.bears_answer(asked, part)
+        if setting.labels == "clicks":
+            clicked_QK, seen_QK = clicks(relevant_QK, setting.seed)
+            kept_QK = np.where(seen_QK, passage_QK, -1)
+            return self._at_winners(labels_from_hits(kept_QK, no_view_QK, clicked_QK), state)
+        return self._at_winners(labels_from_hits(passage_QK, no_view_QK, relevant_QK, setting.positives), state)
+
+    def _with_gold(self, passage_QK: IntArray, asked: Asked) -> IntArray:
+        """A column more with the first gold passage that was not retrieved."""
+        missed = [next(iter(sorted(gold.difference(row.tolist()))), -1) for gold, row in zip(asked.gold_Q, passage_QK)]
+        return np.concatenate([passage_QK, np.array(missed, np.int64)[:, None]], axis=1)
+
+    def _at_winners(self, labels: Labels, state: _State) -> Labels:
+        slots = winning_slots(state.labelled_QD, state.vectors_ND, self.row_ptr, labels.question_L, labels.passage_L)
+        return labels._replace(view_L=self.view_numbers_N[slots].astype(np.int16))
+
+    def _slots(self, labels: Labels) -> IntArray:
+        keys_N = np.repeat(np.arange(self.num_passages), np.diff(self.row_ptr)) * (1 << 16) + self.view_numbers_N
+        return np.searchsorted(keys_N, labels.passage_L * (1 << 16) + labels.view_L)
+
+    def _everywhere(self, labels: Labels) -> Labels:
+        """Each label at every view of its passage instead of the winner."""
+        counts_L = np.diff(self.row_ptr)[labels.passage_L]
+        at = np.repeat(np.arange(len(counts_L)), counts_L)
+        offset = np.arange(len(at)) - np.repeat(np.cumsum(counts_L) - counts_L, counts_L)
+        slots = self.row_ptr[labels.passage_L[at]] + offset
+        return labels.take(at)._replace(view_L=self.view_numbers_N[slots].astype(np.int16))
+
+    def _step(self, setting: Setting, state: _State, labels: Labels, number: int) -> _State:
+        if setting.method == "feedback_views":
+            return self._feedback(setting, state, labels, number)
+        if setting.move == "every":
+            labels = self._everywhere(labels)
+        slots = self._slots(labels)
+        num_queries = len(state.labelled_QD)
+        matrices = label_matrices(slots, labels.question_L, labels.positive_L, len(state.vectors_ND), num_queries)
+        vectors_ND, labelled_QD = state.vectors_ND, state.labelled_QD
+        steps: list[aopt.StepResult] = []
+        if setting.method in ("query", "hybrid"):
+            step = aopt.query_step(labelled_QD, vectors_ND, matrices, step_size=setting.step_size, guard=setting.guard)
+            labelled_QD = labelled_QD.copy()
+            labelled_QD[step.moved_M] = step.vectors_MD
+            steps.append(step)
+        if setting.method in ("passage", "hybrid", "linear"):
+            if setting.method == "linear":
+                step = aopt.linear_step(vectors_ND, labelled_QD, matrices, beta=setting.beta, gamma=setting.gamma)
+            else:
+                step = aopt.passage_step(
+                    vectors_ND, labelled_QD, matrices, step_size=setting.step_size, guard=setting.guard
+                )
+            vectors_ND = vectors_ND.copy()
+            vectors_ND[step.moved_M] = step.vectors_MD
+            state.touched.update(step.moved_M.tolist())
+            steps.append(step)
+        return _State(
+            vectors_ND,
+            labelled_QD,
+            state.feedback_P,
+            state.feedback_FD,
+            float(np.nanmean([step.loss for step in steps])) if setting.method != "linear" else float("nan"),
+            sum(step.num_moved for step in steps),
+            sum(step.num_outside_domain for step in steps),
+            sum(step.num_no_positive for step in steps),
+            state.touched,
+        )
+
+    def _feedback(self, setting: Setting, state: _State, labels: Labels, number: int) -> _State:
+        passage_F, vectors_FD = feedback_clusters(setting, state.labelled_QD, labels, self.norms_P, number)
+        return _State(state.vectors_ND, state.labelled_QD, passage_F, vectors_FD, moved=len(np.unique(passage_F)))
+
+    def _round(
+        self, number: int, state: _State, labelled: Asked, others: Sequence[Asked], hits: Hits, ks: Sequence[int]
+    ) -> Round:
+        sets = [self._measured(labelled, hits, ks)]
+        for asked in others:
+            sets.append(self._measured(asked, self.search(state, asked.queries_QD, max(ks)), ks))
+        touched = sorted(state.touched)
+        grown = np.linalg.norm(state.vectors_ND[touched], axis=1) / np.linalg.norm(self.vectors_ND[touched], axis=1)
+        return Round(
+            number,
+            state.loss,
+            state.moved,
+            state.skipped_domain,
+            state.skipped_no_positive,
+            float(grown.mean()) if len(grown) else 1.0,
+            float(grown.max(initial=1.0)),
+            sets,
+        )
+
+    def _measured(self, asked: Asked, hits: Hits, ks: Sequence[int]) -> Measured:
+        bears_QK = self.bears_answer(asked, hits)
+        gold_QK = gold_relevance(hits.passage_QK, asked.gold_Q)
+        return Measured(
+            asked.name,
+            top_k_accuracy(first_ranks(bears_QK), ks),
+            top_k_accuracy(first_ranks(gold_QK), ks),
+            hubs(hits.passage_QK, bears_QK | gold_QK, self.num_passages),
+        )
+
+
+def hubs(passage_QK: IntArray, relevant_QK: np.ndarray, num_passages: int, depth: int = HUB_DEPTH) -> Hubs:
+    """Of the lists' first `depth` places, those of passages that answer the question are left out."""
+    crowd = passage_QK[:, :depth][~relevant_QK[:, :depth]]
+    count_P = np.bincount(crowd[crowd >= 0], minlength=num_passages).astype(np.float64)
+    spread = count_P.std()
+    skewness = float(((count_P - count_P.mean()) ** 3).mean() / spread**3) if spread else 0.0
+    return Hubs(int(count_P.max(initial=0)), skewness)
+
+
+class Clicks(NamedTuple):
+    """Which hits were clicked, and which were seen: all down to the last click."""
+
+    clicked_QK: np.ndarray
+    seen_QK: np.ndarray
+
+
+def clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
+    """Made-up clicks of a person who reads from the top and sometimes errs."""
+    rng = np.random.default_rng(seed)
+    rank_K = np.arange(relevant_QK.shape[1])
+    chance_QK = CLICK_RANK**rank_K * np.where(relevant_QK, CLICK_RELEVANT, CLICK_OTHER)
+    clicked_QK = rng.random(relevant_QK.shape) < chance_QK
+    last_Q = np.where(clicked_QK.any(1), clicked_QK.shape[1] - 1 - clicked_QK[:, ::-1].argmax(1), -1)
+    return Clicks(clicked_QK, rank_K <= last_Q[:, None])
+
+
+class _Feedback(NamedTuple):
+    passage_F: IntArray
+    vectors_FD: FloatArray
+
+
+def feedback_clusters(
+    setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray, number: int
+) -> _Feedback:
+    """Feedback views: `clusters` a passage at most, from its positive questions less `push` times its negative ones."""
+    unit_QD = queries_QD / np.linalg.norm(queries_QD, axis=1, keepdims=True)
+    age_Q = AGES - 1 - np.arange(len(queries_QD)) * AGES // max(len(queries_QD), 1)
+    weight_Q = setting.decay**age_Q
+    positive, negative = labels.take(labels.positive_L), labels.take(~labels.positive_L)
+    away_PD = _means(negative, unit_QD, len(norms_P)) if setting.push else None
+    owners: list[int] = []
+    vectors: list[FloatArray] = []
+    order = np.argsort(positive.passage_L, kind="stable")
+    passages, first = np.unique(positive.passage_L[order], return_index=True)
+    for passage, own in zip(passages.tolist(), np.split(positive.question_L[order], first[1:])):
+        own = np.unique(own)
+        for part in spherical_clusters(unit_QD[own], setting.clusters, seed=setting.seed + passage):
+            mean_D = np.average(unit_QD[own[part]], axis=0, weights=weight_Q[own[part]])
+            if away_PD is not None:
+                mean_D = mean_D - setting.push * away_PD[passage]
+            length = np.linalg.norm(mean_D)
+            if length > 1e-6:
+                owners.append(passage)
+                vectors.append(setting.weight * norms_P[passage] * mean_D / length)
+    stacked = np.array(vectors, np.float32).reshape(-1, queries_QD.shape[1])
+    return _Feedback(np.array(owners, np.int64), stacked)
+
+
+def _means(labels: Labels, unit_QD: FloatArray, num_passages: int) -> FloatArray:
+    shape = (num_passages, len(unit_QD))
+    counts = csr_array((np.ones(len(labels.passage_L)), (labels.passage_L, labels.question_L)), shape=shape)
+    return (counts @ unit_QD) / np.maximum(counts.sum(axis=1), 1)[:, None]
+
+
+def spherical_clusters(unit_ND: FloatArray, most: int, seed: int, rounds: int = 10) -> list[IntArray]:
+    """At most so many groups of unit vectors by k-means on the sphere; members' positions, no group empty."""
+    if most <= 1 or len(unit_ND) <= most:
+        return [np.arange(len(unit_ND))] if most <= 1 else [np.array([at]) for at in range(len(unit_ND))]
+    rng = np.random.default_rng(seed)
+    centres_CD = unit_ND[rng.choice(len(unit_ND), most, replace=False)]
+    group_N = np.zeros(len(unit_ND), np.int64)
+    for _ in range(rounds):
+        group_N = (unit_ND @ centres_CD.T).argmax(axis=1)
+        for cluster in np.unique(group_N):
+            mean_D = unit_ND[group_N == cluster].mean(axis=0)
+            centres_CD[cluster] = mean_D / max(float(np.linalg.norm(mean_D)), 1e-12)
+    return [np.flatnonzero(group_N == cluster) for cluster in np.unique(group_N)]

@@ -1,0 +1,74 @@
+"""The stages by name: what `mvr-ray STAGE CONFIG`, the jobs, the demo and studies run.
+
+Each takes a run and a progress, and returns its report. Their modules are imported when they are needed: some need Ray
+or torch, which take seconds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mvr_ray.config import RunConfig
+from mvr_ray.types import Progress
+
+Work = Callable[[RunConfig, Progress], Any]
+
+
+def _prepare(run: RunConfig, progress: Progress) -> Any:
+    """Read, check, chunk and count passages and questions."""
+    from mvr_ray.store import prepare
+    from mvr_ray.store.files import Store
+
+    return prepare.prepare(run.prepare, Store(run.store.path), progress)
+
+
+def _train(run: RunConfig, progress: Progress) -> Any:
+    """Train the encoder on the stored questions, or on inverse cloze questions of the corpus."""
+    from mvr_ray.distributed import train
+
+    return train.train(run, progress)
+
+
+def _mine(run: RunConfig, progress: Progress) -> Any:
+    """Find hard negatives by BM25 or with the live index."""
+    from mvr_ray.distributed import mine
+
+    return mine.mine(run, progress)
+
+
+def _index(run: RunConfig, progress: Progress) -> Any:
+    """Encode the corpus, build an index a shard, publish a version."""
+    from mvr_ray.distributed import reindex
+
+    return reindex.index(run, progress)
+
+
+def _refine(run: RunConfig, progress: Progress) -> Any:
+    """Improve the live version from labelled questions or feedback, publish the next one."""
+    from mvr_ray.distributed import refine
+
+    return refine.refine(run, progress)
+
+
+def _evaluate(run: RunConfig, progress: Progress) -> Any:
+    """Measure the live version on the question sets of the run file."""
+    from mvr_ray.distributed import retrieve
+
+    return retrieve.evaluate(run, progress)
+
+
+def _analyze(run: RunConfig, progress: Progress) -> Any:
+    """Look at the views of the live version: each alone, LV, PPL, answer views, attention."""
+    from mvr_ray.distributed import analyze
+
+    return analyze.analyze(run, progress)
+
+
+STAGES: dict[str, Work] = {
+    "prepare": _prepare,
+    "train": _train,
+    "mine": _mine,
+    "index": _index,
+    "refine": _refine,
+    "evaluate": _evaluate,
+    "analyze": _analyze,
+}

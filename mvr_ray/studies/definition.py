@@ -1,0 +1,139 @@
+"""The study file: a grid of variants over one run file, in several sizes.
+
+    study: mvr-views
+    base: common.yaml                       # sizes, run file and questions that studies share
+    variants:
+      - {name: DPR, set: [encoder.strategy=cls, train.loss=dpr], paper: {answer/top-5: 0.55}}
+
+A variant is a chain of steps (stages, each with further overrides). Overrides are laid over the run file in the order
+size, variant, step, command line; so the command line wins.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from mvr_ray import runfile
+from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.errors import ConfigError
+from mvr_ray.sections import Name, Section, explain
+
+StepName = Literal["train", "mine", "index", "refine", "evaluate", "analyze", "cost", "refinement_grid"]
+
+
+def _short(value: Any) -> Any:
+    return {"stage": value} if isinstance(value, str) else value
+
+
+class StepConfig(Section):
+    """One step of a variant. A bare stage name stands for a step without overrides."""
+
+    stage: StepName
+    set: list[str] = Field(default_factory=list)
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`)."""
+
+
+Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]
+
+
+class VariantConfig(Section):
+    name: str
+    set: list[str] = Field(default_factory=list)
+    steps: Steps = Field(default_factory=list)
+    """Absent: the study's."""
+    seeds: bool = True
+    """False: nothing random is in it, so that one seed says all."""
+    paper: dict[str, float] = Field(default_factory=dict)
+    """The paper's own figures by metric, as shares (0..1) or in the metric's unit."""
+    setting: str = ""
+    """What the paper's figures were measured on, where it differs from the study's `paper`."""
+
+
+class SizeConfig(Section):
+    about: str = ""
+    set: list[str] = Field(default_factory=list)
+    seeds: list[int] = Field(default_factory=lambda: [1])
+
+
+class ContrastConfig(Section):
+    """Is `better` better than `than`? The difference over the same seeds, with its 95 % interval."""
+
+    better: str
+    than: str
+    metric: str
+
+
+class StudyConfig(Section):
+    study: Name
+    title: str
+    paper: str
+    """Which table or figure this stands beside, and what that was measured on."""
+    about: str = ""
+    run: str
+    """The run file, relative to the study file."""
+    questions: Name
+    metrics: list[str]
+    steps: Steps
+    sizes: dict[str, SizeConfig]
+    variants: Annotated[list[VariantConfig], Field(min_length=1)]
+    contrasts: list[ContrastConfig] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    """Sentences for the end of the report: what was seen, and what cannot be shown at this size."""
+
+
+class Study(NamedTuple):
+    """A study in one size, with what the command line added."""
+
+    config: StudyConfig
+    size: str
+    file: Path
+    extra: tuple[str, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.config.sizes[self.size].seeds
+
+    @property
+    def run_file(self) -> Path:
+        return self.file.parent / self.config.run
+
+    def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
+        seeded = [f"train.seed={seed}", f"encoder.seed={seed}"]
+        asked = ["evaluate.questions=[" + self.config.questions + "]"]
+        size = self.config.sizes[self.size]
+        return [*asked, *seeded, *size.set, *variant.set, *step.set, *self.extra]
+
+    def resolve(self, overrides: list[str]) -> RunConfig:
+        data = runfile.read(self.run_file)
+        for override in overrides:
+            runfile.apply(data, override)
+        return parse_run(data, f"{self.file} ({self.run_file.name})")
+
+
+def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = ()) -> Study:
+    """Read and check a study file: every variant must make a valid run. Raises ConfigError."""
+    file = Path(path)
+    try:
+        config = StudyConfig.model_validate(runfile.read(file))
+    except ValidationError as error:
+        raise ConfigError(explain(error, str(file), StudyConfig)) from None
+    if size not in config.sizes:
+        raise ConfigError(f"{file}: no size {size!r}; there are {', '.join(config.sizes)}")
+    names = [variant.name for variant in config.variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{file}: variant {twice[0]!r} stands twice; give each a name of its own")
+    for contrast in config.contrasts:
+        for name in (contrast.better, contrast.than):
+            if name not in names:
+                raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
+    study = Study(config, size, file, extra)
+    for variant in config.variants:
+        for step in variant.steps or config.steps:
+            try:
+                study.resolve(study.overrides(variant, step, study.seeds[0]))
+            except ConfigError as error:
+                raise ConfigError(f"{file}: variant {variant.name!r}, step {step.stage}: {error}") from None
+    return study

@@ -1,0 +1,171 @@
+"""Many refinements of one index, tried out in memory: grids, curves over rounds, gain against cost.
+
+Options of the step: `settings`, a list of `core.workbench.Setting` fields; a field with a list of values stands for one
+setting a value, and several such fields for all their combinations. Labels come from `refine.questions`; every set of
+`refine.gate`, `refine.report` is measured beside it. Memory holds all views in float32: made for up to a few hundred
+thousand of them.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.refine_policy import RefineState, Stop, next_action
+from mvr_ray.core.workbench import Asked, Round, Setting, Workbench
+from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
+
+MOST_VECTORS = 2_000_000
+
+
+class TriedSetting(NamedTuple):
+    """`label` says what differs between the settings. `chosen` is the round that the stopping rule restores: the best
+    on the gate, 0 where every round cost the gate more than `refine.max_heldout_loss` points. `lowest_loss` is the
+    round that the paper's rule, which looks at the loss, would keep.
+    """
+
+    label: str
+    setting: dict[str, Any]
+    chosen: int
+    lowest_loss: int
+    rounds: list[Round]
+
+
+class GridReport(NamedTuple):
+    index: str
+    version: int
+    passages: int
+    vectors: int
+    labelled: str
+    num_labelled: int
+    gate: str
+    tried: list[TriedSetting]
+
+
+class _Loaded(NamedTuple):
+    ids: list[str]
+    row_ptr: IntArray
+    view_numbers_N: IntArray
+    vectors_ND: FloatArray
+
+
+def refinement_grid(
+    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
+) -> GridReport:
+    """Try every setting on the live version. Raises ConfigError for settings or question sets that make no sense."""
+    settings = list(expanded((options or {}).get("settings", [{}])))
+    refine, store = run.refine, Store(run.store.path)
+    if refine.questions is None or not refine.gate:
+        raise ConfigError("refinement_grid needs refine.questions and refine.gate; name the sets that a split made")
+    described = manifest.read(store, run.index.name)
+    loaded = _load(store, described)
+    passages = Corpus.open(store, described.corpus)
+    bench = Workbench(
+        loaded.vectors_ND,
+        loaded.row_ptr,
+        loaded.view_numbers_N,
+        described.num_views,
+        lambda row: passages.get([loaded.ids[row]])[loaded.ids[row]].text,
+    )
+    encoder = open_encoder(
+        store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads
+    )
+    row_of = {passage_id: row for row, passage_id in enumerate(loaded.ids)}
+
+    def asked(name: str) -> Asked:
+        questions = corpus.read_questions(store, name)
+        if not questions:
+            raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
+        queries_QD = encoder.embed_queries([question.text for question in questions])
+        gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
+        return Asked(name, queries_QD, [question.answers for question in questions], gold_Q)
+
+    labelled = asked(refine.questions)
+    others = [asked(name) for name in (*refine.gate, *refine.report)]
+    tried = []
+    for number, fields in enumerate(settings):
+        setting = Setting(**fields)
+        rounds = bench.try_out(setting, labelled, others, run.evaluate.k)
+        gate = [name for name in refine.gate if setting.method != "query"] or [refine.questions]
+        chosen = _chosen(rounds, gate, refine.max_heldout_loss, by="gold" if setting.labels == "gold" else "answer")
+        tried.append(TriedSetting(_label(fields, settings), setting._asdict(), chosen, _lowest_loss(rounds), rounds))
+        progress("settings", number + 1, len(settings))
+    return GridReport(
+        described.index,
+        described.version,
+        len(loaded.ids),
+        len(loaded.vectors_ND),
+        refine.questions,
+        len(labelled.queries_QD),
+        ", ".join(refine.gate),
+        tried,
+    )
+
+
+def expanded(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each entry once for every combination of its lists' values. Raises ConfigError for an unknown field."""
+    for entry in settings:
+        unknown = sorted(set(entry) - set(Setting._fields))
+        if unknown:
+            raise ConfigError(
+                f"refinement_grid: unknown field {unknown[0]!r}; a setting has {', '.join(Setting._fields)}"
+            )
+        lists = {name: value if isinstance(value, list) else [value] for name, value in entry.items()}
+        for values in itertools.product(*lists.values()):
+            yield dict(zip(lists, values))
+
+
+def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
+    """The fields that are not the same in all settings."""
+    varying = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
+    return ", ".join(f"{name} {fields[name]}" for name in varying) or str(fields.get("method", "feedback_views"))
+
+
+def _chosen(rounds: Sequence[Round], gate: Sequence[str], max_loss: float, by: str) -> int:
+    """What `refine_policy` would restore after all rounds."""
+    heldout = tuple(
+        tuple(100 * getattr(measured, by)[1] for measured in each.sets if measured.questions in gate) for each in rounds
+    )
+    end = next_action(RefineState(heldout, len(rounds) - 1, len(rounds), max_loss))
+    return end.best_round if isinstance(end, Stop) else 0
+
+
+def _lowest_loss(rounds: Sequence[Round]) -> int:
+    """The loss told with round r is that before its step, so the state of round r - 1 has it."""
+    losses = [each.loss for each in rounds[1:]]
+    return int(np.nanargmin(losses)) if losses and np.isfinite(losses).any() else len(rounds) - 1
+
+
+def _load(store: Store, described: Manifest) -> _Loaded:
+    """Every passage of the version in id order, so that ties break as everywhere."""
+    if described.num_vectors > MOST_VECTORS:
+        raise ConfigError(
+            f"refinement_grid holds all views in memory, at most {MOST_VECTORS:,}; index {described.index!r} has "
+            f"{described.num_vectors:,}. Use `mvr-ray refine`, or a smaller corpus (prepare.max_passages)"
+        )
+    ids: list[str] = []
+    counts: list[IntArray] = []
+    numbers: list[IntArray] = []
+    vectors: list[FloatArray] = []
+    for entry in described.shards:
+        folder = manifest.open_shard(store, described.index, entry)
+        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+            ids += block.ids
+            counts.append(np.diff(block.row_ptr))
+            numbers.append(np.asarray(block.view_numbers_N))
+            vectors.append(block.vectors_ND.astype(np.float32))
+    count_P, number_N, vectors_ND = np.concatenate(counts), np.concatenate(numbers), np.concatenate(vectors)
+    start_P = np.cumsum(count_P) - count_P
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    slots = np.concatenate([np.arange(start_P[row], start_P[row] + count_P[row]) for row in order])
+    row_ptr = np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64)
+    return _Loaded([ids[row] for row in order], row_ptr, number_N[slots], vectors_ND[slots])

@@ -1,0 +1,159 @@
+"""A study's report: report.md, report.json, plots as PNG, and report.html, which holds everything in one file."""
+
+import base64
+import html
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mvr_ray import __version__
+from mvr_ray.studies import tables
+from mvr_ray.studies.definition import Study
+from mvr_ray.studies.execute import DoneStep
+from mvr_ray.studies.plots import Plot, plots_of
+from mvr_ray.studies.steps import StudyPlan
+from mvr_ray.studies.tables import Table
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8886; --faint: #8882; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid var(--line); padding: .25rem .7rem; text-align: right; white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; white-space: normal; }
+tr:nth-child(even) td { background: var(--faint); }
+figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: white; }
+.wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } .note { opacity: .8; }
+"""
+
+
+class StudyReport(NamedTuple):
+    """Files by name, ready to be written."""
+
+    files: dict[str, bytes]
+    tables: list[Table]
+
+
+def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> StudyReport:
+    """The report of finished steps."""
+    found = tables.measured_variants(study, plan, done)
+    shown = [
+        table
+        for table in (
+            tables.retrieval_table(study, found),
+            tables.contrast_table(study.config.contrasts, found),
+            tables.view_table(found),
+            tables.alone_table(study, found),
+            tables.training_table(found),
+            tables.refinement_table(found),
+            tables.cost_table(found),
+        )
+        if table and table.rows
+    ]
+    plots = plots_of(study, found)
+    facts = _facts(study, done)
+    commands = [f"{step.command}  # {step.seconds:.0f} s" for key in plan.steps if (step := done.get(key))]
+    files = {f"{plot.name}.png": plot.png for plot in plots}
+    files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
+    files["report.html"] = _page(study, facts, shown, plots, commands).encode()
+    plain = {
+        "study": study.config.study,
+        "size": study.size,
+        "title": study.config.title,
+        "paper": study.config.paper,
+        "facts": facts,
+        "notes": study.config.notes,
+        "tables": [table._asdict() for table in shown],
+        "steps": [step._asdict() for key in plan.steps if (step := done.get(key))],
+    }
+    files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
+    return StudyReport(files, shown)
+
+
+def _facts(study: Study, done: Mapping[str, DoneStep]) -> dict[str, str]:
+    prepared = [step.report for step in done.values() if step.stage == "prepare"]
+    passages = sorted({report["passages_written"] for report in prepared})
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "version": f"{__version__}{_commit()}",
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU" if not _gpu() else _gpu(),
+        "size": f"{study.size}: {study.config.sizes[study.size].about}",
+        "passages": ", ".join(f"{count:,}" for count in passages),
+        "seeds": ", ".join(map(str, study.seeds)),
+        "seconds": f"{sum(step.seconds for step in done.values()):,.0f} in all steps",
+    }
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return f" (commit {asked.stdout.strip()})" if asked.returncode == 0 else ""
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def _markdown(
+    study: Study, facts: Mapping[str, str], shown: Sequence[Table], plots: Sequence[Plot], commands: Sequence[str]
+) -> str:
+    config = study.config
+    lines = [f"# {config.title}", "", f"Beside: {config.paper}", ""]
+    lines += [config.about, ""] if config.about else []
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    for table in shown:
+        lines += ["", f"## {table.title}", "", table.note, ""]
+        lines += ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
+        lines += ["| " + " | ".join("" if value is None else str(value) for value in row) + " |" for row in table.rows]
+    lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
+    if config.notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
+    lines += [
+        "",
+        "## Commands",
+        "",
+        f"All of it: `mvr-ray study configs/studies/{study.file.name} size={study.size}`",
+        "",
+    ]
+    lines += [f"- `{command}`" for command in commands]
+    return "\n".join(lines) + "\n"
+
+
+def _page(
+    study: Study, facts: Mapping[str, str], shown: Sequence[Table], plots: Sequence[Plot], commands: Sequence[str]
+) -> str:
+    config, escaped = study.config, html.escape
+    parts = [f"<h1>{escaped(config.title)}</h1>", f"<p>Beside: {escaped(config.paper)}</p>"]
+    parts += [f"<p>{escaped(config.about)}</p>"] if config.about else []
+    parts.append("<ul>" + "".join(f"<li>{escaped(k)}: {escaped(v)}</li>" for k, v in facts.items()) + "</ul>")
+    for table in shown:
+        head = "".join(f"<th>{escaped(column)}</th>" for column in table.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{'' if value is None else escaped(str(value))}</td>" for value in row) + "</tr>"
+            for row in table.rows
+        )
+        parts.append(f'<h2>{escaped(table.title)}</h2><p class="note">{escaped(table.note)}</p>')
+        parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    for plot in plots:
+        data = base64.b64encode(plot.png).decode()
+        title = escaped(plot.title)
+        parts.append(f'<figure><img alt="{title}" src="data:image/png;base64,{data}"></figure>')
+    if config.notes:
+        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escaped(note)}</li>" for note in config.notes) + "</ul>")
+    told = "".join(f"<li><code>{escaped(command)}</code></li>" for command in commands)
+    parts.append(f"<h2>Commands</h2><ol>{told}</ol>")
+    title = escaped(config.title)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body>{''.join(parts)}</body></html>\n"
+    )

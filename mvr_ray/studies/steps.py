@@ -1,0 +1,149 @@
+"""From a study to the steps that it takes: each once, however many variants need it.
+
+A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
+names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
+the same store. What a step makes (an encoder, an index, mined questions) is named by its key, so no two steps write to
+one place.
+"""
+
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from mvr_ray.config import RunConfig
+from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
+
+_SECTIONS = {
+    "prepare": ("prepare",),
+    "train": ("encoder", "train"),
+    "mine": ("mine",),
+    "index": ("encoder", "index"),
+    "refine": ("refine",),
+    "evaluate": ("evaluate", "retrieve"),
+    "analyze": ("analyze", "evaluate"),
+    "cost": ("encoder", "index", "analyze"),
+    "refinement_grid": ("refine", "evaluate"),
+}
+_NEEDS = {
+    "prepare": (),
+    "train": ("prepare", "mine"),
+    "mine": ("prepare",),
+    "index": ("prepare", "train"),
+    "refine": ("index",),
+    "evaluate": ("index", "refine"),
+    "analyze": ("index", "refine"),
+    "cost": ("index",),
+    "refinement_grid": ("index",),
+}
+_NAMES = {"encoder": ("name",), "index": ("name", "encoder"), "mine": ("output",), "train": ("hard_negatives",)}
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step, ready to run. `after` are keys of steps that come first; `refined` is the refinement it looks at."""
+
+    key: str
+    stage: str
+    run: RunConfig
+    command: str
+    after: tuple[str, ...]
+    refined: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """A variant with one seed: the keys of its steps, in order."""
+
+    variant: VariantConfig
+    seed: int
+    keys: tuple[str, ...]
+
+
+@dataclass
+class StudyPlan:
+    """Every distinct step in an order that can be run, and which of them each variant takes."""
+
+    steps: dict[str, PlannedStep] = field(default_factory=dict)
+    variants: list[PlannedVariant] = field(default_factory=list)
+
+
+def plan_study(study: Study) -> StudyPlan:
+    """The steps of every variant and seed, in the order of the file, with equal ones made one."""
+    plan = StudyPlan()
+    for variant in study.config.variants:
+        for seed in study.seeds if variant.seeds else study.seeds[:1]:
+            chain = _Chain(study, variant, seed)
+            keys = [chain.add(plan, step) for step in variant.steps or study.config.steps]
+            plan.variants.append(PlannedVariant(variant, seed, tuple(keys)))
+    return plan
+
+
+class _Chain:
+    """One variant with one seed, walked step by step."""
+
+    def __init__(self, study: Study, variant: VariantConfig, seed: int) -> None:
+        self.study, self.variant, self.seed = study, variant, seed
+        self.latest: dict[str, str] = {}
+
+    def add(self, plan: StudyPlan, step: StepConfig) -> str:
+        """Plan a step (and the corpus that it stands on); returns its key."""
+        overrides = self.study.overrides(self.variant, step, self.seed)
+        run = self.study.resolve(overrides)
+        self._plan(plan, StepConfig.model_construct(stage="prepare"), run, overrides)
+        return self._plan(plan, step, run, overrides)
+
+    def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
+        stage = step.stage
+        needs = [self.latest[name] for name in self._needs(stage, run) if name in self.latest]
+        key = _digest([stage, *(_deciding(run, section) for section in _SECTIONS[stage]), step.options, *needs])
+        names = self._names(stage, run, key)
+        if key not in plan.steps:
+            named = RunConfig.model_validate(_laid_over(run, names))
+            refined = self.latest.get("refine") if stage in ("evaluate", "analyze") else None
+            typed = [f"{section}.{name}={value}" for section, values in names.items() for name, value in values.items()]
+            words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides, *typed]
+            plan.steps[key] = PlannedStep(key, stage, named, shlex.join(words), tuple(needs), refined, step.options)
+        if stage in ("train", "index", "refine", "mine", "prepare"):
+            if stage in ("train", "index"):
+                self.latest.pop("refine", None)
+            self.latest[stage] = key
+        return key
+
+    def _needs(self, stage: str, run: RunConfig) -> tuple[str, ...]:
+        mined_by_index = stage == "mine" and run.mine.method == "index"
+        return (*_NEEDS[stage], "index") if mined_by_index else _NEEDS[stage]
+
+    def _names(self, stage: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
+        """What this step makes is named by its key, what it reads by the key of the step that made it."""
+        if stage == "prepare":
+            return {}
+        latest = {**self.latest, stage: key}
+        encoder = latest.get("train") or _digest([_deciding(run, "encoder")])
+        names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}"}}
+        if "index" in latest:
+            trained = "trained" if "train" in latest else "untrained"
+            names["index"] = {"name": f"study-{latest['index']}", "encoder": trained}
+        if "mine" in latest:
+            names["mine"] = {"output": f"mined-{latest['mine']}"}
+            if stage == "train":
+                names["train"] = {"hard_negatives": f"mined-{latest['mine']}"}
+        return names
+
+
+def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
+    plain = run.model_dump(mode="json")[section]
+    return {name: value for name, value in plain.items() if name not in _NAMES.get(section, ())}
+
+
+def _laid_over(run: RunConfig, names: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    plain = run.model_dump(mode="json")
+    for section, values in names.items():
+        plain[section] |= values
+    return plain
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,57 @@
+"""A study from its file to its report: plan the steps, run what is not on file, write what was found."""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store
+from mvr_ray.studies.definition import load_study
+from mvr_ray.studies.execute import run_plan
+from mvr_ray.studies.report import make_report
+from mvr_ray.studies.steps import plan_study
+from mvr_ray.studies.tables import Table
+from mvr_ray.types import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+
+class StudyResult(NamedTuple):
+    """`folder` is where the report lies, in the store, or where `output` said."""
+
+    study: str
+    size: str
+    variants: int
+    steps: int
+    folder: str
+    tables: list[Table]
+
+
+def run_study(
+    path: str | Path,
+    size: str = "quick",
+    extra: tuple[str, ...] = (),
+    output: Path | None = None,
+    progress: Progress = no_progress,
+) -> StudyResult:
+    """Run a study in one size; the same command again runs only what is missing.
+
+    `output` takes a copy of the report, in a folder named by study and size. Raises ConfigError, StudyError.
+    """
+    study = load_study(path, size, extra)
+    plan = plan_study(study)
+    run = study.resolve([*study.config.sizes[size].set, *extra])
+    store = Store(run.store.path)
+    done = run_plan(plan, store, run, progress)
+    report = make_report(study, plan, done)
+    folder = layout.study_report_dir(study.config.study, size)
+    for name, data in report.files.items():
+        store.write_bytes(f"{folder}/{name}", data)
+    if output is not None:
+        target = output / f"{study.config.study}-{size}"
+        target.mkdir(parents=True, exist_ok=True)
+        for name, data in report.files.items():
+            (target / name).write_bytes(data)
+    told = str(target) if output is not None else store.where(folder)
+    log.info("study done: study=%s size=%s steps=%d folder=%s", study.config.study, size, len(plan.steps), told)
+    return StudyResult(study.config.study, size, len(plan.variants), len(plan.steps), told, report.tables)

@@ -1,0 +1,234 @@
+"""The reports of a study's steps, as tables: what was measured, beside what the paper has.
+
+A value of several seeds is their mean, with the 95 % interval of Student's t over seeds; of one seed, the bootstrap
+interval over questions that its report has. Shares are shown in percent.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.studies.definition import ContrastConfig, Study
+from mvr_ray.studies.execute import DoneStep
+from mvr_ray.studies.steps import PlannedVariant, StudyPlan
+
+Value = str | float | int | None
+
+
+class Cell(NamedTuple):
+    """A share or a plain number with its 95 % interval, over `seeds` seeds (1: over questions)."""
+
+    value: float
+    low: float
+    high: float
+    seeds: int
+
+
+class Table(NamedTuple):
+    """`rows` hold values as they are shown; `note` says what they are."""
+
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[Value]]
+
+
+class Measured(NamedTuple):
+    """What one variant came to: its metrics, and the reports of its steps by stage, one a seed."""
+
+    name: str
+    paper: Mapping[str, float]
+    setting: str
+    cells: dict[str, Cell]
+    by_seed: dict[str, dict[int, float]]
+    reports: dict[str, list[dict[str, Any]]]
+
+
+def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> list[Measured]:
+    """Every variant with what its seeds came to."""
+    return [
+        _measured(study, variant.name, [one for one in plan.variants if one.variant.name == variant.name], done)
+        for variant in study.config.variants
+    ]
+
+
+def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for planned in runs:
+        for key in planned.keys:
+            step = done[key]
+            reports.setdefault(step.stage, []).append(step.report)
+            for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:
+                if row["questions"] == study.config.questions and row["system"] != "bm25":
+                    alone = step.stage == "analyze" and row["system"] != ALL_VIEWS
+                    metric = f"{row['system']}: {row['metric']}" if alone else row["metric"]
+                    rows.setdefault(metric, {})[planned.seed] = row
+    cells = {metric: _cell(list(found.values())) for metric, found in rows.items()}
+    by_seed = {metric: {seed: row["value"] for seed, row in found.items()} for metric, found in rows.items()}
+    variant = runs[0].variant
+    return Measured(name, variant.paper, variant.setting, cells, by_seed, reports)
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
+    values = [row["value"] for row in rows]
+    if len(values) == 1:
+        return Cell(values[0], rows[0]["low"], rows[0]["high"], 1)
+    mean, half = float(np.mean(values)), _half_width(values)
+    return Cell(mean, mean - half, mean + half, len(values))
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Half of Student's 95 % interval of the mean."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def retrieval_table(study: Study, found: Sequence[Measured]) -> Table:
+    metrics = study.config.metrics
+    columns = ["variant", *(word for metric in metrics for word in (f"paper {metric}", metric)), "seeds"]
+    rows: list[list[Value]] = []
+    for one in found:
+        if any(metric in one.cells for metric in metrics):
+            pairs = [(one.paper.get(metric), one.cells.get(metric)) for metric in metrics]
+            seeds = max(cell.seeds for _, cell in pairs if cell)
+            told = [shown for paper, cell in pairs for shown in (_percent(paper), _spoken(cell))]
+            rows.append([f"{one.name} ({one.setting})" if one.setting else one.name, *told, seeds])
+    kept = [0, *(at for at in range(1, len(columns)) if any(row[at] not in ("", None) for row in rows))]
+    note = "Percent, with 95 % intervals: over seeds where there are several, else over questions."
+    return Table("Retrieval", note, [columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def _spoken(cell: Cell | None) -> str:
+    return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
+
+
+def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured]) -> Table | None:
+    """Differences over the same seeds. One seed has no interval."""
+    by_name = {one.name: one for one in found}
+    rows: list[list[Value]] = []
+    for contrast in contrasts:
+        better, than = (by_name[name].by_seed.get(contrast.metric, {}) for name in (contrast.better, contrast.than))
+        seeds = sorted(set(better) & set(than)) or sorted(better)
+        alone = next(iter(than.values()), float("nan"))
+        differences = [100 * (better[seed] - than.get(seed, alone)) for seed in seeds]
+        if not differences:
+            continue
+        interval = "-"
+        if len(differences) > 1:
+            half = _half_width(differences)
+            mean = float(np.mean(differences))
+            interval = f"{mean - half:+.1f} to {mean + half:+.1f}"
+        told = f"{np.mean(differences):+.1f}"
+        rows.append([contrast.better, contrast.than, contrast.metric, told, interval, len(differences)])
+    columns = ["variant", "against", "metric", "difference (points)", "95 % interval", "seeds"]
+    return Table("Differences", "Of the same seeds, in points of percent.", columns, rows) if rows else None
+
+
+def view_table(found: Sequence[Measured]) -> Table | None:
+    """How different the views of each variant are (MVR eqs. 9 and 10, CAMVR eqs. 14 and 15)."""
+    names = ("view_pair_cosine", "lv", "ppl", "ppl_answer", "answer_view_accuracy", "attention_kl")
+    rows: list[list[Value]] = []
+    for one in found:
+        reports = one.reports.get("analyze", [])
+        if reports:
+            means = [_mean([report[name] for report in reports]) for name in names]
+            most = _mean([max(report["win_shares"]) for report in reports])
+            rows.append([one.name, *(_number(value) for value in [*means, most])])
+    columns = ["variant", "view-pair cosine", "LV", "PPL", "PPL of answer views", "answer-view accuracy"]
+    note = (
+        "Cosine 1 and LV 0 mean that the views are one vector, and PPL then means nothing; near-ties go to the lowest "
+        "view. `most` is the share of questions won by the view that wins most."
+    )
+    return Table("Views", note, [*columns, "attention KL", "most"], rows) if rows else None
+
+
+def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
+    """Each view alone, and all together (CAMVR table 2)."""
+    metric = study.config.metrics[0]
+    suffix = f": {metric}"
+    most = max((sum(key.endswith(suffix) for key in one.cells) for one in found), default=0)
+    if not most:
+        return None
+    rows: list[list[Value]] = []
+    for one in found:
+        alone = [one.cells.get(f"view {view + 1}{suffix}") for view in range(most)]
+        if any(alone):
+            rows.append([one.name, *(_percent(cell.value) if cell else "" for cell in alone), _all(one, metric)])
+    return Table("Each view alone", f"{metric}, percent.", ["variant", *map(str, range(1, most + 1)), "all"], rows)
+
+
+def _all(one: Measured, metric: str) -> str:
+    cell = one.cells.get(metric)
+    return _percent(cell.value) if cell else ""
+
+
+def training_table(found: Sequence[Measured]) -> Table | None:
+    """How training ended: what the loss says of the views."""
+    rows: list[list[Value]] = []
+    for one in found:
+        ends = [report["epochs"][-1] for report in one.reports.get("train", []) if report.get("epochs")]
+        if ends:
+            views = len(ends[0]["view_shares"])
+            told = [_mean([end[name] for end in ends]) for name in ("loss", "loss_local", "view_pair_cosine", "lv")]
+            limit = math.log(views) if views > 1 else None
+            collapsed = f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"
+            rows.append([one.name, ends[0]["step"], *map(_number, told), _number(limit), collapsed])
+    columns = ["variant", "steps", "loss", "local loss", "view-pair cosine", "LV", "ln V", "collapsed"]
+    note = "Of the last epoch. A local loss of ln V means equal views."
+    return Table("Training", note, columns, rows) if rows else None
+
+
+def refinement_table(found: Sequence[Measured]) -> Table | None:
+    """Every setting at the round that its stopping rule keeps: gain on known questions, cost on the others."""
+    rows: list[list[Value]] = []
+    names: list[str] = []
+    for one in found:
+        for report in one.reports.get("refinement_grid", []):
+            names = [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
+            first = report["tried"][0]["rounds"][0]
+            rows.append([one.name, "before", 0, *_accuracies(first)])
+            for tried in report["tried"]:
+                kept = tried["rounds"][tried["chosen"]]
+                rows.append([one.name, tried["label"], tried["chosen"], *_accuracies(kept)])
+    if not rows:
+        return None
+    columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
+    note = (
+        "Top-1 in percent, by answers and by gold passages, at the round that the gate keeps (0: it refuses them all). "
+        f"{names[0]} are the labelled questions themselves (transductive), the others are held out."
+    )
+    return Table("Refinement", note, ["index", "setting", "round", *columns], rows)
+
+
+def _accuracies(each: Mapping[str, Any]) -> list[Value]:
+    return [_percent(measured[kind]["1"]) for measured in each["sets"] for kind in ("answer", "gold")]
+
+
+def cost_table(found: Sequence[Measured]) -> Table | None:
+    rows: list[list[Value]] = []
+    for one in found:
+        for report in one.reports.get("cost", []):
+            for line in report["lines"]:
+                rows.append([line["system"], *(_number(line[name]) for name in _COST)])
+    note = "Medians of interleaved runs on one thread; ratios to DPR of the same run."
+    return Table("Cost", note, ["system", *(name.replace("_", " ") for name in _COST)], rows) if rows else None
+
+
+_COST = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return float(np.mean(there)) if there else None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
