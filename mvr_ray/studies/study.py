@@ -47,11 +47,12 @@ def run_study(
     folder = layout.study_report_dir(study.config.study, size)
     for name, data in report.files.items():
         store.write_bytes(f"{folder}/{name}", data)
+    told = store.where(folder)
     if output is not None:
         target = output / f"{study.config.study}-{size}"
         target.mkdir(parents=True, exist_ok=True)
         for name, data in report.files.items():
             (target / name).write_bytes(data)
-    told = str(target) if output is not None else store.where(folder)
+        told = str(target)
     log.info("study done: study=%s size=%s steps=%d folder=%s", study.config.study, size, len(plan.steps), told)
     return StudyResult(study.config.study, size, len(plan.variants), len(plan.steps), told, report.tables)

@@ -1,0 +1,191 @@
+"""Refinements in memory against loops that a reader can check, and against what they promise."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.metrics import first_ranks
+from mvr_ray.core.workbench import (
+    Asked,
+    Setting,
+    Workbench,
+    clicks,
+    feedback_clusters,
+    hubs,
+    spherical_clusters,
+)
+
+D = 8
+rng = np.random.default_rng(5)
+
+
+def unit(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    vectors = generator.normal(size=shape)
+    return (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.fixture
+def bench() -> Workbench:
+    """40 passages of one to three views; passage i says `word<i mod 7>`."""
+    generator = np.random.default_rng(1)
+    counts = generator.integers(1, 4, 40)
+    row_ptr = np.concatenate([[0], np.cumsum(counts)])
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    return Workbench(unit((row_ptr[-1], D), generator), row_ptr, numbers, 3, lambda row: f"it is word{row % 7}")
+
+
+def asked(name: str, num: int, seed: int) -> Asked:
+    generator = np.random.default_rng(seed)
+    gold = generator.integers(0, 40, num)
+    return Asked(name, unit((num, D), generator), [(f"word{row % 7}",) for row in gold], [{int(row)} for row in gold])
+
+
+def slow_ranking(views: dict[int, list[np.ndarray]], query: np.ndarray) -> list[int]:
+    scores = {row: max(float(query @ view) for view in own) for row, own in views.items()}
+    return sorted(scores, key=lambda row: (-scores[row], row))
+
+
+def views_of(bench: Workbench, vectors: np.ndarray) -> dict[int, list[np.ndarray]]:
+    return {row: list(vectors[bench.row_ptr[row] : bench.row_ptr[row + 1]]) for row in range(40)}
+
+
+def test_the_round_before_the_first_is_the_ranking_of_a_slow_search(bench):
+    known, unseen = asked("known", 12, 2), asked("unseen", 9, 3)
+    [before] = bench.try_out(Setting(rounds=0), known, [unseen], ks=(1, 5))
+    views = views_of(bench, bench.vectors_ND)
+    for measured, sets in zip(before.sets, (known, unseen)):
+        ranked = [slow_ranking(views, query)[:5] for query in sets.queries_QD]
+        bears = [[f"word{row % 7}" == own[0] for row in rows] for rows, own in zip(ranked, sets.answers_Q)]
+        gold = [[row in own for row in rows] for rows, own in zip(ranked, sets.gold_Q)]
+        for k in (1, 5):
+            assert measured.answer[k] == np.mean([any(row[:k]) for row in bears])
+            assert measured.gold[k] == np.mean([any(row[:k]) for row in gold])
+
+
+@pytest.mark.parametrize("move", ["winner", "every"])
+def test_the_linear_form_moves_each_view_by_the_means_of_its_questions(bench, move):
+    """AOpt eq. 9, written out with loops."""
+    known = asked("known", 12, 2)
+    setting = Setting(method="linear", positives="all", move=move, depth=10, beta=0.5, gamma=-0.2)
+    before, after = bench.try_out(setting, known, [], ks=(1, 5))
+    views = views_of(bench, bench.vectors_ND)
+    positive: dict[tuple[int, int], list[np.ndarray]] = {}
+    negative: dict[tuple[int, int], list[np.ndarray]] = {}
+    for query, answers in zip(known.queries_QD, known.answers_Q):
+        for row in slow_ranking(views, query)[:10]:
+            winner = int(np.argmax([query @ view for view in views[row]]))
+            for view in [winner] if move == "winner" else range(len(views[row])):
+                side = positive if f"word{row % 7}" == answers[0] else negative
+                side.setdefault((row, view), []).append(query)
+    moved = {row: [view.astype(np.float64) for view in own] for row, own in views.items()}
+    for (row, view), own in positive.items():
+        moved[row][view] = moved[row][view] + 0.5 * np.mean(own, axis=0)
+        if (row, view) in negative:
+            moved[row][view] = moved[row][view] - 0.2 * np.mean(negative[row, view], axis=0)
+    ranked = [slow_ranking(moved, query)[:5] for query in known.queries_QD]
+    bears = [[f"word{row % 7}" == own[0] for row in rows] for rows, own in zip(ranked, known.answers_Q)]
+    assert after.sets[0].answer == {k: np.mean([any(row[:k]) for row in bears]) for k in (1, 5)}
+    assert after.num_moved == len(positive)
+    assert before.sets[0].answer[1] < after.sets[0].answer[1]
+
+
+def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answered(bench):
+    known = asked("known", 12, 2)
+    setting = Setting(weight=0.6, depth=10)
+    before, after = bench.try_out(setting, known, [asked("unseen", 9, 3)], ks=(1, 5))
+    views = views_of(bench, bench.vectors_ND)
+    answered: dict[int, list[np.ndarray]] = {}
+    for query, answers in zip(known.queries_QD, known.answers_Q):
+        first = next((row for row in slow_ranking(views, query)[:10] if f"word{row % 7}" == answers[0]), None)
+        if first is not None:
+            answered.setdefault(first, []).append(query)
+    for row, own in answered.items():
+        mean = np.mean(own, axis=0)
+        views[row].append(0.6 * mean / np.linalg.norm(mean))
+    for measured, sets in zip(after.sets, (known, asked("unseen", 9, 3))):
+        ranked = [slow_ranking(views, query)[:5] for query in sets.queries_QD]
+        ranks = first_ranks([[row in own for row in rows] for rows, own in zip(ranked, sets.gold_Q)])
+        assert measured.gold == {k: np.mean((ranks >= 0) & (ranks < k)) for k in (1, 5)}
+    assert after.num_moved == len(answered)
+    assert after.norm_max == before.norm_max == 1.0, "the passage's own views stay"
+
+
+def test_gradient_rounds_lower_the_loss_and_only_grow_norms_and_query_rounds_move_no_passage(bench):
+    known, unseen = asked("known", 12, 2), asked("unseen", 9, 3)
+    passage = bench.try_out(Setting(method="passage", positives="all", step_size=0.01, rounds=6), known, [unseen], (1,))
+    losses = [each.loss for each in passage[1:] if each.num_moved]
+    assert len(losses) > 2 and all(now < before for before, now in itertools.pairwise(losses))
+    assert all(1 <= before.norm_mean <= now.norm_mean for before, now in itertools.pairwise(passage))
+    query = bench.try_out(Setting(method="query", positives="all", step_size=0.05, rounds=4), known, [unseen], (1,))
+    assert {each.sets[1] for each in map(_plain, query)} == {_plain(query[0]).sets[1]}
+    assert query[-1].sets[0].answer[1] > query[0].sets[0].answer[1]
+
+
+def _plain(each):
+    return each._replace(sets=[(tuple(s.answer.items()), tuple(s.gold.items()), s.hubs) for s in each.sets])
+
+
+def test_gold_labels_reach_gold_passages_that_were_not_retrieved(bench):
+    known = asked("known", 12, 2)
+    shallow = Setting(labels="gold", weight=1.0, depth=1)
+    after = bench.try_out(shallow, known, [], ks=(1,))[-1]
+    alone = [next(iter(gold)) for gold in known.gold_Q if sum(gold == other for other in known.gold_Q) == 1]
+    assert after.num_moved == len({next(iter(gold)) for gold in known.gold_Q})
+    assert after.sets[0].gold[1] >= len(alone) / 12, "a view of weight 1 made of one question scores 1 with it"
+
+
+def test_hubs_count_places_in_top_ten_lists_that_are_not_earned():
+    lists = np.array([[0, 1, 2], [0, 2, 1], [0, 3, -1]])
+    relevant = np.array([[True, False, False], [False, False, False], [False, False, False]])
+    found = hubs(lists, relevant, 5, depth=2)
+    counts = np.array([2, 1, 1, 1, 0])
+    assert found.most == 2
+    assert found.skewness == pytest.approx(((counts - 1) ** 3).mean() / counts.std() ** 3)
+    assert hubs(lists, np.ones_like(relevant), 5).most == 0
+
+
+def test_clicks_fall_on_answers_near_the_top_and_nothing_below_the_last_is_seen():
+    relevant = np.zeros((4000, 6), bool)
+    relevant[:, 2] = True
+    clicked, seen = clicks(relevant, seed=4)
+    assert clicked[:, 2].mean() == pytest.approx(0.9 * 0.9**2, abs=0.02)
+    assert clicked[:, 4].mean() == pytest.approx(0.1 * 0.9**4, abs=0.02)
+    assert (seen >= clicked).all()
+    for row in range(50):
+        last = max(np.flatnonzero(clicked[row]), default=-1)
+        assert seen[row].tolist() == [rank <= last for rank in range(6)]
+    again, _ = clicks(relevant, seed=4)
+    assert (again == clicked).all()
+
+
+@given(num=st.integers(1, 12), most=st.integers(1, 5), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_clusters_part_all_questions_and_none_is_empty(num, most, seed):
+    groups = spherical_clusters(unit((num, 4), np.random.default_rng(seed)), most, seed)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(num))
+    assert 1 <= len(groups) <= min(most, num)
+    assert all(len(group) for group in groups)
+
+
+def test_two_bundles_of_questions_give_two_feedback_views_and_negatives_push_them_away(bench):
+    generator = np.random.default_rng(8)
+    bundles = np.eye(D)[:2].repeat(3, axis=0) + 0.01 * generator.normal(size=(6, D))
+    away = np.eye(D)[[2]] + 0.5 * np.eye(D)[[0]]
+    queries = np.concatenate([bundles, away])
+    from mvr_ray.core.pseudo_labels import Labels
+
+    labels = Labels(np.arange(7), np.full(7, 3), np.zeros(7, np.int16), np.array([True] * 6 + [False]))
+    norms = np.full(40, 2.0)
+    owners, vectors = feedback_clusters(Setting(weight=0.5, clusters=2), queries, labels, norms, 1)
+    assert owners.tolist() == [3, 3]
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
+    assert sorted(np.abs(vectors).argmax(axis=1).tolist()) == [0, 1]
+    [_, one], [_, pushed] = (
+        feedback_clusters(Setting(weight=0.5, push=push), queries, labels, norms, 1) for push in (0.0, 0.5)
+    )
+    assert (pushed @ away[0])[0] < (one @ away[0])[0] - 0.1
+    _, old = feedback_clusters(Setting(weight=0.5, decay=0.01), queries, labels, norms, 1)
+    assert old[0, 1] > 0.49, "the first questions are the oldest, and fade"

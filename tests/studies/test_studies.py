@@ -1,0 +1,260 @@
+"""Studies: equal steps are made once, finished ones are kept, and reports say what the steps said."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from mvr_ray.config import load_run
+from mvr_ray.distributed import reindex
+from mvr_ray.distributed.refine import refine
+from mvr_ray.errors import ConfigError, StudyError
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.studies import execute
+from mvr_ray.studies.definition import load_study
+from mvr_ray.studies.execute import DoneStep, run_plan
+from mvr_ray.studies.refinement import expanded, refinement_grid
+from mvr_ray.studies.report import make_report
+from mvr_ray.studies.steps import plan_study
+from mvr_ray.studies.study import run_study
+from mvr_ray.studies.tables import measured_variants, retrieval_table
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if path.stem != "common")
+
+STUDY = {
+    "study": "small",
+    "title": "A <small> study",
+    "paper": "none",
+    "run": "run.yaml",
+    "questions": "dev",
+    "metrics": ["gold/top-1", "gold/top-5"],
+    "steps": ["train", "index", "evaluate"],
+    "sizes": {"quick": {"about": "tiny", "set": ["train.max_steps=1"], "seeds": [1, 2]}},
+    "variants": [
+        {"name": "mean", "set": ["encoder.strategy=mean", "train.loss=dpr"], "paper": {"gold/top-1": 0.5}},
+        {
+            "name": "snippets",
+            "set": ["encoder.strategy=snippet_means", "train.loss=camvr"],
+            "steps": ["train", "index", "analyze"],
+        },
+        {"name": "untrained", "set": ["encoder.strategy=mean"], "steps": ["index", "evaluate"], "seeds": False},
+    ],
+    "contrasts": [{"better": "snippets", "than": "mean", "metric": "gold/top-1"}],
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def study(run: dict, **more) -> Path:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+        path = tmp_path / "small.yaml"
+        path.write_text(yaml.safe_dump({**STUDY, **more}))
+        return path
+
+    return study
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_study_plans_in_every_size(path):
+    for size in ("quick", "gpu", "paper"):
+        plan = plan_study(load_study(path, size))
+        assert all(key in plan.steps for variant in plan.variants for key in variant.keys)
+        order = list(plan.steps)
+        for at, step in enumerate(plan.steps.values()):
+            assert all(order.index(needed) < at for needed in step.after)
+
+
+def test_equal_steps_of_variants_and_studies_are_one(write):
+    twice = [{"name": "a", "set": ["encoder.strategy=mean"]}, {"name": "b", "set": ["encoder.strategy=mean"]}]
+    twice.append({"name": "c", "set": ["encoder.strategy=mean", "evaluate.seed=1"]})
+    plan = plan_study(load_study(write({}, variants=twice, sizes={"quick": {"seeds": [1]}})))
+    assert [step.stage for step in plan.steps.values()] == ["prepare", "train", "index", "evaluate", "evaluate"]
+    assert plan.variants[0].keys == plan.variants[1].keys
+    other = plan_study(
+        load_study(
+            write({"resources": {"searchers": 3}}, study="other", variants=twice[:1], sizes={"quick": {"seeds": [1]}})
+        )
+    )
+    assert set(other.steps) < set(plan.steps), "names of studies and resources are no part of a result"
+    longer = plan_study(load_study(write({"train": {"lr": 0.1}}, variants=twice[:1], sizes={"quick": {"seeds": [1]}})))
+    assert [step.stage for key, step in longer.steps.items() if key in plan.steps] == ["prepare"]
+
+
+def test_a_step_reads_what_the_steps_before_it_made(write):
+    steps = [
+        "train",
+        "index",
+        {"stage": "mine", "set": ["mine.method=index"]},
+        {"stage": "train", "set": ["train.num_hard_negatives=1"]},
+        "index",
+        "evaluate",
+    ]
+    variants = [{"name": "loop", "steps": steps}]
+    plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+    _, first, indexed, mined, second, again, _ = plan.steps.values()
+    assert indexed.run.encoder.name == first.run.encoder.name == mined.run.encoder.name
+    assert mined.run.index.name == indexed.run.index.name
+    assert second.run.train.hard_negatives == mined.run.mine.output
+    assert first.run.train.hard_negatives is None
+    assert again.run.encoder.name == second.run.encoder.name != first.run.encoder.name
+    assert {indexed.run.index.encoder, again.run.index.encoder} == {"trained"}
+    assert len({step.run.index.name for step in (indexed, again)}) == 2
+
+
+def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
+    def refused(told: str, run: dict | None = None, size: str = "quick", **more) -> None:
+        with pytest.raises(ConfigError, match=told):
+            load_study(write(run or {}, **more), size)
+
+    refused("no size 'huge'; there are quick", size="huge")
+    refused("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
+    refused("variant 'a' stands twice", variants=[{"name": "a"}, {"name": "a"}])
+    refused("variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}])
+    refused("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "m"}])
+    with pytest.raises(ConfigError, match="unknown field 'betta'"):
+        list(expanded([{"betta": 1}]))
+
+
+def fake(value: float, seed: int) -> dict:
+    row = {
+        "system": "x",
+        "questions": "dev",
+        "metric": "gold/top-1",
+        "value": value,
+        "low": value - 0.1,
+        "high": value + 0.1,
+        "n": 9,
+    }
+    return {"rows": [row], "seed": seed}
+
+
+def test_values_of_several_seeds_are_their_mean_with_students_interval(write):
+    study = load_study(write({}, sizes={"quick": {"seeds": [1, 2, 3]}}))
+    plan = plan_study(study)
+    values = {("mean", 1): 0.5, ("mean", 2): 0.6, ("mean", 3): 0.7, ("untrained", 1): 0.2}
+    done = {}
+    for planned in plan.variants:
+        for key in planned.keys:
+            step = plan.steps[key]
+            report = fake(values[planned.variant.name, planned.seed], planned.seed) if step.stage == "evaluate" else {}
+            done[key] = DoneStep(key, step.stage, step.command, 1.0, report)
+    found = {one.name: one for one in measured_variants(study, plan, done)}
+    cell = found["mean"].cells["gold/top-1"]
+    half = stats.t.interval(0.95, 2, 0.6, stats.sem([0.5, 0.6, 0.7]))[1] - 0.6
+    assert cell == pytest.approx((0.6, 0.6 - half, 0.6 + half, 3))
+    assert found["untrained"].cells["gold/top-1"] == pytest.approx((0.2, 0.1, 0.3, 1))
+    table = retrieval_table(study, list(found.values()))
+    assert table.columns == ["variant", "paper gold/top-1", "gold/top-1", "seeds"]
+    assert table.rows[0][:2] == ["mean", "50.0"]
+    assert [row[0] for row in table.rows] == ["mean", "untrained"]
+
+
+@pytest.fixture
+def small(prepared, run_over, tmp_path):
+    plain = run_over(tmp_path / "store").model_dump(mode="json")
+    plain["prepare"]["sources"][0]["path"] = str(prepared / "squad.json")
+    plain["train"] |= {"questions": "dev", "batch_questions": 4}
+    plain["encoder"] |= {"num_views": 2, "max_passage_tokens": 48}
+    plain["resources"] |= {"train_workers": 0}
+    return plain
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, tmp_path, ray_session, monkeypatch):
+    path = write(small, sizes={"quick": {"about": "tiny", "set": ["train.max_steps=1"], "seeds": [1]}})
+    plan = plan_study(load_study(path))
+    store = Store(small["store"]["path"])
+    run = load_run(tmp_path / "run.yaml")
+    ran: list[str] = []
+    whole = execute._run
+
+    def counted(step, progress):
+        ran.append(step.stage)
+        if len(ran) == 3:
+            raise ConfigError("as if it had failed")
+        return whole(step, progress)
+
+    monkeypatch.setattr(execute, "_run", counted)
+    with pytest.raises(StudyError, match=r"step 3 of 8 failed: mvr-ray index .*as if it had failed; correct it"):
+        run_plan(plan, store, run)
+    done = run_plan(plan, store, run)
+    assert ran == ["prepare", "train", "index", "index", "evaluate", "train", "index", "analyze", "index", "evaluate"]
+    assert set(done) == set(plan.steps)
+    assert run_plan(plan, store, run) == done
+    assert len(ran) == 10
+    made = run_study(path, output=tmp_path / "out")
+    folder = tmp_path / "out" / "small-quick"
+    told = json.loads((folder / "report.json").read_text())
+    assert [table["title"] for table in told["tables"]][:2] == ["Retrieval", "Differences"]
+    assert made.steps == len(told["steps"]) == 8
+    page = (folder / "report.html").read_text()
+    assert "A &lt;small&gt; study" in page and "http" not in page.replace("data:image", "")
+    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "attention-kl-snippets.png").is_file()
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
+    """The workbench against the distributed refinement over the same index: the same accuracies, nothing published."""
+    store = Store(str(own_index))
+    sections = {
+        "refine": {
+            "questions": "dev",
+            "gate": ["dev"],
+            "depth": 20,
+            "max_heldout_loss": 100,
+            "rounds": 1,
+            "patience": 1,
+        },
+        "evaluate": {"k": [1, 5, 20, 100]},
+    }
+    run = run_over(own_index, **sections)
+    settings = [
+        {"method": "linear", "positives": "all", "depth": 20},
+        {"method": "passage", "positives": "all", "depth": 20, "step_size": 0.05},
+        {"method": "feedback_views", "depth": 20},
+    ]
+    report = refinement_grid(run, options={"settings": settings})
+    assert manifest.list_versions(store, "index") == [1]
+    for tried in report.tried:
+        asked = {"method": tried.setting["method"], "positives": tried.setting["positives"]}
+        sections["refine"] |= asked | {"step_size": tried.setting["step_size"], "gate": ["dev"]}
+        refined = refine(run_over(own_index, **sections))
+        rows = {(row.kind, row.protocol): row for row in refined.accuracy}
+        for kind in ("answer", "gold"):
+            row = rows[kind, "transductive"]
+            before, after = (getattr(each.sets[0], kind) for each in (tried.rounds[0], tried.rounds[1]))
+            assert (before[1], before[5]) == pytest.approx((row.top_1_before, row.top_5_before))
+            assert (after[1], after[5], after[20]) == pytest.approx(
+                (row.top_1_after, row.top_5_after, row.top_20_after)
+            )
+        if refined.published:
+            manifest.rollback(store, "index", 1)
+
+
+def test_expansion_is_every_combination_of_lists():
+    found = list(expanded([{"method": "linear", "beta": [0.1, 0.2], "gamma": [0, -1]}, {"weight": 0.5}]))
+    assert len(found) == 5
+    assert {(one["beta"], one["gamma"]) for one in found[:4]} == {(0.1, 0), (0.1, -1), (0.2, 0), (0.2, -1)}
+
+
+def test_a_report_says_nothing_of_what_was_not_measured(write):
+    study = load_study(write({}, variants=STUDY["variants"][:1], contrasts=[], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    done = {key: DoneStep(key, step.stage, step.command, 1.0, {}) for key, step in plan.steps.items()}
+    done[plan.variants[0].keys[-1]] = done[plan.variants[0].keys[-1]]._replace(report=fake(math.nan, 1))
+    report = make_report(
+        study, plan, {**done, plan.variants[0].keys[-1]: done[plan.variants[0].keys[-1]]._replace(report=fake(0.25, 1))}
+    )
+    assert [table.title for table in report.tables] == ["Retrieval"]
+    assert "25.0 (15.0 to 35.0)" in report.files["report.md"].decode()
+    assert np.isfinite(len(report.files["report.html"]))
+    assert reindex is not None
