@@ -1,11 +1,17 @@
-"""Fixtures that several rooms share: the real data, the packaged backbone, one Ray for the session."""
+"""Fixtures that several rooms share: the real data, the packaged backbone, one Ray for the session, a small index.
+
+The index is 60 SQuAD passages in 3 shards, embedded by MiniLM.
+"""
 
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+from mvr_ray.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -13,6 +19,8 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+NUM_ARTICLES, PARAGRAPHS = 3, 20
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +51,64 @@ def ray_session():
 
     with connect(ResourcesConfig(local_cpus=8)) as info:
         yield info
+
+
+def small_run(store: Path, **sections) -> RunConfig:
+    """A run over `store`; sections are laid over the small one's."""
+    small = {
+        "store": {"path": str(store)},
+        "prepare": {
+            "num_shards": 3,
+            "sources": [{"path": str(store / "squad.json"), "format": "squad", "questions": "dev"}],
+            "max_questions": 40,
+        },
+        "encoder": {"num_views": 4, "max_passage_tokens": 128},
+        "index": {"encoder": "untrained", "sort_window": 6, "tokens_per_batch": 512},
+        "retrieve": {"k": 10, "batch": 16},
+        "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
+        "resources": {"encoders_max": 1},
+    }
+    for name, values in sections.items():
+        small[name] = {**small.get(name, {}), **values}
+    return RunConfig.model_validate(small)
+
+
+@pytest.fixture(scope="session")
+def run_over():
+    return small_run
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory, squad_dev) -> Path:
+    """A store with the corpus and its questions, and no index; nobody may change it."""
+    from mvr_ray.store import prepare
+    from mvr_ray.store.files import Store
+
+    store = tmp_path_factory.mktemp("small") / "store"
+    store.mkdir()
+    articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
+    (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    prepare.prepare(small_run(store).prepare, Store(str(store)))
+    return store
+
+
+@pytest.fixture(scope="session")
+def small_index(prepared, tmp_path_factory, ray_session) -> Path:
+    """`prepared` with version 1 of a flat index, encoded by one encoder; nobody may change it."""
+    from mvr_ray.distributed import reindex
+
+    store = shutil.copytree(prepared, tmp_path_factory.mktemp("indexed") / "store")
+    reindex.index(small_run(store))
+    return store
+
+
+@pytest.fixture
+def empty_store(prepared, tmp_path) -> Path:
+    """A copy of `prepared` for one test."""
+    return shutil.copytree(prepared, tmp_path / "store")
+
+
+@pytest.fixture
+def own_index(small_index, tmp_path) -> Path:
+    """A copy of `small_index` for one test."""
+    return shutil.copytree(small_index, tmp_path / "store")

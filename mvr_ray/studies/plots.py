@@ -61,7 +61,9 @@ def _bars(study: Study, found: Sequence[Measured]) -> Plot | None:
 def _budget(found: Sequence[Measured]) -> Plot | None:
     """Dev accuracy over training steps, where variants were measured at several."""
     curves = {
-        one.name: [(epoch["step"], epoch["dev_top1"]) for epoch in report["epochs"] if epoch["dev_top1"] is not None]
+        one.name: [
+            (epoch["step"], epoch["dev_top1"]) for epoch in report.get("epochs", []) if epoch["dev_top1"] is not None
+        ]
         for one in found
         for report in one.reports.get("train", [])[:1]
     }
