@@ -257,6 +257,10 @@ class EvaluateConfig(Section):
     match: Literal["string", "regex"] = "string"
     bm25: bool = False
     """Also score BM25 over the same corpus."""
+    hybrid: Name | None = None
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
+    hybrid_depth: Count = 1000
+    """Hits of each list that are fused."""
     bootstrap: Count = 1000
     seed: int = 0
 

@@ -187,6 +187,11 @@ class DualEncoder(nn.Module):
         """Views of a batch, differentiable. Pads to the batch's longest; padding changes nothing but rounding."""
         return self._read(self.passage_tower, tokenized, self.num_views)
 
+    def states(self, tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
+        """states_PTD of the passage tower, and which tokens are real (the others are padding)."""
+        padded = _pad(self.passage_tower, tokenized)
+        return self.passage_tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
+
     def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
         """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""
         padded = _pad(self.passage_tower, tokenized)

@@ -18,10 +18,11 @@ import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher, Match
+from mvr_ray.core.fusion import choose_weight, fuse
 from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
@@ -32,6 +33,8 @@ from mvr_ray.types import FloatArray, Progress, Question, no_progress
 log = logging.getLogger(__name__)
 
 NDCG_CUTOFF = 10
+HYBRID_WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
+"""Tried for the dense score, a cosine; BM25 scores of a question are some tens."""
 
 
 class EvaluationRow(NamedTuple):
@@ -78,11 +81,13 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         ranked = rank_questions(run, router, sets, rank, progress)
         for name, questions in sets:
             rows += measured(run.index.name, name, list(itertools.islice(ranked, len(questions))), settings)
-        if settings.bm25:
-            words = BM25Index(router.corpus, progress)
+        words = BM25Index(router.corpus, progress) if settings.bm25 or settings.hybrid else None
+        if words and settings.bm25:
             for asked in sets:
                 found = bm25_ranking(words, router.corpus, asked, rank, progress)
                 rows += measured("bm25", asked.name, found, settings)
+        if words and settings.hybrid:
+            rows += _hybrid_rows(run, router, words, sets, progress)
     log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
     return EvaluationReport(
         described.index,
@@ -92,6 +97,40 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         described.index_params["kind"] == "flat",
         rows,
     )
+
+
+def _hybrid_rows(
+    run: RunConfig, router: Router, words: BM25Index, sets: Sequence[QuestionSet], progress: Progress
+) -> list[EvaluationRow]:
+    """BM25 + weight x dense on every set, with the weight that answers most of the held-out set's questions."""
+    settings, store, name = run.evaluate, Store(run.store.path), run.evaluate.hybrid
+    assert name is not None
+    if name in {asked.name for asked in sets}:
+        raise ConfigError(f"evaluate.hybrid is {name!r}, which is also reported on; choose the weight on another set")
+    held = QuestionSet(name, corpus.read_questions(store, name))
+    pairs = [_both_lists(run, router, words, asked, progress) for asked in (held, *sets)]
+    chosen = choose_weight(pairs[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
+    log.info("hybrid weight: weight=%g accuracy=%.3f set=%s", chosen.weight, chosen.accuracy, name)
+    rows: list[EvaluationRow] = []
+    for asked, both in zip(sets, pairs[1:]):
+        fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
+        found = judged(asked.questions, fused, router.corpus, settings.match)
+        rows += measured(f"bm25 + {chosen.weight:g} x dense", asked.name, found, settings)
+    return rows
+
+
+def _both_lists(
+    run: RunConfig, router: Router, words: BM25Index, asked: QuestionSet, progress: Progress
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Scores by passage id of BM25 and of the index, for each question."""
+    texts, depth = [question.text for question in asked.questions], run.evaluate.hybrid_depth
+    dense: list[dict[str, float]] = []
+    for low in range(0, len(texts), run.retrieve.batch):
+        answer = router.search_text(texts[low : low + run.retrieve.batch], depth)
+        dense += [{hit.passage_id: hit.score for hit in hits} for hits in answer.hits]
+        progress("hybrid: dense", len(dense), len(texts))
+    sparse = [{hit.passage_id: hit.score for hit in hits} for hits in words.search(texts, depth, progress)]
+    return list(zip(sparse, dense))
 
 
 def measured(system: str, name: str, ranked: Sequence[RankedQuestion], settings: EvaluateConfig) -> list[EvaluationRow]:

@@ -21,6 +21,7 @@ from mvr_ray.stages import STAGES
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
+from mvr_ray.studies.cost import cost
 from mvr_ray.studies.refinement import refinement_grid
 from mvr_ray.studies.steps import PlannedStep, StudyPlan
 from mvr_ray.types import Progress, no_progress
@@ -28,7 +29,7 @@ from mvr_ray.types import Progress, no_progress
 log = logging.getLogger(__name__)
 
 
-MEASURES: dict[str, Callable[..., Any]] = {"refinement_grid": refinement_grid}
+MEASURES: dict[str, Callable[..., Any]] = {"cost": cost, "refinement_grid": refinement_grid}
 """What studies do beyond the stages."""
 
 

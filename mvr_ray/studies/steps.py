@@ -23,7 +23,7 @@ _SECTIONS = {
     "refine": ("refine",),
     "evaluate": ("evaluate", "retrieve"),
     "analyze": ("analyze", "evaluate"),
-    "cost": ("encoder", "index", "analyze"),
+    "cost": ("encoder", "evaluate"),
     "refinement_grid": ("refine", "evaluate"),
 }
 _NEEDS = {
@@ -34,7 +34,7 @@ _NEEDS = {
     "refine": ("index",),
     "evaluate": ("index", "refine"),
     "analyze": ("index", "refine"),
-    "cost": ("index",),
+    "cost": ("prepare",),
     "refinement_grid": ("index",),
 }
 _NAMES = {"encoder": ("name",), "index": ("name", "encoder"), "mine": ("output",), "train": ("hard_negatives",)}

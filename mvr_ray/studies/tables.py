@@ -5,7 +5,7 @@ interval over questions that its report has. Shares are shown in percent.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +49,26 @@ class Measured(NamedTuple):
 
 
 def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> list[Measured]:
-    """Every variant with what its seeds came to."""
-    return [
-        _measured(study, variant.name, [one for one in plan.variants if one.variant.name == variant.name], done)
-        for variant in study.config.variants
-    ]
+    """Every variant with what its seeds came to, and after it what else it was compared with (BM25, fusion)."""
+    found: list[Measured] = []
+    for variant in study.config.variants:
+        runs = [one for one in plan.variants if one.variant.name == variant.name]
+        found += [_measured(study, variant.name, runs, done), *_beside(study, variant.name, runs, done)]
+    return found
+
+
+def _beside(
+    study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]
+) -> Iterator[Measured]:
+    """The other systems of an evaluation (of the first seed), each a line of its own."""
+    cells: dict[str, dict[str, Cell]] = {}
+    for key in runs[0].keys:
+        for row in done[key].report.get("rows", []) if done[key].stage == "evaluate" else []:
+            if row["questions"] == study.config.questions and "bm25" in row["system"]:
+                cells.setdefault(row["system"], {})[row["metric"]] = _cell([row])
+    for system, own in cells.items():
+        told = "BM25" if system == "bm25" else f"{name}: {system}"
+        yield Measured(told, {}, "", own, {}, {})
 
 
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
@@ -64,7 +79,7 @@ def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Map
             step = done[key]
             reports.setdefault(step.stage, []).append(step.report)
             for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:
-                if row["questions"] == study.config.questions and row["system"] != "bm25":
+                if row["questions"] == study.config.questions and "bm25" not in row["system"]:
                     alone = step.stage == "analyze" and row["system"] != ALL_VIEWS
                     metric = f"{row['system']}: {row['metric']}" if alone else row["metric"]
                     rows.setdefault(metric, {})[planned.seed] = row

@@ -57,6 +57,37 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     return ranked
 
 
+def test_fusion_with_bm25_is_the_two_rankings_summed_by_a_weight_chosen_elsewhere(own_index, run_over):
+    store = Store(str(own_index))
+    questions = corpus.read_questions(store, "dev")
+    corpus.write_questions(store, "held", questions[:15])
+    corpus.write_questions(store, "asked", questions[15:])
+    run = run_over(own_index, evaluate={"questions": ["asked"], "hybrid": "held", "k": [1, 5], "hybrid_depth": 60})
+    rows = {row.metric: row for row in evaluate(run).rows if "dense" in row.system}
+    weight = float(rows["gold/top-1"].system.split()[2])
+    words = BM25Index(corpus.Corpus.open(store, "corpus"))
+    with open_router(run, local=True) as router:
+        dense = router.search_text([question.text for question in questions], 60).hits
+
+    def share(some: list[Question], at: int, weight: float, k: int) -> float:
+        found = 0
+        for question, hits in zip(some, dense[at:]):
+            sparse = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
+            near = {hit.passage_id: hit.score for hit in hits}
+            low = min(sparse.values()), min(near.values())
+            total = {i: sparse.get(i, low[0]) + weight * near.get(i, low[1]) for i in {*sparse, *near}}
+            best = sorted(total, key=lambda i: (-total[i], i))[:k]
+            found += question.positive_ids[0] in best
+        return found / len(some)
+
+    for k in (1, 5):
+        assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
+    chosen = share(questions[:15], 0, weight, 1)
+    assert all(share(questions[:15], 0, other, 1) <= chosen for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
+    with pytest.raises(ConfigError, match=r"evaluate\.hybrid is 'held', which is also reported on"):
+        evaluate(run_over(own_index, evaluate={"questions": ["held"], "hybrid": "held"}))
+
+
 def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_index, tmp_path, run_over, expected):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     report = retrieve(run_over(small_index), "dev", one, "jsonl")

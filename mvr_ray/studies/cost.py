@@ -1,0 +1,155 @@
+"""What a passage costs to encode and a query to answer: DPR, ME-BERT, MVR, DRPQ and late interaction, side by side.
+
+One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
+interleaved runs, medians. A query is scored against all passages exactly; what an approximate index would save is not
+in it. All vectors are float32 in the backbone's own dimension; published ColBERT projects to 128.
+
+Options of the step: `passages`, `questions`, `repeats`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.late_interaction import centroids, late_interaction, token_states
+from mvr_ray.distributed.encoders import encoder_spec
+from mvr_ray.errors import MissingInputError
+from mvr_ray.store import corpus
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.types import Passage, Progress, no_progress
+
+VIEWS = 8
+_BATCH = 16
+
+
+class CostLine(NamedTuple):
+    """Milliseconds a passage and a query; ratios to DPR."""
+
+    system: str
+    vectors_a_passage: float
+    encode_ms: float
+    encode_ratio: float
+    search_ms: float
+    search_ratio: float
+
+
+class CostReport(NamedTuple):
+    passages: int
+    questions: int
+    repeats: int
+    threads: int
+    lines: list[CostLine]
+
+
+class _System(NamedTuple):
+    """`encode` gives whatever `search` takes; `search` gives scores of every query with every passage."""
+
+    name: str
+    encode: Callable[[], Any]
+    search: Callable[[Any], Any]
+    vectors: Callable[[Any], float]
+
+
+def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None) -> CostReport:
+    """Time every system on the first passages of the corpus and the first questions of `evaluate.questions`."""
+    asked = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
+    store = Store(run.store.path)
+    passages = list(islice(Corpus.open(store, run.prepare.corpus), asked["passages"]))
+    questions = [q.text for q in corpus.read_questions(store, run.evaluate.questions[0])[: asked["questions"]]]
+    if not passages or not questions:
+        raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
+    before = torch.get_num_threads()
+    torch.set_num_threads(run.resources.torch_threads)
+    try:
+        systems = _systems(run, passages, questions)
+        times: dict[str, tuple[list[float], list[float]]] = {system.name: ([], []) for system in systems}
+        vectors: dict[str, float] = {}
+        for repeat in range(asked["repeats"] + 1):  # the first run warms up
+            for system in systems:
+                encode_s, made = _timed(system.encode)
+                search_s, _ = _timed(lambda made=made, system=system: system.search(made))
+                vectors[system.name] = system.vectors(made)
+                if repeat:
+                    times[system.name][0].append(1000 * encode_s / len(passages))
+                    times[system.name][1].append(1000 * search_s / len(questions))
+            progress("cost runs", repeat, asked["repeats"])
+    finally:
+        torch.set_num_threads(before)
+    medians = {name: (float(np.median(encode)), float(np.median(search))) for name, (encode, search) in times.items()}
+    base = medians[systems[0].name]
+    lines = [
+        CostLine(name, vectors[name], encode, encode / base[0], search, search / base[1])
+        for name, (encode, search) in medians.items()
+    ]
+    return CostReport(len(passages), len(questions), asked["repeats"], run.resources.torch_threads, lines)
+
+
+class _Timed(NamedTuple):
+    seconds: float
+    made: Any
+
+
+def _timed(work: Callable[[], Any]) -> _Timed:
+    began = time.perf_counter()
+    made = work()
+    return _Timed(time.perf_counter() - began, made)
+
+
+def _systems(run: RunConfig, passages: Sequence[Passage], questions: Sequence[str]) -> list[_System]:
+    folder = str(resolve_path(run.encoder.backbone))
+    spec = encoder_spec(run)
+
+    def views(name: str, **changes: Any) -> _System:
+        encoder = DualEncoder.from_backbone(folder, replace(spec, **changes))
+        queries_QD = torch.from_numpy(encoder.embed_queries(questions))
+        return _System(
+            name,
+            lambda: _encode(encoder, passages),
+            lambda views_PVD: torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1),
+            lambda views_PVD: float(views_PVD.shape[1]),
+        )
+
+    plain = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1))
+    asked = token_states(plain, plain.tokenize_queries(questions))
+    queries_QD = torch.from_numpy(plain.embed_queries(questions))
+    return [
+        views("DPR", strategy="cls", num_views=1),
+        views(f"ME-BERT (k={VIEWS})", strategy="first_k", num_views=VIEWS),
+        views(f"MVR (k={VIEWS})", strategy="viewers", num_views=VIEWS),
+        views(f"snippet means (k={VIEWS})", strategy="snippet_means", num_views=VIEWS),
+        _System(
+            f"DRPQ (k={VIEWS})",
+            lambda: torch.cat([centroids(part, VIEWS) for part in _states(plain, passages)]),
+            lambda views_PVD: torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1),
+            lambda views_PVD: float(views_PVD.shape[1]),
+        ),
+        _System(
+            "late interaction",
+            lambda: _states(plain, passages),
+            lambda parts: torch.cat([late_interaction(*asked, part) for part in parts], dim=1),
+            lambda parts: float(np.mean([real.sum(-1).float().mean().item() for _, real in parts])),
+        ),
+    ]
+
+
+def _encode(encoder: DualEncoder, passages: Sequence[Passage]) -> torch.Tensor:
+    tokenized = encoder.tokenize_passages(passages)
+    order = sorted(range(len(tokenized)), key=lambda at: tokenized[at].num_tokens)
+    parts = [
+        encoder.embed_passages([tokenized[at] for at in order[low : low + _BATCH]]).views_PVD
+        for low in range(0, len(order), _BATCH)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _states(encoder: DualEncoder, passages: Sequence[Passage]) -> list[Any]:
+    tokenized = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
+    return [token_states(encoder, tokenized[low : low + _BATCH]) for low in range(0, len(tokenized), _BATCH)]
