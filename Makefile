@@ -1,9 +1,9 @@
-# make demo | test | check | bench | clean. Every target makes .venv itself.
+# make demo | test | check | studies | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check studies clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,5 +25,9 @@ check: $(STAMP)
 test: $(STAMP) check
 	$(BIN)/pytest $(ARGS)
 
+# Every study at the size for two cores; what is on file is not run again.
+studies: $(STAMP)
+	$(BIN)/mvr-ray study $(filter-out %/common.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
+
 clean:
-	rm -rf .venv demo-store
+	rm -rf .venv demo-store study-store

@@ -15,8 +15,9 @@ from mvr_ray.cli import app
 from mvr_ray.config import load_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RUN_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
-STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "retrieve", "search", "serve")
+STUDIES = ROOT / "configs" / "studies"  # study files are loaded by tests/studies
+RUN_FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent != STUDIES)
+STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study", "retrieve", "search", "serve")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
