@@ -21,7 +21,16 @@ from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, Work
 from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
-from mvr_ray.terminal import Reporter, hit_text, plan_table, print_json, print_shown, report_tables, table
+from mvr_ray.terminal import (
+    Reporter,
+    explanation_tables,
+    hit_text,
+    plan_table,
+    print_json,
+    print_shown,
+    report_tables,
+    table,
+)
 from mvr_ray.types import Progress
 
 app = typer.Typer(
@@ -172,18 +181,9 @@ def search(
     if print_config:
         _print_config(run, as_json)
         return
-    from mvr_ray.serving.service import RequestError, SearchRequest, SearchService, check_request
+    from mvr_ray import asking
 
-    request = SearchRequest(queries=[question], k=k)
-    try:
-        check_request(request, run.serve)
-    except RequestError as error:
-        raise ConfigError(f"search: {error.message}; {error.hint}") from None
-    from mvr_ray.distributed.router import open_router
-
-    alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))  # one question needs no cluster of its own
-    with open_router(run, version, local=alone) as router:
-        response = SearchService(router, run.serve).search(request)
+    response = asking.search(run, version, question, k)
     if as_json:
         print_json(response.model_dump(mode="json"))
         return
@@ -194,6 +194,40 @@ def search(
         f"index {response.index} version {response.version}, {response.passages_searched:,} of "
         f"{response.passages_total:,} passages searched, {exact}"
     )
+
+
+@app.command()
+@told
+def explain(
+    config: Config,
+    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
+    overrides: Overrides = None,
+    more: Annotated[
+        list[str] | None, typer.Option("--question", help="A further question; may be given again.")
+    ] = None,
+    passages: Annotated[list[str] | None, typer.Option("--passage", help="A passage's id; may be given again.")] = None,
+    k: Annotated[int, typer.Option("-k", help="Best passages a question, where no passage is named.")] = 3,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write one self-contained page to this file.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score every view of a passage: which one answers each question, and the snippet that it stands for."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray import asking
+
+    request = asking.ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
+    explanation = asking.explained(run, version, request, html)
+    if html is not None:
+        _err(f"page: {html}")
+    if as_json:
+        print_json(explanation.model_dump(mode="json"))
+        return
+    for drawn in explanation_tables(explanation):
+        print_shown(drawn)
 
 
 @app.command()

@@ -7,6 +7,7 @@ MvrRayError
 ├── EncoderError         a backbone or encoder snapshot cannot be used
 │   └── FingerprintError     index and encoder do not belong together
 ├── ShardIndexError      an index cannot be built, opened or searched
+│   └── UnknownPassageError  an index version holds no passage of this id
 ├── StorageError         bytes at rest are damaged or cannot be written
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
@@ -47,6 +48,14 @@ class FingerprintError(EncoderError):
 
 class ShardIndexError(MvrRayError, ValueError):
     """An index cannot be built, opened or searched as asked."""
+
+
+class UnknownPassageError(ShardIndexError):
+    """An index version holds no passage of this id."""
+
+    def __init__(self, message: str, passage_id: str = "") -> None:
+        super().__init__(message)
+        self.passage_id = passage_id
 
 
 class StorageError(MvrRayError, OSError):

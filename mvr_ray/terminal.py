@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from mvr_ray.explanation import ExplainedPassage, Explanation, stands_for
 from mvr_ray.plan import Plan
 from mvr_ray.serving.service import FoundPassage
 
@@ -111,6 +112,24 @@ def hit_text(rank: int, found: FoundPassage) -> Text:
     text.append(body[: snippet.start], style="not bold")
     text.append(f"»{snippet.text}«", style="reverse")
     return text.append(body[snippet.stop :], style="not bold")
+
+
+def explanation_tables(explanation: Explanation) -> list[Table]:
+    """A table a passage: views down, with the snippet that each stands for; a question's best view is marked with «."""
+    return [_explained(passage, explanation.questions) for passage in explanation.passages]
+
+
+def _explained(passage: ExplainedPassage, questions: Sequence[str]) -> Table:
+    drawn = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
+    drawn.add_column("view", justify="right")
+    drawn.add_column("stands for", ratio=1)
+    for question in questions:
+        drawn.add_column(Text(question), min_width=9, max_width=30)
+    for view in passage.views:
+        won = [winner.view == view.view for winner in passage.winners]
+        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, won)]
+        drawn.add_row(str(view.view), Text(stands_for(view)), *scores)
+    return drawn
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

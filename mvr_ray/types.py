@@ -85,6 +85,20 @@ class Answer(NamedTuple):
         return self.passages_searched / self.passages_total if self.passages_total else 1.0
 
 
+class PassageScores(NamedTuple):
+    """Every stored view of one passage, scored with every query: what a search takes the best of.
+
+    view_numbers_N  int16, ascending; numbers from V on are feedback views, a missing view is absent
+    scores_QN       float32, the true inner products
+    winner_Q        int16, the view number that wins (lowest on ties), as a hit names it
+    """
+
+    passage_id: str
+    view_numbers_N: IntArray
+    scores_QN: FloatArray
+    winner_Q: IntArray
+
+
 class EmbeddingBlock(NamedTuple):
     """Some passages of one shard with all their views, in id order.
 

@@ -98,6 +98,32 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ((" ",), "explain: the question is empty; send a text with words in it"),
+        (("who?", "--question", ""), "explain: the question is empty; send a text with words in it"),
+        (("who?", "-k", "0"), "explain: k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (
+            ("who?", "serve.max_k=1", "-k", "1", "--passage", "a", "--passage", "b"),
+            "explain: 2 passages in one request; ask for 1 to 1 passages (serve.max_k)",
+        ),
+        (
+            ("who?", "serve.max_batch=1", "--question", "when?"),
+            "explain: 2 questions in one request; send at most 1 (serve.max_batch)",
+        ),
+        (
+            ("who?", "--html", "nowhere/page.html"),
+            "explain: --html nowhere/page.html cannot be written; name a file in a folder that exists",
+        ),
+    ],
+)
+def test_an_explanation_that_cannot_be_given_is_refused_before_any_index_is_open(
+    said, run_file: str, words: tuple[str, ...], message: str
+) -> None:
+    assert said("explain", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (("questions=q.jsonl",), "retrieve: output=... is missing"),
         (("questions=q", "output=o", "format=xml"), "retrieve: format=xml is not one of dpr, trec, msmarco, pyserini"),
         (("question=q", "output=o"), "retrieve: question=... is not known"),

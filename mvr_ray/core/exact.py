@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, PassageScores
 
 VECTORS_AT_ONCE = 4096
 LARGEST = 1e38  # |q| |v| beyond this could overflow float32 in some order of summation
@@ -71,6 +71,14 @@ def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32
         terms[..., : left - half] += terms[..., half:left]
         left = half
     return (terms[..., 0] + 0.0).astype(np.float32)  # + 0.0 makes every zero the positive one
+
+
+def score_views(
+    queries_QD: FloatArray, passage_id: str, view_numbers_N: IntArray, vectors_ND: FloatArray
+) -> PassageScores:
+    """All views of one passage, at least one, with all queries; the numbers ascend."""
+    scores_QN = exact_scores(queries_QD[:, None], vectors_ND[None])
+    return PassageScores(passage_id, view_numbers_N, scores_QN, view_numbers_N[scores_QN.argmax(axis=1)])
 
 
 def checked_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float32]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.exact import checked_k, checked_queries
+from mvr_ray.core.exact import checked_k, checked_queries, score_views
 from mvr_ray.core.scoring import merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
@@ -35,13 +35,13 @@ from mvr_ray.distributed.searchers import (
     ShardFound,
     ShardSearcher,
 )
-from mvr_ray.errors import CoverageError, DigestError, MissingInputError
+from mvr_ray.errors import CoverageError, DigestError, MissingInputError, UnknownPassageError
 from mvr_ray.store import layout, manifest
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, Exactness, FloatArray, Hit, IntArray, Passage, ShardHits
+from mvr_ray.types import Answer, Exactness, FloatArray, Hit, IntArray, Passage, PassageScores, ShardHits
 
 __all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
 
@@ -158,6 +158,34 @@ class Router:
             self._told(gathered, sum(counts[shard] for shard in found))
         rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
         return self._answer(merged or [[] for _ in queries_QD], sum(counts[s] for s in found), rounds, rescored)
+
+    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
+        """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold
+        them, and no others.
+
+        Raises UnknownPassageError for an id that the version does not hold, ShardIndexError for vectors of another
+        dimension, CoverageError when a shard is silent.
+        """
+        queries_QD = checked_queries(queries_QD, self.dimension)
+        described = self.manifest
+        wanted: dict[int, list[str]] = {}
+        for passage_id in dict.fromkeys(passage_ids):
+            wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
+        gathered = self.fleet.views(wanted)
+        for missing in gathered.unanswered:
+            raise CoverageError(
+                f"shard {missing.shards[0]} of index {described.index!r} version {described.version}, which would hold "
+                f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
+                f"Searchers that died start again by themselves: ask again"
+            )
+        for passage_id in passage_ids:
+            if passage_id not in gathered.found:
+                raise UnknownPassageError(
+                    f"index {described.index!r} version {described.version} holds no passage {passage_id!r}; "
+                    f"give an id as `mvr-ray search CONFIG` shows it",
+                    passage_id,
+                )
+        return [score_views(queries_QD, passage_id, *gathered.found[passage_id]) for passage_id in passage_ids]
 
     def ready(self) -> None:
         """Return when every shard can be searched, also after a searcher has died and started again."""

@@ -2,14 +2,15 @@
 
 A searcher is a plain class built from names and digests, so an actor that died can start again anywhere and be the
 same. Its files are read once and compared with their digests before anything opens them. A fleet, of actors or inside
-this process, asks for some shards and tells answered, dead and late ones apart; it decides nothing.
+this process, asks for some shards and tells answered, dead and late ones apart; it decides nothing. Besides searching,
+a shard can be asked for the stored views of some passages.
 
 Shapes: Q queries, K hits, D dimension.
 """
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from mvr_ray.distributed.failures import own_errors, unwrapped
 from mvr_ray.errors import ManifestError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
 from mvr_ray.store import layout, manifest
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray, IntArray, ShardHits
@@ -34,6 +35,8 @@ OPEN_TIMEOUT_S = 3600.0
 _remote: Any = ray.remote
 Asked = Mapping[int, IntArray | None]
 """Shard -> positions of the queries to ask it, None: all of them."""
+Wanted = Mapping[int, Sequence[str]]
+"""Shard -> ids of the passages whose views are wanted of it."""
 
 
 class SearcherTask(NamedTuple):
@@ -66,8 +69,16 @@ class Gathered(NamedTuple):
     unanswered: list[Unanswered]
 
 
+class GatheredViews(NamedTuple):
+    """Views by passage id, of the passages that the answering shards hold."""
+
+    found: dict[str, Views]
+    unanswered: list[Unanswered]
+
+
 class _Held(NamedTuple):
     index: ShardIndex | None
+    embedded: EmbeddingShard
     ids: list[str]
 
 
@@ -99,8 +110,13 @@ class ShardSearcher:
             for shard, positions in asked.items()
         ]
 
+    def views(self, wanted: Wanted) -> list[dict[str, Views]]:
+        """The stored views of these passages, a shard each; ids that a shard does not hold are absent."""
+        self.open()
+        return [self._held[shard].embedded.find(ids) for shard, ids in wanted.items()]
+
     def _search(self, shard: int, queries_QD: FloatArray, k: int) -> ShardFound:
-        index, ids = self._held[shard]
+        index, _, ids = self._held[shard]
         if index is None:
             none_Q0 = np.zeros((len(queries_QD), 0))
             frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
@@ -122,11 +138,11 @@ class ShardSearcher:
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
-            return _Held(None, [])
+            return _Held(None, embedded, [])
         params = IndexParams(**described.index_params)
         index = open_index(params, embedded.blocks(), folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
-        return _Held(index, embedded.ids())
+        return _Held(index, embedded, embedded.ids())
 
 
 class Fleet(Protocol):
@@ -137,6 +153,8 @@ class Fleet(Protocol):
         ...
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered: ...
+
+    def views(self, wanted: Wanted) -> GatheredViews: ...
 
 
 class LocalFleet:
@@ -150,6 +168,9 @@ class LocalFleet:
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered:
         return Gathered(self.searcher.search(queries_QD, k, asked), [])
+
+    def views(self, wanted: Wanted) -> GatheredViews:
+        return GatheredViews(_joined(self.searcher.views(wanted)), [])
 
 
 class RemoteFleet:
@@ -186,13 +207,25 @@ class RemoteFleet:
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered:
         shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
+        return Gathered(*self._gathered(asked, lambda actor, here: actor.search.remote(shipped, k, here)))
+
+    def views(self, wanted: Wanted) -> GatheredViews:
+        found, unanswered = self._gathered(wanted, lambda actor, here: actor.views.remote(here))
+        return GatheredViews(_joined(found), unanswered)
+
+    def _gathered(
+        self, asked: Mapping[int, Any], send: Callable[[Any, dict[int, Any]], Any]
+    ) -> tuple[list[Any], list[Unanswered]]:
+        """One call to each holder of a shard that is asked; every shard's answer, and who gave none in time."""
         waiting: dict[Any, tuple[int, ...]] = {}
         for actor, held in zip(self.actors, self.shards):
             here = {shard: asked[shard] for shard in held if shard in asked}
             if here:
-                waiting[actor.search.remote(shipped, k, here)] = tuple(here)
+                waiting[send(actor, here)] = tuple(here)
+        if not waiting:
+            return [], []
         done, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=self.timeout_s)
-        found: list[ShardFound] = []
+        found: list[Any] = []
         unanswered = [Unanswered(waiting[ref], "late") for ref in late]
         for ref in done:
             answer = _fetched(ref)
@@ -200,7 +233,7 @@ class RemoteFleet:
                 unanswered.append(Unanswered(waiting[ref], "died"))
             else:
                 found += answer
-        return Gathered(found, unanswered)
+        return found, unanswered
 
     def health(self, timeout_s: float) -> list[int]:
         """The shards that are open now, as far as their searchers say so in time; asked beside running searches."""
@@ -222,6 +255,10 @@ def share_out(num_bytes: Mapping[int, int], groups: int) -> list[tuple[int, ...]
         held[lightest].append(shard)
         loads[lightest] += num_bytes[shard] + 1
     return [tuple(sorted(shards)) for shards in held]
+
+
+def _joined(parts: Sequence[dict[str, Views]]) -> dict[str, Views]:
+    return {passage_id: views for part in parts for passage_id, views in part.items()}
 
 
 def _fetched(ref: Any) -> list[Any] | None:

@@ -165,14 +165,17 @@ def check_request(request: SearchRequest, limits: ServeConfig) -> None:
         )
         raise RequestError(422, "too_many_queries", "queries", said, hint)
     for i, query in enumerate(request.queries):
-        if isinstance(query, str) and not query.strip():
-            raise RequestError(422, "empty_query", f"queries.{i}", "the query is empty", "send a text with words in it")
-        if isinstance(query, str) and len(query) > limits.max_query_chars:
-            hint, said = (
-                f"send at most {limits.max_query_chars} (serve.max_query_chars)",
-                f"has {len(query)} characters",
-            )
-            raise RequestError(422, "query_too_long", f"queries.{i}", f"the query {said}", hint)
+        if isinstance(query, str):
+            check_text(query, f"queries.{i}", "query", limits)
+
+
+def check_text(text: str, field: str, what: str, limits: ServeConfig) -> None:
+    """Raises RequestError for a text that cannot be embedded within the limits; `what` it is called in the message."""
+    if not text.strip():
+        raise RequestError(422, f"empty_{what}", field, f"the {what} is empty", "send a text with words in it")
+    if len(text) > limits.max_query_chars:
+        hint = f"send at most {limits.max_query_chars} (serve.max_query_chars)"
+        raise RequestError(422, f"{what}_too_long", field, f"the {what} has {len(text)} characters", hint)
 
 
 def bare(hit: Hit, num_views: int) -> FoundPassage:

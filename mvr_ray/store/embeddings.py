@@ -7,7 +7,9 @@ never on how they came: writers cut batches themselves.
 Shapes: P passages, N view vectors, D dimension.
 """
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -181,6 +183,26 @@ class EmbeddingShard:
 
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
+
+    def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
+        """The views of these passages, copied out of the file; ids that the shard does not hold are absent."""
+        found = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
+        return {passage_id: views for passage_id, views in found if views is not None}
+
+    @cached_property
+    def _first_ids(self) -> list[str]:
+        return [batch.column("id")[0].as_py() for batch in self._batches]
+
+    def _find(self, passage_id: str) -> Views | None:
+        which = bisect.bisect_right(self._first_ids, passage_id) - 1
+        if which < 0:
+            return None
+        block = self._block(self._batches[which])
+        row = bisect.bisect_left(block.ids, passage_id)
+        if row == len(block.ids) or block.ids[row] != passage_id:
+            return None
+        own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
+        return Views(block.view_numbers_N[own].copy(), block.vectors_ND[own].copy())
 
     def _block(self, batch: pa.RecordBatch) -> EmbeddingBlock:
         vectors = batch.column("vector")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,11 +12,19 @@ import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import D, brute_force, made_index, made_views
+from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
-from mvr_ray.distributed.searchers import Gathered, LocalFleet, SearcherTask, ShardFound, Unanswered, share_out
+from mvr_ray.distributed.searchers import (
+    Gathered,
+    GatheredViews,
+    LocalFleet,
+    SearcherTask,
+    ShardFound,
+    Unanswered,
+    share_out,
+)
 from mvr_ray.errors import (
     CoverageError,
     DigestError,
@@ -23,6 +32,7 @@ from mvr_ray.errors import (
     FingerprintError,
     MissingInputError,
     ShardIndexError,
+    UnknownPassageError,
 )
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import corpus, layout
@@ -106,6 +116,11 @@ class HalfDead:
         lost = tuple(shard for shard in asked if shard in self.silent)
         return Gathered(found, [Unanswered(lost, "late")] if lost else [])
 
+    def views(self, wanted) -> GatheredViews:
+        found = self.whole.views({s: ids for s, ids in wanted.items() if s not in self.silent}).found
+        lost = tuple(shard for shard in wanted if shard in self.silent)
+        return GatheredViews(found, [Unanswered(lost, "late")] if lost else [])
+
 
 def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     views = made_views(50, 1)
@@ -158,6 +173,85 @@ def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
     file.write_bytes(data)
     with pytest.raises(DigestError, match="shard 1"):
         local(tmp_path, described).search(np.ones((1, D), np.float32), 1)
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names(tmp_path, data):
+    """Feedback views (numbers from V on) are among them; scores of few distinct values tie often."""
+    seed, num_shards = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 4))
+    root = tmp_path / f"{seed}-{num_shards}"
+    shutil.rmtree(root, ignore_errors=True)
+    rng = np.random.default_rng(seed)
+    views = made_views(20, seed, levels=data.draw(st.integers(1, 2)))
+    for own in list(views.values())[:5]:
+        own[V + int(rng.integers(0, 3))] = rng.integers(-1, 2, D).astype(np.float32)
+    router = local(root, made_index(root, views, num_shards))
+    queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
+    wanted = rng.permutation(sorted(views)).tolist()
+    explained = router.explain(queries_QD, wanted)
+    assert [one.passage_id for one in explained] == wanted
+    by_search = [{hit.passage_id: hit for hit in hits} for hits in router.search(queries_QD, 20).hits]
+    for one in explained:
+        own = views[one.passage_id]
+        assert one.view_numbers_N.tolist() == sorted(own)
+        for query_D, scores_N, winner, hits in zip(queries_QD, one.scores_QN, one.winner_Q, by_search):
+            assert scores_N.tolist() == [float(own[view] @ query_D) for view in sorted(own)]
+            hit = hits[one.passage_id]
+            assert (winner, scores_N.max()) == (hit.view, hit.score)
+
+
+def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
+    views = made_views(30, 2)
+    described = made_index(tmp_path, views, 3)
+    whole = local(tmp_path, described)
+    query_QD = np.ones((1, D), np.float32)
+    here = [passage_id for passage_id in sorted(views) if shard_of(passage_id, 3) == 1]
+    alone = Router(whole.store, described, HalfDead(whole.fleet, {0, 2}))
+    assert [one.passage_id for one in alone.explain(query_QD, here)] == here
+    silent = Router(whole.store, described, HalfDead(whole.fleet, {1}), allow_partial=True)
+    message = (
+        f"shard 1 of index 'made' version 1, which would hold passage {here[0]!r}, did not answer (late). "
+        "Searchers that died start again by themselves: ask again"
+    )
+    with pytest.raises(CoverageError, match=f"^{re.escape(message)}$"):
+        silent.explain(query_QD, here)
+
+
+def test_what_cannot_be_explained_is_refused(tmp_path):
+    router = local(tmp_path, made_index(tmp_path, made_views(9, 1), 2))
+    message = "index 'made' version 1 holds no passage 'p9'; give an id as `mvr-ray search CONFIG` shows it"
+    with pytest.raises(UnknownPassageError, match=f"^{re.escape(message)}$") as refused:
+        router.explain(np.ones((1, D), np.float32), ["p001", "p9"])
+    assert refused.value.passage_id == "p9"
+    with pytest.raises(ShardIndexError, match=f"{D + 1}.*{D}"):
+        router.explain(np.ones((1, D + 1), np.float32), ["p001"])
+    assert router.explain(np.ones((1, D), np.float32), []) == []
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_views_come_from_actors_as_from_this_process(small_index, run_over):
+    asked = ["When did the oil crisis begin?", "Who owned the radio stations?"]
+    with (
+        open_router(run_over(small_index), local=True) as inside,
+        open_router(run_over(small_index, resources={"searchers": 2})) as router,
+    ):
+        queries_QD = inside.embed(asked)
+        hits = inside.search(queries_QD, 4).hits
+        ids = sorted({hit.passage_id for row in hits for hit in row})
+        held, remote = inside.explain(queries_QD, ids), router.explain(queries_QD, ids)
+        assert router.explain(queries_QD, []) == []
+    assert len({shard_of(passage_id, 3) for passage_id in ids}) > 1
+    for one, same in zip(held, remote, strict=True):
+        assert one.passage_id == same.passage_id
+        for ours, theirs in zip(one[1:], same[1:]):
+            assert np.array_equal(ours, theirs)
+    best = {one.passage_id: one for one in held}
+    for query, row in enumerate(hits):
+        for hit in row:
+            assert best[hit.passage_id].winner_Q[query] == hit.view
+            assert best[hit.passage_id].scores_QN[query].max() == hit.score
 
 
 @pytest.mark.data

@@ -1,5 +1,6 @@
 """Rules of the house that no single room can hold: imports, module length, shipped files, the README's commands."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -17,7 +18,11 @@ from mvr_ray.config import load_run
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUDIES = ROOT / "configs" / "studies"  # study files are loaded by tests/studies
 RUN_FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent != STUDIES)
-STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study", "retrieve", "search", "serve")
+STAGES = (
+    *("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study"),
+    *("retrieve", "search", "explain", "serve"),
+)
+PAPERS = ROOT / "docs" / "papers.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
@@ -112,6 +117,32 @@ def test_every_make_target_in_the_documents_exists(path: Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     used = re.findall(r"^(?: {4}|\$ )make (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(used) <= targets
+
+
+def defined(path: Path) -> set[str]:
+    """`function`, `Class` and `Class.method` of a module."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_every_function_that_the_papers_document_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    modules = {module: defined(ROOT / "mvr_ray" / module) for module, _ in named}
+    assert [f"{module}:{name}" for module, name in named if name not in modules[module]] == []
+
+
+def test_every_setting_that_the_papers_document_names_is_the_presets() -> None:
+    named = re.findall(r"`(\w+\.yaml)` `(\w+)\.(\w+): ([^`]+)`", PAPERS.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    runs = {name: load_run(ROOT / "configs" / "presets" / name) for name, *_ in named}
+    for name, section, key, value in named:
+        assert getattr(getattr(runs[name], section), key) == yaml.safe_load(value), f"{name}: {section}.{key}"
 
 
 def test_the_readme_names_every_command() -> None:

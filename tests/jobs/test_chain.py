@@ -74,6 +74,33 @@ def test_a_question_finds_its_passage_and_the_snippet_is_part_of_it(chain: Chain
         assert snippet is None or hit["text"][snippet["start"] : snippet["stop"]] == snippet["text"]
 
 
+def test_an_explanation_names_the_view_that_search_names_and_writes_its_page(chain: Chain, capsys) -> None:
+    asked = ["a city in Africa", "a kind of animal"]
+    page = chain.folder / "page.html"
+    told = chain.json("explain", asked[0], "--question", asked[1], "-k", "2", "--html", str(page))
+    assert told["questions"] == asked
+    assert all(title in page.read_text() for title in (asked[0], asked[1], told["passages"][0]["title"]))
+    explained = {passage["id"]: passage for passage in told["passages"]}
+    for number, question in enumerate(asked):
+        for rank, hit in enumerate(chain.json("search", question, "-k", "2")["results"][0], 1):
+            passage = explained[hit["id"]]
+            assert passage["winners"][number] == {"view": hit["view"], "score": hit["score"], "rank": rank}
+            [view] = [view for view in passage["views"] if view["view"] == hit["view"]]
+            assert view["scores"][number] == hit["score"] == max(v["scores"][number] for v in passage["views"])
+            assert view["text"] == (hit["snippet"] or {}).get("text")
+    [one] = chain.json("explain", asked[0], "--passage", told["passages"][-1]["id"])["passages"]
+    assert one["views"] == [{**view, "scores": view["scores"][:1]} for view in explained[one["id"]]["views"]]
+    capsys.readouterr()
+    assert chain.status("explain", asked[0], "--passage", "nobody") == 2
+    assert capsys.readouterr().err == (
+        "mvr-ray: explain: index 'index' version 1 holds no passage 'nobody'; "
+        "give an id as `mvr-ray search CONFIG` shows it\n"
+    )
+    assert chain.status("explain", asked[0], "-k", "1") == 0
+    shown = capsys.readouterr().out
+    assert told["passages"][0]["title"] in shown and " «" in shown
+
+
 def test_k_beyond_the_corpus_gets_every_passage_once(chain: Chain) -> None:
     [hits] = chain.json("search", "a city", "-k", "500")["results"]
     assert len({hit["id"] for hit in hits}) == len(hits) == chain.json("versions", "list")[0]["passages"]

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mvr_ray.types import Answer, Exactness, FloatArray, Hit, Passage
+from mvr_ray.errors import UnknownPassageError
+from mvr_ray.types import Answer, Exactness, FloatArray, Hit, Passage, PassageScores
 
 PASSAGES = [
     Passage("p1", "Rivers", "The Nile is long. The Rhine is shorter."),
@@ -49,8 +50,27 @@ class Library:
         return Answer(rows, "library", 3, "f" * 16, 3 - self.missing, 3, Exactness(True, "flat", 1, 0))
 
     def search_text(self, texts: Sequence[str], k: int) -> Answer:
+        return self.search(self.embed(texts), k)
+
+    def embed(self, texts: Sequence[str]) -> FloatArray:
         counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]
-        return self.search(np.array(counted, dtype=np.float32), k)
+        return np.array(counted, dtype=np.float32)
+
+    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
+        """Every passage has a third, feedback view where the library has any: half of its first view."""
+        rows = {passage.id: row for row, passage in enumerate(PASSAGES)}
+        found = []
+        for passage_id in passage_ids:
+            if passage_id not in rows:
+                raise UnknownPassageError(f"index 'library' version 3 holds no passage {passage_id!r}; ask", passage_id)
+            vectors_ND = VIEWS_PVD[rows[passage_id]][: 1 + (SPANS[passage_id][1] is not None)]
+            numbers_N = np.arange(len(vectors_ND))
+            if self.feedback:
+                vectors_ND = np.concatenate([vectors_ND, vectors_ND[:1] / 2])
+                numbers_N = np.append(numbers_N, 2)
+            scores_QN = queries_QD @ vectors_ND.T
+            found.append(PassageScores(passage_id, numbers_N, scores_QN, numbers_N[scores_QN.argmax(axis=1)]))
+        return found
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         return {passage.id: passage for passage in PASSAGES if passage.id in set(ids)}

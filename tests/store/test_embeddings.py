@@ -86,6 +86,18 @@ def test_batches_are_bounded_and_vectors_are_not_copied(tmp_path: Path):
     assert same(to_rows(shard), rows)
 
 
+def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path):
+    rows = make_rows(2 * BATCH_PASSAGES + 10, 4)
+    shard = write(tmp_path / "a.arrow", [to_block(rows)])
+    edges = [0, 1, BATCH_PASSAGES - 1, BATCH_PASSAGES, 2 * BATCH_PASSAGES - 1, 2 * BATCH_PASSAGES, len(rows) - 1]
+    chosen = [rows[at] for at in (*edges, *range(7, len(rows), 97))]
+    absent = ["", "a", "ä", "ä0", f"{rows[3][0]}0", f"{rows[-1][0]}0", "ö"]
+    found = shard.find([*absent, *(name for name, _ in reversed(chosen))])
+    assert same(sorted(found.items()), sorted(dict(chosen).items()))
+    assert all(views.vectors_ND.flags.owndata for views in found.values())
+    assert write(tmp_path / "empty.arrow", []).find(["a"]) == {}
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 60), st.integers(0, 99), st.data())
 def test_rewriting_rows_equals_writing_the_changed_rows(tmp_path: Path, num: int, seed: int, data: st.DataObject):

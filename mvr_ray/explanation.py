@@ -1,0 +1,163 @@
+"""What every view of a passage says to some questions, as values and as one page (CAMVR, Figure 4).
+
+A page is a whole in itself: no script, nothing loaded from outside, readable in light and dark. A passage is a table:
+views down, with the snippet that each stands for; questions across, with each view's score as a bar from 0.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel
+
+
+class ExplainedView(BaseModel):
+    """One view: the snippet text[start:stop] that it stands for, the passage as a whole, or a feedback view, which is
+    made of questions and stands for no part of the text. `scores` has one number a question.
+    """
+
+    view: int
+    kind: Literal["snippet", "passage", "feedback"]
+    start: int | None = None
+    stop: int | None = None
+    text: str | None = None
+    scores: list[float]
+
+
+class Winner(BaseModel):
+    """The best view for one question; `rank` counts from 1 where the passage stands among the question's hits."""
+
+    view: int
+    score: float
+    rank: int | None = None
+
+
+class ExplainedPassage(BaseModel):
+    """All stored views of one passage, and which of them won each question. A missing view is not listed."""
+
+    id: str
+    title: str
+    text: str
+    views: list[ExplainedView]
+    winners: list[Winner]
+
+
+class Explanation(BaseModel):
+    """Some questions against some passages, from one index version."""
+
+    index: str
+    version: int
+    encoder_fingerprint: str
+    num_views: int
+    questions: list[str]
+    passages: list[ExplainedPassage]
+
+
+class Scale(NamedTuple):
+    """The scores that a bar's left and right end stand for; 0 lies between them."""
+
+    low: float
+    high: float
+
+    def left(self, score: float) -> float:
+        """Where the bar of a score begins, in percent of the width."""
+        return 100 * (min(score, 0.0) - self.low) / (self.high - self.low)
+
+    def width(self, score: float) -> float:
+        return 100 * abs(score) / (self.high - self.low)
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --soft: #5c636b; --paper: #ffffff; --line: #d9dde2; --shade: #f3f5f7;
+  --rest: #a9b4c0; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --soft: #9aa3ad; --paper: #16181b; --line: #343a41;
+  --shade: #202429; --rest: #56616d; } }
+body { margin: 2rem auto; padding: 0 1rem; max-width: 75rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin: 2.5rem 0 .3rem; }
+.soft { color: var(--soft); font-size: .85rem; }
+.wide { overflow-x: auto; }
+table { width: 100%; border-collapse: collapse; }
+th, td { padding: .4rem .6rem; border-top: 1px solid var(--line); text-align: left; vertical-align: top; }
+th { font-weight: 600; } thead th { vertical-align: bottom; }
+td.score { min-width: 9rem; width: 14rem; font-variant-numeric: tabular-nums; }
+.bar { position: relative; display: block; height: .55rem; margin-top: .2rem; background: var(--shade); }
+.bar i { position: absolute; top: 0; bottom: 0; min-width: 1px; background: var(--rest); }
+td.won { font-weight: 700; background: var(--shade); } td.won i { background: var(--mark); }
+tr.feedback td, tr.feedback th { font-style: italic; }
+.key { border-left: .3rem solid var(--mark); padding-left: .4rem; }
+"""
+_MARKS = ("#2f7ed8", "#d9662b", "#3a9d5d", "#a04fc0", "#c23b5e", "#8a7a1f")
+
+
+def page(explanation: Explanation) -> str:
+    """The whole page as HTML; every text of passages and questions is escaped."""
+    scores = [score for passage in explanation.passages for view in passage.views for score in view.scores]
+    scale = Scale(min([0.0, *scores]), max([0.0, *scores]) or 1.0)
+    told = (
+        f"index {explanation.index} version {explanation.version}, encoder {explanation.encoder_fingerprint}; "
+        f"a score is the inner product of question and view, a passage scores as its best view (bold); "
+        f"bars run from {scale.low:.3g} to {scale.high:.3g}"
+    )
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>{escape('; '.join(explanation.questions))}</title>",
+            f"<style>{_STYLE}</style></head><body>",
+            "<h1>Which view answers?</h1>",
+            f'<p class="soft">{escape(told)}</p>',
+            *(_passage(passage, explanation.questions, scale) for passage in explanation.passages),
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) -> str:
+    heads = "".join(
+        f'<th scope="col"><div class="key" style="--mark: {_mark(number)}">{escape(question)}<br>'
+        f'<span class="soft">{escape(_won(winner))}</span></div></th>'
+        for number, (question, winner) in enumerate(zip(questions, passage.winners))
+    )
+    whole = any(view.kind == "passage" for view in passage.views)
+    return "\n".join(
+        [
+            f"<h2>{escape(passage.title or passage.id)}</h2>",
+            f'<p class="soft">passage {escape(passage.id)}</p>',
+            f"<details{' open' if whole else ''}><summary class='soft'>the whole text</summary>"
+            f"<p>{escape(passage.text)}</p></details>",
+            '<div class="wide"><table><thead><tr><th scope="col">view</th><th scope="col">stands for</th>'
+            f"{heads}</tr></thead><tbody>",
+            *(_view(view, passage.winners, scale) for view in passage.views),
+            "</tbody></table></div>",
+        ]
+    )
+
+
+def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
+    cells = "".join(
+        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {_mark(number)}">{score:.4f}'
+        f'<span class="bar"><i style="left: {scale.left(score):.2f}%; width: {scale.width(score):.2f}%"></i>'
+        "</span></td>"
+        for number, (score, winner) in enumerate(zip(view.scores, winners))
+    )
+    kind = ' class="feedback"' if view.kind == "feedback" else ""
+    return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(stands_for(view))}</td>{cells}</tr>'
+
+
+def stands_for(view: ExplainedView) -> str:
+    """The view's snippet, or in words what it stands for instead."""
+    words = {"feedback": "feedback: questions that this passage answered", "passage": "the whole passage"}
+    return words.get(view.kind, view.text or "")
+
+
+def _won(winner: Winner) -> str:
+    rank = f", hit {winner.rank}" if winner.rank is not None else ""
+    return f"view {winner.view} with {winner.score:.4f}{rank}"
+
+
+def _mark(number: int) -> str:
+    return _MARKS[number % len(_MARKS)]

@@ -1,0 +1,62 @@
+"""An explanation: every view with every question, what each stands for, and refusals that a program can act on."""
+
+import pytest
+from library import PASSAGES, Library
+
+from mvr_ray.config import ServeConfig
+from mvr_ray.explanation import ExplainedView, Winner
+from mvr_ray.serving.explain import ExplainRequest, best_first, explain
+from mvr_ray.serving.service import RequestError
+
+
+def told(library: Library | None = None, **request):
+    return explain(library or Library(), ExplainRequest(**request), ServeConfig(max_k=20, max_batch=2))
+
+
+def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
+    [passage] = told(questions=["nile", "rhine rhine"], passages=["p1"]).passages
+    assert (passage.title, passage.text) == PASSAGES[0][1:]
+    assert passage.views == [
+        ExplainedView(view=0, kind="snippet", start=0, stop=17, text="The Nile is long.", scores=[1.0, 0.0]),
+        ExplainedView(view=1, kind="snippet", start=18, stop=39, text="The Rhine is shorter.", scores=[0.0, 2.0]),
+    ]
+    assert passage.winners == [Winner(view=0, score=1.0), Winner(view=1, score=2.0)]
+
+
+def test_without_a_passage_the_best_hits_of_all_questions_are_explained_each_once() -> None:
+    asked = told(questions=["nile", "hill"], k=2)
+    assert [passage.id for passage in asked.passages] == ["p1", "p2", "p3"]
+    ranks = {passage.id: [winner.rank for winner in passage.winners] for passage in asked.passages}
+    assert ranks == {"p1": [1, None], "p2": [None, 1], "p3": [2, 2]}
+
+
+def test_hits_of_several_questions_go_by_rank_then_question() -> None:
+    library = Library()
+    assert best_first(library.search(library.embed(["hill", "rhine"]), 3)) == ["p2", "p1", "p3"]
+    assert best_first(library.search(library.embed([])[:0].reshape(0, 3), 3)) == []
+
+
+def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not_there() -> None:
+    [passage] = told(Library(feedback=True), questions=["hill"], passages=["p2"]).passages
+    assert passage.views == [
+        ExplainedView(view=0, kind="snippet", start=0, stop=14, text="A hill is low.", scores=[1.0]),
+        ExplainedView(view=2, kind="feedback", scores=[0.5]),
+    ]
+
+
+REFUSALS = [
+    ({"questions": ["x", " "]}, 422, "empty_question", "questions.1", "the question is empty"),
+    ({"questions": ["x", "x", "x"]}, 422, "too_many_questions", "questions", "3 questions in one request"),
+    ({"questions": ["x"], "k": 21}, 422, "k_out_of_range", "k", "k is 21"),
+    ({"questions": ["x"], "passages": ["p"] * 21}, 422, "passages_out_of_range", "passages", "21 passages"),
+    ({"questions": ["x"], "passages": ["p1", "p9"]}, 404, "unknown_passage", "passages.1", "holds no passage 'p9'"),
+]
+
+
+@pytest.mark.parametrize(("request_", "status", "code", "field", "message"), REFUSALS)
+def test_a_wrong_request_is_refused_with_code_field_message_and_hint(request_, status, code, field, message) -> None:
+    with pytest.raises(RequestError) as refused:
+        told(**request_)
+    error = refused.value
+    assert (error.status, error.code, error.field) == (status, code, field)
+    assert message in error.message and error.hint

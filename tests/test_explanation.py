@@ -1,0 +1,100 @@
+"""The page of an explanation: everything is on it, nothing is loaded, no text of a user becomes markup."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner, page
+
+EVIL = "<script>alert('x & y')</script><img src=https://a.example/b onerror=\"c\">"
+VOID = {"meta", "br"}
+
+
+class Parsed(HTMLParser):
+    """Elements with their attributes, the text of each table row, and whether every element was closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.rows: list[str] = []
+        self.text = ""
+        self.unclosed: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append("")
+        if tag not in VOID:
+            self.unclosed.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.unclosed.pop() == tag
+
+    def handle_data(self, data) -> None:
+        self.text += data
+        if self.rows:
+            self.rows[-1] += data
+
+
+def made(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -0.25), (0.125, 0.5))) -> Explanation:
+    views = [
+        ExplainedView(view=0, kind="snippet", start=0, stop=len(text), text=text, scores=list(scores[0])),
+        ExplainedView(view=8, kind="feedback", scores=list(scores[1])),
+    ]
+    winners = [Winner(view=0, score=scores[0][0], rank=1), Winner(view=8, score=scores[1][1])]
+    passage = ExplainedPassage(id="p<1>", title=f"Title {text}", text=text, views=views, winners=winners)
+    return Explanation(
+        index="made",
+        version=3,
+        encoder_fingerprint="f" * 16,
+        num_views=8,
+        questions=[question, "When?"],
+        passages=[passage],
+    )
+
+
+def test_text_never_becomes_markup_and_is_all_there() -> None:
+    parsed = Parsed(page(made(text=EVIL, question=f"Who {EVIL}?")))
+    assert not {tag for tag, _ in parsed.elements} & {"script", "img"}
+    assert not any(name.startswith("on") for _, attributes in parsed.elements for name in attributes)
+    assert parsed.unclosed == []
+    for told in (EVIL, f"Title {EVIL}", f"Who {EVIL}?", "p<1>"):
+        assert told in parsed.text
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    text = page(made())
+    assert not re.search(r"https?:|//|url\(|@import", text.replace("<!doctype", ""))
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in Parsed(text).elements)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_each_view_stands_in_a_row_with_what_it_stands_for_and_its_scores() -> None:
+    head, first, second = Parsed(page(made())).rows
+    assert "Where?" in head and "view 0 with 0.5000, hit 1" in head and "view 8 with 0.5000" in head
+    assert all(part in first for part in ("A hill. A sea.", "0.5000", "-0.2500"))
+    assert all(part in second for part in ("feedback", "0.1250", "0.5000"))
+
+
+def test_the_best_view_of_each_question_and_no_other_is_marked() -> None:
+    cells = [attributes["class"] for tag, attributes in Parsed(page(made())).elements if tag == "td" and attributes]
+    assert cells == ["score won", "score", "score", "score won"]
+
+
+@pytest.mark.parametrize(
+    "scores", [((0.5, -0.25), (0.125, 0.5)), ((-3.0, -1.0), (-2.0, -0.5)), ((0.0, 0.0), (0.0, 0.0))]
+)
+def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
+    bars = [attributes["style"] for tag, attributes in Parsed(page(made(scores=scores))).elements if tag == "i"]
+    low, high = min(0.0, *map(min, scores)), max(0.0, *map(max, scores)) or 1.0
+    for bar, score in zip(bars, [score for row in scores for score in row], strict=True):
+        left, width = (float(number) for number in re.findall(r"[\d.]+", bar))
+        ends = left / 100 * (high - low) + low, (left + width) / 100 * (high - low) + low
+        assert ends == pytest.approx((min(score, 0.0), max(score, 0.0)), abs=1e-3)
+
+
+def test_a_page_of_no_passage_is_a_page() -> None:
+    assert "Which view answers?" in Parsed(page(made().model_copy(update={"passages": []}))).text
