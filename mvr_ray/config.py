@@ -158,6 +158,8 @@ class TrainConfig(Section):
     """Steps that count as one epoch of eq. 8; 0: a pass over the questions."""
     temperature: Annotated[float, Field(gt=0)] | None = None
     """One temperature throughout, in place of eq. 8."""
+    answer_share: Share = 1.0
+    """Loss camvr: how much of it has the positive score by the answer's view; the rest by its best view."""
     warm_start_steps: Annotated[int, Field(ge=0)] = 0
     """Steps without labels that distil the readout towards the backbone's own mean pooling."""
     cloze_keep_share: Share = 0.1

@@ -51,6 +51,7 @@ def dpr_loss(
     scale: float = 1.0,
     local_weight: float = 0.0,
     answer_view_Q: Tensor | None = None,
+    answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
     """MVR eq. 2. Takes what the other losses take; the local weight and the answer's view mean nothing here.
@@ -74,6 +75,7 @@ def mvr_loss(
     scale: float = 1.0,
     local_weight: float = 0.01,
     answer_view_Q: Tensor | None = None,
+    answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
     """MVR eqs. 5-7; the answer's view means nothing here."""
@@ -95,21 +97,25 @@ def camvr_loss(
     scale: float = 1.0,
     local_weight: float = 0.01,
     answer_view_Q: Tensor | None = None,
+    answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
     """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one.
 
-    Where answer_view_Q is -1 or a view that its passage lacks (cut off by truncation), the best view stands in.
+    Where answer_view_Q is -1 or a view that its passage lacks (cut off by truncation), the best view stands in. With
+    `answer_share` below 1 the rest of the loss is MVR's, the positive by its best view (ours).
     """
     scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
     best_QP = scores_QPV.amax(-1)
     own_QV = _own_views(scores_QPV, positive_Q)
-    positive = _positive(best_QP, positive_Q)
+    best = _positive(best_QP, positive_Q)
+    parts = [(1.0, best)]
     if answer_view_Q is not None:
         answer = own_QV.gather(1, answer_view_Q.clamp(min=0)[:, None])[:, 0]
-        positive = torch.where((answer_view_Q >= 0) & answer.isfinite(), answer, positive)
-    global_ = _softmax_loss(best_QP, positive, positive_Q, known_QP)
-    local = (own_QV.logsumexp(-1) - positive).mean()
+        answered = torch.where((answer_view_Q >= 0) & answer.isfinite(), answer, best)
+        parts = [(share, by) for share, by in ((answer_share, answered), (1 - answer_share, best)) if share]
+    global_ = sum((share * _softmax_loss(best_QP, by, positive_Q, known_QP) for share, by in parts), best.new_zeros(()))
+    local = sum((share * (own_QV.logsumexp(-1) - by).mean() for share, by in parts), best.new_zeros(()))
     return _terms(global_, local, local_weight)
 
 

@@ -249,6 +249,7 @@ class Loop:
                 scale=self.full_spec.score_scale,
                 local_weight=self.cfg.local_weight,
                 answer_view_Q=answer_view_Q,
+                answer_share=self.cfg.answer_share,
                 known_QP=known_QP,
             )
 

@@ -157,3 +157,15 @@ def test_scores_of_missing_views_are_minus_infinity():
 )
 def test_temperature_falls_from_one_to_its_floor(epoch, expected):
     assert temperature(epoch, 0.1, 0.3) == pytest.approx(expected)
+
+
+@given(seed=st.integers(0, 50), share=st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
+    batch = Batch(seed)
+    given_to_all = (batch.queries, batch.views, batch.mask, batch.positive)
+    more = {"tau": 0.5, "scale": 0.7, "local_weight": 0.3, "known_QP": batch.known}
+    answer, best = camvr_loss(*given_to_all, answer_view_Q=batch.answer, **more), mvr_loss(*given_to_all, **more)
+    mixed = camvr_loss(*given_to_all, answer_view_Q=batch.answer, answer_share=share, **more)
+    for now, one, other in zip(mixed, answer, best):
+        torch.testing.assert_close(now, share * one + (1 - share) * other)
