@@ -117,10 +117,7 @@ class Tower(nn.Module):
         return out.last_hidden_state
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _quiet():
-            self.backbone.save_pretrained(folder)  # type: ignore[operator]
-            self.tokenizer.save_pretrained(folder)
+        save_model(self.backbone, self.tokenizer, folder)
         if self.viewers is not None:
             save_file({"weight": self.viewers.weight.detach().float().cpu().contiguous()}, folder / VIEWERS_FILE)
 
@@ -171,6 +168,14 @@ def open_reading(folder: str) -> Loaded:
     if lost := [name for name in loaded.missing if name.startswith(body)]:
         raise ReaderError(_lacking(f"reader {folder}", model_type, lost))
     return loaded
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder: config, weights as safetensors, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def digest_of(config: Any, tokenizer: Any, weights: Mapping[str, Tensor]) -> bytes:

@@ -22,7 +22,7 @@ _PLAN = 1
 class Example(NamedTuple):
     """A question, its passage, hard negatives, and the ids of further passages that also answer it.
 
-    `answer_start` is a character offset in the passage's text, -1 where unknown.
+    `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
     """
 
     text: str
@@ -30,6 +30,7 @@ class Example(NamedTuple):
     answer_start: int = -1
     negatives: tuple[Passage, ...] = ()
     known_ids: tuple[str, ...] = ()
+    answer_stop: int = -1
 
 
 class JoinedBatch(NamedTuple):

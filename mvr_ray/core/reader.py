@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mvr_ray.core.backbones import Loaded, digest_of, open_reading
+from mvr_ray.core.backbones import Loaded, digest_of, open_reading, save_model
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.spans import best_spans, log_shares
 from mvr_ray.core.windows import PassageTokens, ReaderSpec, Window, Windower
@@ -135,9 +135,7 @@ class Reader(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder, and `reader.json` last."""
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(target)
-        self.tokenizer.save_pretrained(target)
+        save_model(self.model, self.tokenizer, target)
         described = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
         (target / READER_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 

@@ -220,10 +220,7 @@ class Loop(StepLoop):
         log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
         if collapse.collapsed:
             log.warning("views have collapsed: %s", collapse.reason)
-        if accuracy is None or accuracy > state.best_accuracy:
-            state.best_accuracy = -1.0 if accuracy is None else accuracy
-            state.best_step = state.step
-            self.checkpoints.save_best(self.model, state.step)
+        self.keep_best(accuracy)
 
     def _dev_accuracy(self) -> float | None:
         """Share of dev questions whose own passage scores best, on rank 0; None elsewhere or without dev questions."""

@@ -140,6 +140,13 @@ class StepLoop:
             self._plan = (epoch, plan_SB)
         return self._plan[1][row].tolist(), epoch
 
+    def keep_best(self, accuracy: float | None) -> None:
+        """Keep these weights if they are the best so far, or if nothing says which are."""
+        if accuracy is None or accuracy > self.state.best_accuracy:
+            self.state.best_accuracy = -1.0 if accuracy is None else accuracy
+            self.state.best_step = self.state.step
+            self.checkpoints.save_best(self.model, self.state.step)
+
     def _resume(self) -> torch.optim.Optimizer:
         """The state, weights and optimiser of the newest checkpoint that rank 0 sees, or of the start."""
         step = self.checkpoints.latest_step()

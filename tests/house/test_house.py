@@ -16,7 +16,7 @@ from mvr_ray.config import load_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUN_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
-STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve", "search", "serve")
+STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve", "read", "search", "serve")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
