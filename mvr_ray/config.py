@@ -124,8 +124,8 @@ class EncoderConfig(Section):
 
 class TrainConfig(Section):
     task: Literal["retriever", "reader"] = "retriever"
-    """reader: teach `encoder.backbone` to find answers in passages; it learns from `questions` with answer offsets and
-    takes no notice of losses, temperatures, negatives, views and the warm start."""
+    """reader: teach `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
+    in hard negatives (else in passages of its batch). Losses, temperatures, views and the warm start do not count."""
     reader: Name = "reader"
     """Name under which a trained reader is stored."""
     head_lr_factor: Annotated[float, Field(gt=0)] = 10.0
@@ -275,6 +275,8 @@ class ReadConfig(Section):
     """Tokens that neighbouring windows of a long passage share."""
     max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
     max_answer_tokens: Count = 30
+    minus_null: bool = True
+    """Score a span by its logits less those of "no answer here" ([CLS]) in its window; false: by its logits alone."""
     batch: Count = 16
     """Questions read as one piece of work."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192

@@ -1,9 +1,10 @@
 """An extractive reader: which words of a passage answer a question, and which of several passages to believe.
 
 A passage's answer is the best span over its windows; a question's answer is that of the passage where this is largest
-(BERTserini, Yang et al. 2019):
+(BERTserini, Yang et al. 2019, adds up logits and weighs the retrieval in; that the null token's logits are taken off
+is as in Devlin et al. 2019, section 4.3, and tells a window without the answer from one with it):
 
-    f(q, p) = max over windows and spans of (start + end)  +  w x score(q, p)            w 0: the reader alone decides
+    f(q, p) = max over windows and spans of (start + end - null)  +  w x score(q, p)
 
 Spans and their loss are in `spans`, windows in `windows`.
 
@@ -44,7 +45,7 @@ class ToRead(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Characters `start` up to `stop` of a passage's text, with the sum of its logits and its log probabilities."""
+    """Characters `start` up to `stop` of a passage's text, with their score and the ends' log probabilities."""
 
     start: int
     stop: int
@@ -222,7 +223,10 @@ class Reader(nn.Module):
         start_shares, end_shares = log_shares(start_FT, candidate_FT), log_shares(end_FT, candidate_FT)
         for row, (window, start, end, score) in enumerate(zip(windows, *best)):
             first, last = int(start) - window.place(0), int(end) - window.place(0)
-            yield _Found(-float(score), first, last, float(start_shares[row, start]), float(end_shares[row, end]))
+            null = float(start_FT[row, window.null]) + float(end_FT[row, window.null]) if self.spec.minus_null else 0.0
+            yield _Found(
+                null - float(score), first, last, *map(float, (start_shares[row, start], end_shares[row, end]))
+            )
 
     def _check(self, named: str) -> None:
         """Refuse settings that this model cannot read by, or that leave a window nothing new."""
@@ -278,4 +282,4 @@ def _span(text: str, tokens: PassageTokens, found: _Found) -> Span:
     start, stop = int(tokens.starts[found.first]), int(tokens.stops[found.last])
     piece = text[start:stop]
     start += len(piece) - len(piece.lstrip())
-    return Span(start, start + len(piece.strip()), -found.cost, found.start_log_prob, found.end_log_prob)
+    return Span(start, start + len(piece.strip()), -found.cost, *found[3:])

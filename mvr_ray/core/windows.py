@@ -20,12 +20,17 @@ from mvr_ray.types import IntArray
 
 @dataclass(frozen=True)
 class ReaderSpec:
-    """How texts are put in and answers taken out. `max_tokens` counts question, window and special tokens."""
+    """How texts are put in and answers taken out.
+
+    `max_tokens` counts question, window and special tokens. With `minus_null` a span's score is what it has above the
+    null token of its window; without, its logits alone.
+    """
 
     max_tokens: int = 384
     overlap_tokens: int = 128
     max_question_tokens: int = 64
     max_answer_tokens: int = 30
+    minus_null: bool = True
 
 
 class PassageTokens(NamedTuple):

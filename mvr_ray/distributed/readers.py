@@ -7,6 +7,7 @@ refuses one that is not what the driver has.
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,8 @@ class ReaderAddress(NamedTuple):
 
 def reader_spec(run: RunConfig) -> ReaderSpec:
     """The `read` section as core code takes it."""
-    read = run.read
-    return ReaderSpec(read.max_tokens, read.overlap_tokens, read.max_question_tokens, read.max_answer_tokens)
+    values = run.read.model_dump()
+    return ReaderSpec(**{field.name: values[field.name] for field in fields(ReaderSpec)})
 
 
 def find_reader(run: RunConfig) -> ReaderAddress:

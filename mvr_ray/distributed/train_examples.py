@@ -164,7 +164,8 @@ def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Ques
         )
     if lost := len(asked) - len(placed):
         log.warning("questions without a placed answer in the corpus are left out: %d of %d", lost, len(asked))
-    examples = QuestionExamples(corpus, placed, [], cfg)
+    mined = read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
+    examples = QuestionExamples(corpus, placed, mined, cfg)
     if len(examples) < cfg.batch_questions:
         raise ConfigError(
             f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} questions of "
@@ -253,7 +254,7 @@ def _placed(question: Question, passage: Passage) -> Question | None:
     if not there:
         return None
     answers, starts = zip(*there)
-    return question._replace(answers=answers, answer_starts=starts, hard_negative_ids=())
+    return question._replace(answers=answers, answer_starts=starts)
 
 
 def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:

@@ -1,6 +1,9 @@
 """Teach a backbone to read: span cross entropy on the gold passages of questions whose answers have a known place.
 
 Every window of the passage is an input; where the answer is not wholly in it, both ends are the null token ([CLS]).
+Each question also meets `train.num_hard_negatives` passages that do not answer it: without them a reader finds a good
+answer in every passage, and cannot choose among those of a ranking.
+
 Rank r of W takes the windows r, r + W, .. of a batch, and the loss is the mean over all of them, so W ranks have the
 loss and gradient of one process. Placing, checkpoints and resuming are those of the retriever's training.
 
@@ -13,6 +16,7 @@ Shapes: F windows, T tokens.
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +46,7 @@ from mvr_ray.distributed.train_steps import StepLoop, plan_steps
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.types import Progress, no_progress
+from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +128,7 @@ def open_job(run: RunConfig) -> ReaderJob:
     spec = reader_spec(run)
     model = Reader.from_backbone(str(resolve_path(run.encoder.backbone)), spec, run.train.seed)
     examples, dev = open_answer_examples(store, corpus, run.train), open_answer_dev(store, corpus, run.train)
-    sets = input_digests(store, run.train.model_copy(update={"hard_negatives": None}))
+    sets = input_digests(store, run.train)
     parts = ["reader", run.digest("train"), asdict(spec), model.fingerprint, corpus.digest, *sets]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     checkpoints = Checkpoints(store, layout.training_dir(run.train.reader, key))
@@ -146,7 +150,7 @@ class ReaderLoop(StepLoop):
 
     def learn(self) -> float:
         numbers, epoch = self.batch_numbers(self.job.examples.passage_E, self.job.examples.article_E)
-        targets = targets_of(self.model, self.job.examples.get(numbers, epoch))
+        targets = targets_of(self.model, self.job.examples.get(numbers, epoch), self.cfg.num_hard_negatives)
         total = torch.zeros((), device=self.device)
         for number, some in enumerate(chunks(targets[rank() :: world_size()], self.cfg.cache_chunk)):
             forward = partial(self.model, [target.window for target in some])
@@ -187,18 +191,40 @@ class ReaderLoop(StepLoop):
         return dev_scores(self.model, self.job.dev, self.job.run.read.tokens_per_batch)
 
 
-def targets_of(reader: Reader, examples: list[Example]) -> list[Target]:
-    """The windows of each example's passage, in order, with the answer's ends, or the null token's place twice."""
+def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
+    """Windows of each example's passage with the answer's ends in it, then of passages that do not answer it."""
     windower, made = reader.windower, []
-    tokens = windower.tokenize(example.passage.text for example in examples)
-    for example in examples:
-        passage = tokens[example.passage.text]
+    asked = [(example, strangers(at, examples, num_negatives)) for at, example in enumerate(examples)]
+    tokens = windower.tokenize(passage.text for own, others in asked for passage in (own.passage, *others))
+    for example, others in asked:
+        frame, passage = windower.frame(example.text), tokens[example.passage.text]
         first, last = tokens_of(passage.starts, passage.stops, example.answer_start, example.answer_stop)
-        for window in windower.windows(windower.frame(example.text), passage):
+        for window in windower.windows(frame, passage):
             inside = first >= 0 and window.holds(first, last)
             ends = (window.place(first), window.place(last)) if inside else (window.null, window.null)
             made.append(Target(window, *ends))
+        for other in others:
+            made += [Target(window, window.null, window.null) for window in windower.windows(frame, tokens[other.text])]
     return made
+
+
+def strangers(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
+    """Passages that do not answer example `at`: its hard negatives, else those of the examples after it in the batch.
+
+    A passage in which the answer's words stand, or that is another positive, is none.
+    """
+    own = examples[at]
+    if own.negatives:
+        return list(own.negatives[:most])
+    answer = own.passage.text[own.answer_start : own.answer_stop].lower()
+    barred = {own.passage.id, *own.known_ids}
+    found: dict[str, Passage] = {}
+    for other in (*examples[at + 1 :], *examples[:at]):
+        if len(found) == most:
+            break
+        if other.passage.id not in barred and answer not in other.passage.text.lower():
+            found[other.passage.id] = other.passage
+    return list(found.values())
 
 
 def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> DevScores:
