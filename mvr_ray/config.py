@@ -7,7 +7,6 @@ the working directory, or `package:NAME/path` for a file inside an installed Pyt
 """
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from mvr_ray import runfile
 from mvr_ray.errors import ConfigError
+from mvr_ray.runfile import resolve_path as resolve_path
 from mvr_ray.sections import Count, Name, Section, Share, explain
 
 
@@ -120,6 +120,13 @@ class EncoderConfig(Section):
 
 
 class TrainConfig(Section):
+    task: Literal["retriever", "reader"] = "retriever"
+    """reader: teach `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
+    in hard negatives (else in passages of its batch). Losses, temperatures, views and the warm start do not count."""
+    reader: Name = "reader"
+    """Name under which a trained reader is stored."""
+    head_lr_factor: Annotated[float, Field(gt=0)] = 10.0
+    """For a reader: a new question-answering head learns so many times faster than the backbone."""
     questions: Name | None = None
     """Stored question set with positive ids; absent: inverse cloze questions are made from the corpus."""
     dev_questions: Name | None = None
@@ -253,6 +260,28 @@ class RetrieveConfig(Section):
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
 
+class ReadConfig(Section):
+    reader: str = "reader"
+    """A stored reader (`train.task: reader`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or a hub
+    name (OWNER/MODEL) of any Hugging Face model for extractive question answering, reached from every worker."""
+    top_passages: list[Count] = Field(default_factory=lambda: [1, 5, 20])
+    """Answer from the first so many passages; each number is reported."""
+    score_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Times the retrieval score, added to a span's score when passages compete; 0: the reader alone decides."""
+    max_tokens: Annotated[int, Field(ge=16, le=8192)] = 384
+    """Question, a window of the passage, and special tokens, in reading and in training a reader."""
+    overlap_tokens: Annotated[int, Field(ge=0)] = 128
+    """Tokens that neighbouring windows of a long passage share."""
+    max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
+    max_answer_tokens: Count = 30
+    minus_null: bool = True
+    """Score a span by its logits less those of "no answer here" ([CLS]) in its window; false: by its logits alone."""
+    batch: Count = 16
+    """Questions read as one piece of work."""
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
+    """Padded tokens that the model reads at once."""
+
+
 class EvaluateConfig(Section):
     questions: list[Name] = Field(default_factory=list)
     k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
@@ -326,6 +355,7 @@ class RunConfig(Section):
     index: IndexConfig = Field(default_factory=IndexConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
+    read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
@@ -355,17 +385,3 @@ def parse_run(data: dict[str, Any], where: str) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error, where, RunConfig)) from None
-
-
-def resolve_path(text: str) -> Path:
-    """The file that a path of a run file means; `package:NAME/rest` looks inside an installed package, unimported."""
-    if not text.startswith("package:"):
-        return Path(text).expanduser()
-    package, _, rest = text.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"{text}: the Python package {package!r} is not installed; install it "
-            f"(pip install {package.replace('_', '-')}) or give a folder instead"
-        )
-    return Path(next(iter(spec.submodule_search_locations))) / rest

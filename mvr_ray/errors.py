@@ -6,6 +6,7 @@ MvrRayError
 ├── MissingInputError    a stage needs what an earlier stage makes (the message names the command)
 ├── EncoderError         a backbone or encoder snapshot cannot be used
 │   └── FingerprintError     index and encoder do not belong together
+├── ReaderError          a reading model cannot be used
 ├── ShardIndexError      an index cannot be built, opened or searched
 │   └── UnknownPassageError  an index version holds no passage of this id
 ├── StorageError         bytes at rest are damaged or cannot be written
@@ -44,6 +45,10 @@ class EncoderError(MvrRayError, ValueError):
 
 class FingerprintError(EncoderError):
     """An index and an encoder do not belong together."""
+
+
+class ReaderError(MvrRayError, ValueError):
+    """A reading model cannot be used."""
 
 
 class ShardIndexError(MvrRayError, ValueError):

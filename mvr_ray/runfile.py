@@ -3,6 +3,7 @@
 What the sections mean is `config.py`'s business; nothing in here knows a key.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,17 @@ def apply(data: dict[str, Any], override: str) -> None:
             at[step] = at = {}
         else:
             at = at[step]
+
+
+def resolve_path(text: str) -> Path:
+    """The file that a path of a run file means; `package:NAME/rest` looks inside an installed package, unimported."""
+    if not text.startswith("package:"):
+        return Path(text).expanduser()
+    package, _, rest = text.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{text}: the Python package {package!r} is not installed; install it "
+            f"(pip install {package.replace('_', '-')}) or give a folder instead"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / rest

@@ -22,10 +22,10 @@ def _prepare(run: RunConfig, progress: Progress) -> Any:
 
 
 def _train(run: RunConfig, progress: Progress) -> Any:
-    """Train the encoder on the stored questions, or on inverse cloze questions of the corpus."""
-    from mvr_ray.distributed import train
+    """Train the encoder on stored questions or inverse cloze questions, or a reader (train.task=reader) on answers."""
+    from mvr_ray.distributed import train, train_reader
 
-    return train.train(run, progress)
+    return (train_reader if run.train.task == "reader" else train).train(run, progress)
 
 
 def _mine(run: RunConfig, progress: Progress) -> Any:

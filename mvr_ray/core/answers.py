@@ -10,12 +10,14 @@ row in the passage. The title is not searched. What follows from the rules, and 
 
 `regex` mode (CuratedTREC): the answer is a pattern searched in the NFD text; one that does not compile never matches.
 `kilt` mode: both are normalised as for exact match, then the answer is sought as a substring.
+
+A reader's answer is scored by SQuAD's rules: exact match and F1, over all answers the best.
 """
 
 import re
 import string
 import unicodedata
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -53,6 +55,16 @@ def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
     assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
     wanted = normalize_answer(prediction)
     return any(normalize_answer(answer) == wanted for answer in answers)
+
+
+def f1_score(prediction: str, answers: Sequence[str]) -> float:
+    """SQuAD's F1: overlap of the multisets of normalised words, with the answer that overlaps best.
+
+    Where prediction and answer both normalise to nothing it is 1, as in SQuAD 2 (SQuAD 1.1's script says 0).
+    """
+    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+    found = Counter(normalize_answer(prediction).split())
+    return max((_overlap(found, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
 
 
 def empty_answers(answers: Sequence[str]) -> list[str]:
@@ -138,6 +150,13 @@ def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
             return [pattern for pattern in compiled if pattern is not None]
         case "kilt":
             return [normalize_answer(answer) for answer in answers]
+
+
+def _overlap(found: Counter[str], wanted: Counter[str]) -> float:
+    """Harmonic mean of precision and recall of one multiset of words against another."""
+    if not found or not wanted:
+        return float(found == wanted)
+    return 2 * (found & wanted).total() / (found.total() + wanted.total())
 
 
 def _compile(pattern: str) -> regex.Pattern[str] | None:

@@ -9,19 +9,19 @@ Shapes: B texts in a batch, T tokens, D dimension.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModel, AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from mvr_ray.errors import EncoderError
+from mvr_ray.errors import EncoderError, MvrRayError, ReaderError
 
 VIEWERS_FILE = "viewers.safetensors"
 VIEWER_STD = 0.02
@@ -124,10 +124,7 @@ class Tower(nn.Module):
         return self.backbone(inputs_embeds=embeddings_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options)
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _quiet():
-            self.backbone.save_pretrained(folder)  # type: ignore[operator]
-            self.tokenizer.save_pretrained(folder)
+        save_model(self.backbone, self.tokenizer, folder)
         if self.viewers is not None:
             save_file({"weight": self.viewers.weight.detach().float().cpu().contiguous()}, folder / VIEWERS_FILE)
 
@@ -137,17 +134,15 @@ class Tower(nn.Module):
 
     def digest(self) -> bytes:
         """Of the weights, the tokenizer and the architecture; the same wherever and however often it is loaded."""
-        hasher = hashlib.blake2b(digest_size=32)
-        config = self.backbone.config
-        known = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}  # type: ignore[arg-type]
-        hasher.update(json.dumps(known, sort_keys=True).encode())
-        parts = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        hasher.update(json.dumps({name: parts[name] for name in _TOKENIZER}, sort_keys=True).encode())
-        for name, tensor in sorted(self.state_dict().items()):
-            plain = tensor.detach().cpu().contiguous()
-            hasher.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-            hasher.update(memoryview(plain.view(torch.uint8).reshape(-1).numpy()))
-        return hasher.digest()
+        return digest_of(self.backbone.config, self.tokenizer, self.state_dict())
+
+
+class Loaded(NamedTuple):
+    """A transformer and its fast tokenizer. `missing` names the weights that the folder lacked: they are random."""
+
+    model: Any
+    tokenizer: Any
+    missing: list[str]
 
 
 def open_tower(folder: str) -> Tower:
@@ -155,42 +150,92 @@ def open_tower(folder: str) -> Tower:
 
     Raises EncoderError naming the folder and what is wrong with it.
     """
+    named = f"backbone {folder}"
+    model_type = _model_type(folder, "backbone", EncoderError)
+    if model_type not in KINDS:
+        raise EncoderError(f"{named} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
+    pooling = {"add_pooling_layer": False} if KINDS[model_type].pooler else {}
+    backbone, tokenizer, missing = _load(folder, "backbone", AutoModel, EncoderError, **pooling)
+    if missing:
+        raise EncoderError(_lacking(named, model_type, missing))
+    for name in ("cls_token_id", "sep_token_id", "pad_token_id"):
+        if getattr(tokenizer, name) is None:
+            raise EncoderError(f"the tokenizer of {named} has no {name[:3].upper()} token, which is needed")
+    return Tower(backbone, tokenizer, model_type)
+
+
+def open_reading(folder: str) -> Loaded:
+    """Load any extractive question-answering model, or a backbone that is to become one. Weights become float32.
+
+    Only the head may be missing. Raises ReaderError naming the folder and what is wrong with it.
+    """
+    model_type = _model_type(folder, "reader", ReaderError)
+    loaded = _load(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
+    body = f"{loaded.model.base_model_prefix}."
+    if lost := [name for name in loaded.missing if name.startswith(body)]:
+        raise ReaderError(_lacking(f"reader {folder}", model_type, lost))
+    return loaded
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder: config, weights as safetensors, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def digest_of(config: Any, tokenizer: Any, weights: Mapping[str, Tensor]) -> bytes:
+    """Digest of a model: its weights, its tokenizer, and the settings that change its output."""
+    hasher = hashlib.blake2b(digest_size=32)
+    known = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}
+    hasher.update(json.dumps(known, sort_keys=True).encode())
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    hasher.update(json.dumps({name: parts[name] for name in _TOKENIZER}, sort_keys=True).encode())
+    for name, tensor in sorted(weights.items()):
+        plain = tensor.detach().cpu().contiguous()
+        hasher.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
+        hasher.update(plain.view(torch.uint8).reshape(-1).numpy().data)
+    return hasher.digest()
+
+
+def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | None:
+    """What config.json says the model is. `what` names the folder's part in messages."""
     if not Path(folder).is_dir() and not _HUB_NAME.fullmatch(folder):
-        raise EncoderError(
-            f"backbone folder {folder} does not exist; give a folder with config.json, model.safetensors and "
+        raise refusal(
+            f"{what} folder {folder} does not exist; give a folder with config.json, model.safetensors and "
             f"tokenizer.json, or the name of a model on the Hugging Face hub"
         )
     try:
         config = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError as error:
-        raise EncoderError(f"backbone {folder} has no readable config.json: {_first_line(error)}") from None
+        raise refusal(f"{what} {folder} has no readable config.json: {_first_line(error)}") from None
     if not config:
-        raise EncoderError(f"backbone {folder} has no config.json; give a folder that save_pretrained wrote")
-    model_type = config.get("model_type")
-    if model_type not in KINDS:
-        raise EncoderError(f"backbone {folder} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
-    pooling = {"add_pooling_layer": False} if KINDS[model_type].pooler else {}
+        raise refusal(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
+    return config.get("model_type")
+
+
+def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> Loaded:
     try:
         with _quiet():
-            backbone, info = AutoModel.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **pooling
+            model, info = factory.from_pretrained(
+                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
             )
             tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise EncoderError(
-            f"backbone {folder} cannot be loaded: {_first_line(error)}; it needs model.safetensors and tokenizer.json"
+        raise refusal(
+            f"{what} {folder} cannot be loaded: {_first_line(error)}; it needs model.safetensors and tokenizer.json"
         ) from None
-    if missing := sorted(info["missing_keys"]):
-        raise EncoderError(
-            f"backbone {folder} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
-            f"they would be random, so take a complete checkpoint"
-        )
     if tokenizer is None or not tokenizer.is_fast:
-        raise EncoderError(f"backbone {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
-    for name in ("cls_token_id", "sep_token_id", "pad_token_id"):
-        if getattr(tokenizer, name) is None:
-            raise EncoderError(f"the tokenizer of backbone {folder} has no {name[:3].upper()} token, which is needed")
-    return Tower(backbone, tokenizer, model_type)
+        raise refusal(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
+    return Loaded(model, tokenizer, sorted(info["missing_keys"]))
+
+
+def _lacking(named: str, model_type: str | None, missing: list[str]) -> str:
+    return (
+        f"{named} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
+        f"they would be random, so take a complete checkpoint"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Which questions train together: the plan of an epoch, and the joining of a batch's passages.
+"""Which questions train together: the plan of an epoch, and the joining of a batch's passages. Which texts are read
+together: batches by length.
 
 The plan is drawn from (seed, epoch) alone, so it is the same for any number of workers and after any restart. A batch
 is B questions and the distinct passages that they bring, which every question meets; a rank encodes a slice of the
@@ -21,7 +22,7 @@ _PLAN = 1
 class Example(NamedTuple):
     """A question, its passage, hard negatives, and the ids of further passages that also answer it.
 
-    `answer_start` is a character offset in the passage's text, -1 where unknown.
+    `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
     """
 
     text: str
@@ -29,6 +30,7 @@ class Example(NamedTuple):
     answer_start: int = -1
     negatives: tuple[Passage, ...] = ()
     known_ids: tuple[str, ...] = ()
+    answer_stop: int = -1
 
 
 class JoinedBatch(NamedTuple):
@@ -126,3 +128,18 @@ def rank_share(num_questions: int, num_passages: int, rank: int, world: int) -> 
         passages=[row if row < num_passages else 0 for row in rows],
         real_P=np.array([row < num_passages for row in rows], bool),
     )
+
+
+def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows in batches of at most `budget` tokens once padded to the batch's longest, longest first, ties by row.
+
+    A text longer than the budget has a batch of its own.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not batches or (len(batches[-1]) + 1) * width > budget:
+            batches.append([])
+            width = lengths[row]
+        batches[-1].append(row)
+    return batches

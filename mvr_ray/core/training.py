@@ -183,16 +183,17 @@ def distil_gradients(
 
 
 def _query_passes(encoder: Encoder, share: Share, settings: StepSettings) -> Iterator[Callable[[], Tensor]]:
-    for number, texts in enumerate(_chunks(share.texts, settings.chunk)):
-        yield partial(_seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
+    for number, texts in enumerate(chunks(share.texts, settings.chunk)):
+        yield partial(seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
 
 
 def _passage_passes(encoder: Encoder, share: Share, settings: StepSettings) -> Iterator[Callable[[], Views]]:
-    for number, some in enumerate(_chunks(share.tokenized, settings.chunk)):
-        yield partial(_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
+    for number, some in enumerate(chunks(share.tokenized, settings.chunk)):
+        yield partial(seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
 
 
-def _seeded(settings: StepSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
+def seeded(settings: StepSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
+    """One pass in the step's precision, with the dropout of (seed, step, rank, which)."""
     state = np.random.SeedSequence([settings.seed, _DROPOUT, settings.step, rank(), *which])
     torch.manual_seed(int(state.generate_state(1, np.uint64)[0]) >> 1)
     with _lower(settings.precision, device.type):
@@ -203,7 +204,8 @@ def _lower(precision: torch.dtype, device: str) -> AbstractContextManager[Any]:
     return nullcontext() if precision == torch.float32 else torch.autocast(device, precision)
 
 
-def _chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:
+def chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:
+    """Pieces of at most `chunk` items; all in one where it is 0."""
     size = chunk or max(1, len(items))
     return (items[at : at + size] for at in range(0, len(items), size))
 

@@ -23,6 +23,7 @@ import torch
 from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
 from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.core.batches import token_batches
 from mvr_ray.core.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import rows
@@ -260,18 +261,3 @@ def embed_chunk(
         mask_PV[together] = embedded[1]
     row_ptr = np.concatenate([[0], np.cumsum(mask_PV.sum(1))]).astype(np.int64)
     return EmbeddingBlock(ids, row_ptr, np.nonzero(mask_PV)[1].astype(np.int16), views_PVD[mask_PV])
-
-
-def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows in batches of at most `budget` tokens once padded to the batch's longest, longest first, ties by row.
-
-    A text longer than the budget has a batch of its own.
-    """
-    batches: list[list[int]] = []
-    width = 0
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if not batches or (len(batches[-1]) + 1) * width > budget:
-            batches.append([])
-            width = lengths[row]
-        batches[-1].append(row)
-    return batches

@@ -20,7 +20,7 @@ from ray.data import ActorPoolStrategy
 from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.distributed import session
-from mvr_ray.distributed.dataflow import rows
+from mvr_ray.distributed.dataflow import in_order, rows
 from mvr_ray.distributed.router import MatchingSnippet, Router
 from mvr_ray.distributed.searchers import Fleet
 from mvr_ray.errors import CoverageError
@@ -174,17 +174,13 @@ def rank_questions(
         num_gpus=gpus,
         compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
     )
-    done, total, expected = 0, sum(len(batch.questions) for batch in batches), 0
-    early: dict[int, str] = {}
-    for row in rows(ranked, "ranking questions"):
-        early[row["number"]] = row["ranked"]
-        while expected in early:
-            questions = batches[expected].questions
-            for question, hits in zip(questions, json.loads(early.pop(expected))):
-                yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
-            expected += 1
-            done += len(questions)
-            progress("questions", done, total)
+    done, total = 0, sum(len(batch.questions) for batch in batches)
+    for row in in_order(rows(ranked, "ranking questions")):
+        questions = batches[row["number"]].questions
+        for question, hits in zip(questions, json.loads(row["ranked"])):
+            yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
+        done += len(questions)
+        progress("questions", done, total)
 
 
 def _question(fields: Sequence[Any]) -> Question:

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 """How often the workers are started again after one died."""
 
+Learn = Callable[[RunConfig, Progress, torch.device], TrainState]
+"""What a worker does: train as the run says, on its device."""
+
 
 class EncoderSnapshot(NamedTuple):
     """A trained encoder in the store: `folder` is its path there. `metrics` are those of its best epoch."""
@@ -59,13 +62,17 @@ def train(run: RunConfig, progress: Progress = no_progress) -> EncoderSnapshot:
     Raises ConfigError, DataError, MissingInputError or EncoderError before any worker starts, ResourceError when the
     workers cannot be placed or keep dying.
     """
+    if run.train.task != "retriever":
+        raise ConfigError(
+            f"train.task is {run.train.task}; that one is trained by mvr_ray.distributed.train_reader.train"
+        )
     store, workers = Store(run.store.path), run.resources.train_workers
     if run.train.batch_questions % max(1, workers):
         raise ConfigError(
             f"train.batch_questions is {run.train.batch_questions}, which {workers} workers (resources.train_workers) "
             f"cannot share evenly; make it a multiple of {workers}"
         )
-    with _threads(run.resources.torch_threads):
+    with threads(run.resources.torch_threads):
         job = open_job(run)
         finished = job.checkpoints.finished()
         if finished and store.exists(layout.encoder_dir(run.encoder.name, json.loads(finished)["fingerprint"])):
@@ -73,14 +80,14 @@ def train(run: RunConfig, progress: Progress = no_progress) -> EncoderSnapshot:
         total = make_schedule(run, len(job.examples)).total
         loss = loss_name(run, job.model)
         log.info("training: examples=%d steps=%d workers=%d loss=%s", len(job.examples), total, workers, loss)
-        state = _on_workers(run, progress) if workers else run_loop(job, progress, _own_device(run))
+        state = on_workers(run, _learn, progress) if workers else run_loop(job, progress, own_device(run))
         record = _save(run, store, job, state)
         snapshot = _announce(run, store, record)
         job.checkpoints.finish(record)
         return snapshot
 
 
-def _own_device(run: RunConfig) -> torch.device:
+def own_device(run: RunConfig) -> torch.device:
     """Where training in this process happens."""
     if not run.resources.gpus_per_trainer:
         return torch.device("cpu")
@@ -156,7 +163,15 @@ def _announce(run: RunConfig, store: Store, record: bytes) -> EncoderSnapshot:
     return EncoderSnapshot(name, fingerprint, layout.encoder_dir(name, fingerprint), held["metrics"], epochs)
 
 
-def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
+def _learn(run: RunConfig, progress: Progress, device: torch.device) -> TrainState:
+    return run_loop(open_job(run), progress, device)
+
+
+def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
+    """`learn` on every worker of Ray Train, which are joined in one process group; returns rank 0's state.
+
+    Workers that die are started again. Raises ResourceError when they cannot be placed or keep dying.
+    """
     resources = run.resources
     placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
@@ -169,7 +184,7 @@ def _on_workers(run: RunConfig, progress: Progress) -> TrainState:
         make_trainer: Any = TorchTrainer
         trainer = make_trainer(
             _worker,
-            train_loop_config={"run": placed.model_dump(mode="json"), "board": board},
+            train_loop_config={"run": placed.model_dump(mode="json"), "board": board, "learn": learn},
             scaling_config=api.ScalingConfig(
                 num_workers=count,
                 use_gpu=gpus > 0,
@@ -196,7 +211,7 @@ def _worker(config: dict[str, Any]) -> str:
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
-    state = run_loop(open_job(run), telling(config["board"]), device)
+    state = config["learn"](run, telling(config["board"]), device)
     return state.to_json().decode() if rank() == 0 else ""
 
 
@@ -246,7 +261,8 @@ def _own_error(error: Exception) -> Exception:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads, and as many as before afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _NEGATIVES, _CLOZE = 3, 4
 DEV_PASSAGES = 512
 """Dev accuracy is measured among the passages of at most so many dev questions' positives."""
+DEV_READINGS = 512
+"""A reader is measured on at most so many dev questions."""
 
 
 class Examples(Protocol):
@@ -77,10 +79,13 @@ class QuestionExamples:
         found = self._corpus.get(question.positive_ids[0] for question in chosen)
         made = []
         for number, question in zip(numbers, chosen):
-            start = next((start for start in question.answer_starts if start >= 0), -1)
+            placed = (
+                (start, start + len(a)) for a, start in zip(question.answers, question.answer_starts) if start >= 0
+            )
+            start, stop = next(placed, (-1, -1))
             negatives = self._negatives(question, int(number), epoch)
             positive, *known = question.positive_ids
-            made.append(Example(question.text, found[positive], start, negatives, tuple(known)))
+            made.append(Example(question.text, found[positive], start, negatives, tuple(known), stop))
         return made
 
     def _negatives(self, question: Question, number: int, epoch: int) -> tuple[Passage, ...]:
@@ -143,6 +148,32 @@ def open_examples(store: Store, corpus: Corpus, splitter: Splitter, cfg: TrainCo
     return examples
 
 
+def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
+    """Questions of which an answer stands at a known place in their first positive: what a reader learns from.
+
+    Raises ConfigError, MissingInputError, or DataError where no question has one.
+    """
+    if cfg.questions is None:
+        raise ConfigError("train.task is reader, which learns from answers; name a stored set in train.questions")
+    asked = read_questions(store, cfg.questions)
+    placed = [kept for question, passage in _with_passages(corpus, asked) if (kept := _placed(question, passage))]
+    if not placed:
+        raise DataError(
+            f"none of the {len(asked)} questions of {cfg.questions!r} has an answer at a known place in a passage of "
+            f"corpus {corpus.name!r}; a reader learns from answer offsets, as SQuAD's files have them"
+        )
+    if lost := len(asked) - len(placed):
+        log.warning("questions without a placed answer in the corpus are left out: %d of %d", lost, len(asked))
+    mined = read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
+    examples = QuestionExamples(corpus, placed, mined, cfg)
+    if len(examples) < cfg.batch_questions:
+        raise ConfigError(
+            f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} questions of "
+            f"{cfg.questions!r} with an answer at a known place; lower it"
+        )
+    return examples
+
+
 def input_digests(store: Store, cfg: TrainConfig) -> list[str]:
     """Digests of the question sets that training reads."""
     names = (cfg.questions, cfg.hard_negatives, cfg.dev_questions)
@@ -150,6 +181,28 @@ def input_digests(store: Store, cfg: TrainConfig) -> list[str]:
         if name:
             read_questions(store, name)
     return [store.sha256(layout.questions(name)) if name else "" for name in names]
+
+
+class DevReading(NamedTuple):
+    """A dev question, the text of its gold passage, and its answers."""
+
+    question: str
+    text: str
+    answers: tuple[str, ...]
+
+
+def open_answer_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> list[DevReading]:
+    """At most `DEV_READINGS` dev questions with answers, drawn by a stable hash; none when no set is configured."""
+    if cfg.dev_questions is None:
+        return []
+    found = _with_passages(corpus, read_questions(store, cfg.dev_questions))
+    found = sorted((pair for pair in found if pair[0].answers), key=lambda pair: (lot(pair[0].id, "dev"), pair[0].id))
+    if not found:
+        raise DataError(
+            f"no question of train.dev_questions {cfg.dev_questions!r} has an answer and a positive passage in corpus "
+            f"{corpus.name!r}"
+        )
+    return [DevReading(question.text, passage.text, question.answers) for question, passage in found[:DEV_READINGS]]
 
 
 class DevSet(NamedTuple):
@@ -192,6 +245,16 @@ def _few_a_passage(found: list[tuple[Question, Passage]], most: int) -> list[tup
         lots.setdefault(passage.id, []).append((lot(question.id, "train"), question.id))
     drawn = {question for own in lots.values() for _, question in sorted(own)[:most]}
     return [(question, passage) for question, passage in found if question.id in drawn]
+
+
+def _placed(question: Question, passage: Passage) -> Question | None:
+    """The question with those of its answers that stand at their offsets in the passage; None where none does."""
+    pairs = zip(question.answers, question.answer_starts)
+    there = [(a, start) for a, start in pairs if a.strip() and start >= 0 and passage.text.startswith(a, start)]
+    if not there:
+        return None
+    answers, starts = zip(*there)
+    return question._replace(answers=answers, answer_starts=starts)
 
 
 def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:

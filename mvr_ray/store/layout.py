@@ -3,6 +3,7 @@
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
     <store>/questions/<name>.arrow
     <store>/encoders/<name>/<fingerprint>/
+    <store>/readers/<name>/<fingerprint>/
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
@@ -19,6 +20,7 @@ EMBEDDINGS = "embeddings.arrow"
 SHARD_JSON = "shard.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
+READER_JSON = "reader.json"
 
 
 def corpus_dir(name: str) -> str:
@@ -53,6 +55,19 @@ def latest_encoder(name: str) -> str:
 
 def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
+
+
+def readers_root() -> str:
+    return "readers"
+
+
+def latest_reader(name: str) -> str:
+    """Which reader of this name was trained last."""
+    return f"readers/{name}/latest.json"
+
+
+def reader_dir(name: str, fingerprint: str) -> str:
+    return f"readers/{name}/{fingerprint}"
 
 
 def training_dir(name: str, key: str) -> str:

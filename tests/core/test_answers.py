@@ -9,7 +9,15 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.answers import AnswerMatcher, empty_answers, exact_match_score, has_answer, normalize_answer, tokenize
+from mvr_ray.core.answers import (
+    AnswerMatcher,
+    empty_answers,
+    exact_match_score,
+    f1_score,
+    has_answer,
+    normalize_answer,
+    tokenize,
+)
 from mvr_ray.errors import DataError
 
 
@@ -262,3 +270,89 @@ def test_normalising_word_by_word_gives_the_same_words(words: list[str]):
     text = " ".join(words)
     assert normalize_answer(text) == slow_normalize(text)
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
+
+
+SQUAD_SCORES = [
+    # prediction, answers, exact, F1: worked by hand
+    ("the Eiffel Tower!", ["Eiffel tower"], True, 1.0),
+    ("Eiffel Tower in Paris", ["Eiffel Tower"], False, 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+    ("Tower", ["Eiffel Tower", "a tower"], True, 1.0),
+    ("no no yes", ["no yes yes"], False, 2 / 3),
+    ("no no no", ["no"], False, 2 * (1 / 3) / (1 / 3 + 1)),
+    ("1,000", ["1000"], True, 1.0),
+    ("U.S.", ["US"], True, 1.0),
+    ("another", ["other"], False, 0.0),
+    ("an other", ["other"], True, 1.0),
+    ("Saint-Denis", ["Saint Denis"], False, 0.0),
+    ("Beyoncé", ["Beyonce"], False, 0.0),
+    ("“quoted”", ["quoted"], False, 0.0),
+    ("", ["something"], False, 0.0),
+    ("the", ["a"], True, 1.0),
+    ("something", ["the"], False, 0.0),
+    ("something", [], False, 0.0),
+]
+
+
+@pytest.mark.parametrize(("prediction", "answers", "exact", "f1"), SQUAD_SCORES)
+def test_squad_scores_worked_by_hand(prediction, answers, exact, f1):
+    assert exact_match_score(prediction, answers) is exact
+    assert f1_score(prediction, answers) == pytest.approx(f1)
+
+
+def slow_words(text: str) -> list[str]:
+    """SQuAD's normal form, character by character and word by word."""
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    words, word = [], ""
+    for character in kept + " ":
+        inside = character.isalnum() or character == "_"
+        if not inside and word in ("a", "an", "the"):
+            word = ""
+        word += character
+        if not inside:
+            words.append(word)
+            word = ""
+    return "".join(words).split()
+
+
+def slow_f1(prediction: str, answers: list[str]) -> float:
+    best = 0.0
+    for answer in answers:
+        found, wanted = slow_words(prediction), slow_words(answer)
+        left, same = list(wanted), 0
+        for word in found:
+            if word in left:
+                left.remove(word)
+                same += 1
+        if not found and not wanted:
+            best = 1.0
+        elif same:
+            precision, recall = same / len(found), same / len(wanted)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
+
+
+WORDS = st.lists(st.sampled_from(["a", "An", "the", "red", "Red,", "red-hot", "1,5", "!", "Ω", "other"]), max_size=6)
+
+
+@given(WORDS, st.lists(WORDS, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_f1_is_the_slow_transcription_and_never_below_exact_match(prediction, answers):
+    text, wanted = " ".join(prediction), [" ".join(answer) for answer in answers]
+    assert f1_score(text, wanted) == pytest.approx(slow_f1(text, wanted))
+    assert f1_score(text, wanted) >= exact_match_score(text, wanted)
+    assert all(f1_score(answer, wanted) == 1.0 for answer in wanted)
+
+
+@pytest.mark.data
+def test_squad_answers_of_one_question_score_alike_under_both_transcriptions(squad_dev):
+    """The answers of three people to a question, each against the other two."""
+    checked = 0
+    for article in squad_dev["data"][::4]:
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                first, *others = [answer["text"] for answer in asked["answers"]]
+                assert f1_score(first, others) == pytest.approx(slow_f1(first, others)), (first, others)
+                exact = any(slow_words(first) == slow_words(other) for other in others)
+                assert exact_match_score(first, others) == exact
+                checked += 1
+    assert checked > 1000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.batches import Example, join_batch, plan_epoch, rank_share
+from mvr_ray.core.batches import Example, join_batch, plan_epoch, rank_share, token_batches
 from mvr_ray.core.cloze import cloze_example
 from mvr_ray.core.snippets import load_punkt
 from mvr_ray.types import Passage
@@ -119,3 +119,14 @@ def test_a_kept_cloze_sentence_stays_and_points_at_itself():
 def test_a_passage_of_one_sentence_keeps_it():
     example = cloze_example(Passage("p", "", "Only one sentence is here."), load_punkt(), 0.0, np.random.default_rng(0))
     assert example.passage.text == example.text == "Only one sentence is here."
+
+
+@given(st.lists(st.integers(1, 300), max_size=60), st.integers(64, 600))
+def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget):
+    batches = token_batches(lengths, budget)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        padded = len(batch) * max(lengths[row] for row in batch)
+        assert padded <= budget or len(batch) == 1
+    widest = [max(lengths[row] for row in batch) for batch in batches]
+    assert widest == sorted(widest, reverse=True)

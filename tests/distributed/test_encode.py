@@ -21,17 +21,6 @@ from mvr_ray.store.files import Store
 from mvr_ray.types import Passage
 
 
-@given(st.lists(st.integers(1, 300), max_size=60), st.integers(64, 600))
-def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget):
-    batches = encode.token_batches(lengths, budget)
-    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-    for batch in batches:
-        padded = len(batch) * max(lengths[row] for row in batch)
-        assert padded <= budget or len(batch) == 1
-    widest = [max(lengths[row] for row in batch) for batch in batches]
-    assert widest == sorted(widest, reverse=True)
-
-
 @given(st.data())
 @settings(max_examples=20)
 def test_packing_keeps_every_token(data):

@@ -1,9 +1,11 @@
 """Rankings written for others to read: DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines, Parquet.
 
-A file appears whole when its last row is written.
+A file appears whole when its last row is written. Those with passages' texts, DPR's JSON and JSON lines, are read back
+by `read_ranking`, row by row, whoever wrote them.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, get_args
@@ -14,11 +16,16 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError
 from mvr_ray.store.files import finished_file
+from mvr_ray.store.formats.dpr import context_id, question_id
+from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.text_files import json_lines, open_text
 from mvr_ray.store.formats.trec import run_lines
 from mvr_ray.types import Question
 
 RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
 PARQUET_QUESTIONS = 256
+_TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
 
 
 class RankedPassage(NamedTuple):
@@ -73,6 +80,63 @@ def write_ranking(
             with aside.open("w", encoding="utf-8", newline="\n") as file:
                 _text_writer(format, tag, extras)(counted, file)
     return counted.count
+
+
+def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion]:
+    """Questions of a DPR reader JSON or JSON lines file, each with its first `most` passages.
+
+    A title or text that the file lacks is empty, a score NaN. Raises DataError naming the row that is none.
+    """
+    if not path.is_file():
+        raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
+    number = -1
+    with open_text(path) as file:
+        for number, row in enumerate(_rows(file, path)):
+            yield _ranked(row, number, path, most)
+    if number < 0:
+        raise DataError(f"ranking {path} holds no question")
+
+
+def _rows(file: TextIO, path: Path) -> Iterator[Any]:
+    reader = JsonReader(file, str(path))
+    first = reader.peek()
+    if first == "[":
+        yield from reader.items()
+        reader.finish()
+    elif first in ("{", ""):
+        for row in json_lines(path):
+            if isinstance(row, BadRow):
+                raise DataError(f"{row}; {_TEXTS}")
+            yield row.values
+    else:
+        raise DataError(f"{path}: neither a JSON array nor JSON lines; {_TEXTS}")
+
+
+def _ranked(row: Any, number: int, path: Path, most: int | None) -> RankedQuestion:
+    where = f"{path}, entry {number + 1}"
+    hits = row.get("ctxs", row.get("hits")) if isinstance(row, dict) else None
+    if not isinstance(hits, list) or not isinstance(row.get("question"), str):
+        raise DataError(f"{where}: no question with its ctxs or hits; {_TEXTS}")
+    answers = row.get("answers") or []
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise DataError(f"{where}: answers is {answers!r:.60}, not a list of texts")
+    passages = [_hit(hit, f"{where}, passage {at}") for at, hit in enumerate(hits[:most], 1)]
+    name = row.get("id")
+    question = Question(question_id(path, number) if name is None else str(name), row["question"], tuple(answers))
+    return RankedQuestion(question, passages)
+
+
+def _hit(hit: Any, where: str) -> RankedPassage:
+    if not isinstance(hit, dict):
+        raise DataError(f"{where}: {hit!r:.60} is not a passage with id, title, text and score")
+    title, text, score, mark = hit.get("title") or "", hit.get("text") or "", hit.get("score"), hit.get("has_answer")
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise DataError(f"{where}: title {title!r:.40} or text {text!r:.40} is not a text")
+    try:
+        number = math.nan if score is None else float(score)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: score {score!r:.60} is not a number") from None
+    return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
 
 
 class _Counted:

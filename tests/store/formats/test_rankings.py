@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats import RankedPassage, RankedQuestion, read_qrels, read_trec_run, write_ranking
+from mvr_ray.store.formats import RankedPassage, RankedQuestion, read_qrels, read_ranking, read_trec_run, write_ranking
 from mvr_ray.types import Question
 
 ROWS = [
@@ -153,3 +153,78 @@ def test_broken_runs_are_named_with_their_line(write: Callable[[str, str], Path]
         list(read_trec_run(write("bad", "q Q0 d 1 1.0 t\nq Q0 d\n")))
     with pytest.raises(DataError, match="bad:1: rank 'x'"):
         list(read_trec_run(write("bad", "q Q0 d x 1.0 t\n")))
+
+
+@pytest.mark.parametrize("format", ["dpr", "jsonl"])
+def test_a_ranking_reads_back_as_it_was_written(tmp_path: Path, format: str):
+    path = tmp_path / "dev.ranked.json"
+    write_ranking(ROWS, path, format)
+    read = list(read_ranking(path))
+    assert [row.question.text for row in read] == ['who "is" it?', "no hits"]
+    assert [row.question.answers for row in read] == [("me", "ä"), ()]
+    ids = ["q1", "q2"] if format == "jsonl" else ["dev-0", "dev-1"]  # DPR's JSON keeps no ids
+    assert [row.question.id for row in read] == ids
+    for before, after in zip(ROWS, read, strict=True):
+        assert [hit[:3] for hit in after.passages] == [hit[:3] for hit in before.passages]
+        assert [np.float32(hit.score) for hit in after.passages] == [np.float32(hit.score) for hit in before.passages]
+        assert [hit.has_answer for hit in after.passages] == [hit.has_answer for hit in before.passages]
+    assert [len(row.passages) for row in read_ranking(path, 1)] == [1, 0]
+
+
+def test_a_ranking_of_others_reads_without_ids_titles_or_scores(tmp_path: Path):
+    path = tmp_path / "r.json"
+    path.write_text('[{"question": "q", "target": "a", "ctxs": [{"id": 7}, {"text": "body", "score": 2}]}]')
+    [row] = read_ranking(path)
+    bare, full = row.passages
+    assert (bare.id, bare.title, bare.text, math.isnan(bare.score), bare.has_answer) == ("7", "", "", True, None)
+    assert (full.id[:4], full.text, full.score) == ("ctx-", "body", 2.0)
+
+
+TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("q1 Q0 p1 1 2.0 tag\n", f"{{path}}: neither a JSON array nor JSON lines; {TEXTS}"),
+        ("", "ranking {path} holds no question"),
+        ("[]", "ranking {path} holds no question"),
+        (
+            '{"question": "q",\n',
+            f"{{path}}:1: not valid JSON: Expecting property name enclosed in double quotes*; {TEXTS}",
+        ),
+        ('{"q1": {"question": "q", "contexts": []}}', f"{{path}}, entry 1: no question with its ctxs or hits; {TEXTS}"),
+        ('[{"ctxs": []}]', f"{{path}}, entry 1: no question with its ctxs or hits; {TEXTS}"),
+        ('[{"question": "q", "ctxs": []}, 7]', f"{{path}}, entry 2: no question with its ctxs or hits; {TEXTS}"),
+        ('[{"question": "q", "answers": "a", "ctxs": []}]', "{path}, entry 1: answers is 'a', not a list of texts"),
+        (
+            '[{"question": "q", "ctxs": ["p1"]}]',
+            "{path}, entry 1, passage 1: 'p1' is not a passage with id, title, text and score",
+        ),
+        (
+            '[{"question": "q", "ctxs": [{"id": "p", "text": 5}]}]',
+            "{path}, entry 1, passage 1: title '' or text 5 is not a text",
+        ),
+        (
+            '[{"question": "q", "ctxs": [{"id": "p", "score": "high"}]}]',
+            "{path}, entry 1, passage 1: score 'high' is not a number",
+        ),
+        ('[{"question": "q", "ctxs": []}] x', "{path}:1: not valid JSON: the JSON text ends, but 'x' follows"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, content: str, told: str):
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        list(read_ranking(path))
+    begin, _, end = told.replace("{path}", str(path)).partition("*")
+    assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
+    assert "*" in told or str(caught.value) == begin
+
+
+def test_a_ranking_that_is_not_there_names_the_command_that_makes_it():
+    with pytest.raises(DataError) as caught:
+        next(read_ranking(Path("nowhere.json")))
+    assert str(caught.value) == (
+        "ranking nowhere.json does not exist; make one with `mvr-ray retrieve CONFIG ... output=nowhere.json`"
+    )

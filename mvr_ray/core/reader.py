@@ -1,0 +1,285 @@
+"""An extractive reader: which words of a passage answer a question, and which of several passages to believe.
+
+A passage's answer is the best span over its windows; a question's answer is that of the passage where this is largest
+(BERTserini, Yang et al. 2019, adds up logits and weighs the retrieval in; that the null token's logits are taken off
+is as in Devlin et al. 2019, section 4.3, and tells a window without the answer from one with it):
+
+    f(q, p) = max over windows and spans of (start + end - null)  +  w x score(q, p)
+
+Spans and their loss are in `spans`, windows in `windows`.
+
+Shapes: F windows, T tokens of the longest one.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mvr_ray.core.backbones import Loaded, digest_of, open_reading, save_model
+from mvr_ray.core.batches import token_batches
+from mvr_ray.core.spans import best_spans, log_shares
+from mvr_ray.core.windows import PassageTokens, ReaderSpec, Window, Windower
+from mvr_ray.errors import FingerprintError, ReaderError
+
+__all__ = ["Reader", "ReaderSpec", "Span", "ToRead", "choose"]
+
+READER_FILE = "reader.json"
+FORMAT_VERSION = 1
+HEAD_STD = 0.02
+"""Spread of a new head's weights."""
+
+
+class ToRead(NamedTuple):
+    """A question and the texts to find its answer in."""
+
+    question: str
+    passages: Sequence[str]
+
+
+class Span(NamedTuple):
+    """Characters `start` up to `stop` of a passage's text, with their score and the ends' log probabilities."""
+
+    start: int
+    stop: int
+    score: float
+    start_log_prob: float
+    end_log_prob: float
+
+
+class Logits(NamedTuple):
+    """Logits of the windows' tokens, and which of these an answer may begin or end with; [CLS] stands for none."""
+
+    start_FT: Tensor
+    end_FT: Tensor
+    candidate_FT: Tensor
+
+
+class _Found(NamedTuple):
+    """A window's best span, in tokens of the passage. The least is the best: `cost` is its score, negative."""
+
+    cost: float
+    first: int
+    last: int
+    start_log_prob: float
+    end_log_prob: float
+
+
+class Reader(nn.Module):
+    """A question-answering model with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
+
+    def __init__(self, loaded: Loaded, spec: ReaderSpec, named: str) -> None:
+        super().__init__()
+        model, tokenizer, self.new_weights = loaded
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.windower = Windower(tokenizer, spec)
+        self._with_types = (
+            "token_type_ids" in tokenizer.model_input_names
+            and "token_type_ids" in inspect.signature(model.forward).parameters
+            and getattr(model.config, "type_vocab_size", 2) > 1
+        )
+        self._check(named)
+
+    @classmethod
+    def open(cls, folder: str, spec: ReaderSpec | None = None) -> "Reader":
+        """A trained model, by folder or hub name. Raises ReaderError where it has no question-answering head."""
+        loaded = open_reading(folder)
+        if loaded.missing:
+            raise ReaderError(
+                f"reader {folder} has no question-answering head (missing: {', '.join(loaded.missing)}); take a model "
+                f"that was trained for extractive question answering, or train one from it (mvr-ray train CONFIG "
+                f"train.task=reader encoder.backbone={folder})"
+            )
+        return cls(loaded, spec or ReaderSpec(), folder).eval()
+
+    @classmethod
+    def from_backbone(cls, folder: str, spec: ReaderSpec | None = None, seed: int = 0) -> "Reader":
+        """What training starts from: a head that the folder lacks is drawn from `seed`, one that it has stays."""
+        loaded = open_reading(folder)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name in loaded.missing:
+                weight = loaded.model.get_parameter(name)
+                weight.zero_() if weight.ndim < 2 else weight.normal_(0.0, HEAD_STD, generator=generator)
+        return cls(loaded, spec or ReaderSpec(), folder).eval()
+
+    @classmethod
+    def load(cls, folder: str | Path, spec: ReaderSpec | None = None) -> "Reader":
+        """Open what `save` wrote. Raises ReaderError if it is none, FingerprintError if its files have changed."""
+        file = Path(folder) / READER_FILE
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ReaderError(f"{folder} is no stored reader: {READER_FILE} cannot be read ({error})") from None
+        if saved.get("format_version") != FORMAT_VERSION:
+            raise ReaderError(
+                f"reader {folder} has format {saved.get('format_version')}, this mvr_ray reads {FORMAT_VERSION}; "
+                f"train it again with this mvr_ray"
+            )
+        reader = cls.open(str(folder), spec)
+        if reader.fingerprint != saved["fingerprint"]:
+            raise FingerprintError(
+                f"reader {folder} was saved as {saved['fingerprint']} but loads as {reader.fingerprint}: its files "
+                f"have changed; copy or train it again"
+            )
+        return reader
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder, and `reader.json` last."""
+        target = Path(folder)
+        save_model(self.model, self.tokenizer, target)
+        described = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
+        (target / READER_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over weights, tokenizer and architecture. Reads every weight: keep it."""
+        digest = digest_of(self.model.config, self.tokenizer, self.model.state_dict())
+        return hashlib.blake2b(digest, digest_size=8).hexdigest()
+
+    def read(self, asked: Sequence[ToRead], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
+        """The best span of every passage of every question; None where a passage has no token.
+
+        Equal scores: the earlier start, then the shorter span. Windows are sorted by length and read in batches of at
+        most so many padded tokens: what a batch holds, and with it every last bit, follows from `asked` alone.
+        """
+        tokens = self.windower.tokenize(text for item in asked for text in item.passages)
+        owners: list[tuple[int, int]] = []
+        windows: list[Window] = []
+        for row, item in enumerate(asked):
+            frame = self.windower.frame(item.question)
+            for column, text in enumerate(item.passages):
+                made = self.windower.windows(frame, tokens[text])
+                owners += [(row, column)] * len(made)
+                windows += made
+        best: dict[tuple[int, int], _Found] = {}
+        with self._inference():
+            for together in token_batches([len(window.input_ids) for window in windows], tokens_per_batch):
+                for at, found in zip(together, self._best([windows[at] for at in together])):
+                    best[owners[at]] = min(best.get(owners[at], found), found)
+        return [
+            [
+                _span(text, tokens[text], best[row, column]) if (row, column) in best else None
+                for column, text in enumerate(item.passages)
+            ]
+            for row, item in enumerate(asked)
+        ]
+
+    def forward(self, windows: Sequence[Window]) -> Logits:
+        """Logits of a batch, differentiable; padding changes nothing but rounding."""
+        padded = self.windower.pad(windows)
+        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array).to(self.device) for array in padded)
+        types = {"token_type_ids": types_FT} if self._with_types else {}
+        out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
+        return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
+
+    def set_dropout(self, share: float) -> None:
+        """Set every dropout, attention's too."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = share
+
+    def set_gradient_checkpointing(self, on: bool) -> None:
+        """Trade a second forward pass for the memory of activations, in training."""
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        head: list[nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            group = head if name in self.new_weights else matrices if parameter.ndim > 1 else vectors
+            group.append(parameter)
+        groups = [
+            {"name": "matrices", "params": matrices, "lr": lr, "weight_decay": weight_decay},
+            {"name": "vectors", "params": vectors, "lr": lr, "weight_decay": 0.0},
+            {"name": "head", "params": head, "lr": lr * head_lr_factor, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _best(self, windows: Sequence[Window]) -> Iterator[_Found]:
+        text_FT = self.windower.pad(windows).text_FT
+        start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in self(windows))
+        best = best_spans(start_FT, end_FT, text_FT, self.spec.max_answer_tokens)
+        if not np.isfinite(best.score_F).all():
+            raise ReaderError("the reader's logits are not finite numbers; its weights are damaged, take another one")
+        start_shares, end_shares = log_shares(start_FT, candidate_FT), log_shares(end_FT, candidate_FT)
+        for row, (window, start, end, score) in enumerate(zip(windows, *best)):
+            first, last = int(start) - window.place(0), int(end) - window.place(0)
+            null = float(start_FT[row, window.null]) + float(end_FT[row, window.null]) if self.spec.minus_null else 0.0
+            yield _Found(
+                null - float(score), first, last, *map(float, (start_shares[row, start], end_shares[row, end]))
+            )
+
+    def _check(self, named: str) -> None:
+        """Refuse settings that this model cannot read by, or that leave a window nothing new."""
+        spec, positions, room = self.spec, self._positions(), self.windower.room_tokens
+        if spec.max_tokens > positions:
+            raise ReaderError(
+                f"max_tokens is {spec.max_tokens}, but reader {named} has {positions} positions; lower read.max_tokens "
+                f"to {positions} or less"
+            )
+        if room <= spec.overlap_tokens:
+            raise ReaderError(
+                f"max_tokens is {spec.max_tokens}, which leaves {max(0, room)} for the passage beside a question of "
+                f"{spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; raise "
+                f"read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
+            )
+
+    def _positions(self) -> int:
+        """How many tokens the model can tell apart by place. Tables of the RoBERTa kind begin after the padding id."""
+        limits = [int(self.tokenizer.model_max_length)]
+        rows = getattr(self.model.config, "max_position_embeddings", 0)
+        if rows > 0:
+            tables = (module for name, module in self.model.named_modules() if name.endswith("position_embeddings"))
+            padding = (getattr(table, "padding_idx", None) for table in tables)
+            limits.append(rows - 1 - next((row for row in padding if row is not None), -1))
+        return min(limits)
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(training)
+
+
+def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:
+    """Row of the passage that answers best, -1 where none has a span. Equal: the one that is ranked higher.
+
+    `scores` are the retrieval's, one a passage; they are not looked at where the weight is 0.
+    """
+    worth = {
+        row: span.score + (weight * score if weight else 0.0)
+        for row, (span, score) in enumerate(zip(spans, scores, strict=True))
+        if span is not None
+    }
+    return max(worth, key=lambda row: (worth[row], -row), default=-1)
+
+
+def _span(text: str, tokens: PassageTokens, found: _Found) -> Span:
+    """In characters of the text, without blanks around it."""
+    start, stop = int(tokens.starts[found.first]), int(tokens.stops[found.last])
+    piece = text[start:stop]
+    start += len(piece) - len(piece.lstrip())
+    return Span(start, start + len(piece.strip()), -found.cost, *found[3:])

@@ -1,0 +1,158 @@
+"""What an extractive reader is given: a question with as much of a passage as fits, in windows that overlap.
+
+    [CLS] question [SEP] tokens w .. w + n of the passage [SEP]            or as the model's tokenizer puts a pair
+
+Question and passage are tokenised apart, as tokenizers do with a pair, so that a passage's tokens and their characters
+are the same under every question and in every window. Titles are left out: an answer is a piece of the text.
+
+Shapes: F windows, T tokens of the longest one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.types import IntArray
+
+
+@dataclass(frozen=True)
+class ReaderSpec:
+    """How texts are put in and answers taken out.
+
+    `max_tokens` counts question, window and special tokens. With `minus_null` a span's score is what it has above the
+    null token of its window; without, its logits alone.
+    """
+
+    max_tokens: int = 384
+    overlap_tokens: int = 128
+    max_question_tokens: int = 64
+    max_answer_tokens: int = 30
+    minus_null: bool = True
+
+
+class PassageTokens(NamedTuple):
+    """Token ids of a text, and the characters of each."""
+
+    ids: IntArray
+    starts: IntArray
+    stops: IntArray
+
+
+class Frame(NamedTuple):
+    """What stands before and after the passage when one question is asked, and the segments of all three."""
+
+    before: IntArray
+    after: IntArray
+    before_types: IntArray
+    after_types: IntArray
+    passage_type: int
+
+
+class Window(NamedTuple):
+    """One input: the passage's tokens `skipped` up to `skipped + num_text` stand from `first` on, [CLS] at `null`."""
+
+    input_ids: IntArray
+    type_ids: IntArray
+    first: int
+    skipped: int
+    num_text: int
+    null: int
+
+    def place(self, token: int) -> int:
+        """Where a token of the passage stands in this window."""
+        return self.first + token - self.skipped
+
+    def holds(self, first: int, last: int) -> bool:
+        """Whether all tokens `first` to `last` of the passage stand in this window."""
+        return self.skipped <= first <= last < self.skipped + self.num_text
+
+
+class PaddedWindows(NamedTuple):
+    """A batch of windows. `text_FT` marks the passage's tokens, `candidate_FT` these and the null token."""
+
+    ids_FT: IntArray
+    types_FT: IntArray
+    real_FT: NDArray[np.bool_]
+    text_FT: NDArray[np.bool_]
+    candidate_FT: NDArray[np.bool_]
+
+
+class Windower:
+    """Cuts texts for one model by its tokenizer, which it takes over: truncation and padding are turned off."""
+
+    def __init__(self, tokenizer: Any, spec: ReaderSpec) -> None:
+        self.spec = spec
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._cls_id = tokenizer.cls_token_id
+        self._pad_id = tokenizer.pad_token_id or 0
+
+    @property
+    def room_tokens(self) -> int:
+        """Passage tokens beside the longest question."""
+        special = self._backend.num_special_tokens_to_add(is_pair=True)
+        return self.spec.max_tokens - self.spec.max_question_tokens - special
+
+    def tokenize(self, texts: Iterable[str]) -> dict[str, PassageTokens]:
+        """The tokens of each distinct text."""
+        distinct = list(dict.fromkeys(texts))
+        encodings = self._backend.encode_batch([_clean(text) for text in distinct], add_special_tokens=False)
+        made = {}
+        for text, encoding in zip(distinct, encodings):
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            made[text] = PassageTokens(np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1])
+        return made
+
+    def frame(self, question: str) -> Frame:
+        """The question, cut to `max_question_tokens`, with special tokens as the tokenizer sets them around a pair."""
+        asked = self._backend.encode(_clean(question), add_special_tokens=False)
+        asked.truncate(self.spec.max_question_tokens)
+        probe = self._backend.encode("a", add_special_tokens=False)
+        pair = self._backend.post_process(asked, probe, add_special_tokens=True)
+        inside = [at for at, sequence in enumerate(pair.sequence_ids) if sequence == 1]
+        ids, types = np.array(pair.ids, np.int64), np.array(pair.type_ids, np.int64)
+        before, after = slice(0, inside[0]), slice(inside[-1] + 1, None)
+        return Frame(ids[before], ids[after], types[before], types[after], int(types[inside[0]]))
+
+    def windows(self, frame: Frame, passage: PassageTokens) -> list[Window]:
+        """As few windows as cover all of the passage's tokens, in order; none where it has none."""
+        room = self.spec.max_tokens - len(frame.before) - len(frame.after)
+        step = room - self.spec.overlap_tokens
+        total = len(passage.ids)
+        count = 1 + max(0, -(-(total - room) // step)) if total else 0
+        return [self._window(frame, passage.ids[start : start + room], start) for start in range(0, count * step, step)]
+
+    def pad(self, windows: Sequence[Window]) -> PaddedWindows:
+        """A batch, padded to its longest window."""
+        shape = (len(windows), max(len(window.input_ids) for window in windows))
+        ids_FT, types_FT = np.full(shape, self._pad_id, np.int64), np.zeros(shape, np.int64)
+        real_FT, text_FT = np.zeros(shape, bool), np.zeros(shape, bool)
+        for row, window in enumerate(windows):
+            end = len(window.input_ids)
+            ids_FT[row, :end], types_FT[row, :end], real_FT[row, :end] = window.input_ids, window.type_ids, True
+            text_FT[row, window.first : window.first + window.num_text] = True
+        candidate_FT = text_FT.copy()
+        candidate_FT[np.arange(len(windows)), [window.null for window in windows]] = True
+        return PaddedWindows(ids_FT, types_FT, real_FT, text_FT, candidate_FT)
+
+    def _window(self, frame: Frame, piece: IntArray, skipped: int) -> Window:
+        ids = np.concatenate([frame.before, piece, frame.after])
+        middle = np.full(len(piece), frame.passage_type, np.int64)
+        nulls = np.flatnonzero(ids == self._cls_id)
+        return Window(
+            input_ids=ids,
+            type_ids=np.concatenate([frame.before_types, middle, frame.after_types]),
+            first=len(frame.before),
+            skipped=skipped,
+            num_text=len(piece),
+            null=int(nulls[0]) if len(nulls) else 0,
+        )
+
+
+def _clean(text: str) -> str:
+    """Half a surrogate pair is no text to a tokenizer; a question mark takes its place, so offsets stay as they are."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,274 @@
+"""Answers read out of a ranking's passages, by a pool of readers, and how good they are by SQuAD's rules.
+
+    exact match    1 where the prediction is an answer, once case, punctuation and articles are gone
+    F1             overlap of their words, with the answer that overlaps best
+
+Every passage is read once; the answer from the first k is the best span among theirs, so one reading gives all k. A
+batch is `read.batch` questions in the ranking's order, so that what is read together, and with it every answer, does
+not depend on how many readers there are.
+
+Shapes: Q questions.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+import torch
+from ray.data import ActorPoolStrategy
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.answers import exact_match_score, f1_score
+from mvr_ray.core.metrics import bootstrap_interval
+from mvr_ray.core.reader import Reader, ReaderSpec, Span, ToRead, choose
+from mvr_ray.distributed import session
+from mvr_ray.distributed.dataflow import in_order, rows
+from mvr_ray.distributed.readers import ReaderAddress, find_reader, open_reader, reader_spec
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, ResourceError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.formats import RankedQuestion, read_ranking
+from mvr_ray.types import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS = 4096
+
+
+class ReadRow(NamedTuple):
+    """One measured value (a share, 0..1) of answers from the first `passages`, with its 95 % interval over `n`."""
+
+    passages: int
+    metric: str
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+class ReadReport(NamedTuple):
+    """What was read by which reader. `unread` counts questions without any passage that has text."""
+
+    reader: str
+    fingerprint: str
+    ranking: str
+    questions: int
+    unread: int
+    output: str | None
+    rows: list[ReadRow]
+
+
+class Prediction(NamedTuple):
+    """The answer from the first `passages`: characters `start` up to `stop` of the text of the passage at `rank`.
+
+    Ranks count from 1; 0 where nothing was found. `exact_match` and `f1` are None where no answer is known.
+    """
+
+    passages: int
+    text: str
+    passage_id: str
+    rank: int
+    start: int
+    stop: int
+    score: float | None
+    log_prob: float | None
+    exact_match: bool | None
+    f1: float | None
+
+
+class ReadTask(NamedTuple):
+    """All that a worker needs to know."""
+
+    address: ReaderAddress
+    fingerprint: str
+    spec: ReaderSpec
+    tokens_per_batch: int
+    threads: int
+    gpu: bool
+
+
+class QuestionReader:
+    """Reads batches of questions; one actor of the pool. Batches come and go as JSON."""
+
+    def __init__(self, task: ReadTask) -> None:
+        self.task = task
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Opened by the first batch: an error in an actor's constructor would reach the driver as text only."""
+        task = self.task
+        return open_reader(task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        torch.set_num_threads(self.task.threads)
+        read = [json.dumps(self.read(json.loads(asked))) for asked in table.column("asked").to_pylist()]
+        return pa.table({"number": table.column("number"), "read": pa.array(read, pa.large_string())})
+
+    def read(self, asked: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
+        try:
+            return self.reader.read([ToRead(*item) for item in asked], self.task.tokens_per_batch)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"the GPU has no room for a batch of {self.task.tokens_per_batch} tokens ({error}); "
+                f"lower read.tokens_per_batch"
+            ) from None
+
+
+def read(
+    run: RunConfig, ranking: str | Path, output: Path | None = None, progress: Progress = no_progress
+) -> ReadReport:
+    """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
+
+    Texts that the file lacks come from the corpus. Raises DataError, MissingInputError, ReaderError, ResourceError.
+    """
+    path, address, spec = resolve_path(str(ranking)), find_reader(run), reader_spec(run)
+    ks = sorted(set(run.read.top_passages))
+    if not ks:
+        raise ConfigError("read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]")
+    ranked = _with_texts(run, path, list(read_ranking(path, ks[-1])))
+    if run.read.score_weight:
+        _require_scores(path, ranked)
+    resources = run.resources
+    fingerprint = open_reader(address, spec, threads=resources.torch_threads).fingerprint
+    gpu = resources.gpus_per_encoder > 0
+    task = ReadTask(address, fingerprint, spec, run.read.tokens_per_batch, resources.torch_threads, gpu)
+    scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
+    unread = 0
+    with ExitStack() as stack:
+        info = stack.enter_context(session.connect(resources))
+        needs = [
+            session.Need("readers", resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
+        ]
+        session.require(info, needs)
+        file = None
+        if output is not None:
+            aside = stack.enter_context(finished_file(output))
+            file = stack.enter_context(aside.open("w", encoding="utf-8", errors="replace", newline="\n"))
+        for asked, spans in zip(ranked, _read_all(run, task, ranked, progress)):
+            found = predictions(asked, spans, ks, run.read.score_weight)
+            unread += not any(spans)
+            for prediction in found if asked.question.answers else ():
+                scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
+                scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
+            if file is not None:
+                file.write(_line(asked, found))
+    log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(ranked), unread, run.read.reader, fingerprint)
+    return ReadReport(
+        reader=run.read.reader,
+        fingerprint=fingerprint,
+        ranking=str(ranking),
+        questions=len(ranked),
+        unread=unread,
+        output=str(output) if output else None,
+        rows=[_row(run, k, metric, values) for (k, metric), values in scores.items() if values],
+    )
+
+
+def predictions(
+    asked: RankedQuestion, spans: Sequence[Span | None], ks: Sequence[int], weight: float
+) -> list[Prediction]:
+    """The answer from the first k passages, for each k."""
+    made, answers = [], asked.question.answers
+    for k in ks:
+        at = choose(spans[:k], [hit.score for hit in asked.passages[:k]], weight)
+        span = spans[at] if at >= 0 else None
+        text = asked.passages[at].text[span.start : span.stop] if span else ""
+        made.append(
+            Prediction(
+                passages=k,
+                text=text,
+                passage_id=asked.passages[at].id if span else "",
+                rank=at + 1,
+                start=span.start if span else -1,
+                stop=span.stop if span else -1,
+                score=span.score if span else None,
+                log_prob=span.start_log_prob + span.end_log_prob if span else None,
+                exact_match=exact_match_score(text, answers) if answers else None,
+                f1=f1_score(text, answers) if answers else None,
+            )
+        )
+    return made
+
+
+def _read_all(
+    run: RunConfig, task: ReadTask, ranked: Sequence[RankedQuestion], progress: Progress
+) -> Iterator[list[Span | None]]:
+    """The best span of every passage of every question, in order."""
+    size, resources = run.read.batch, run.resources
+    items = []
+    for number, start in enumerate(range(0, len(ranked), size)):
+        asked = [(row.question.text, [hit.text for hit in row.passages]) for row in ranked[start : start + size]]
+        items.append({"number": number, "asked": json.dumps(asked)})
+    actor: Any = QuestionReader
+    pipeline = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
+        actor,
+        batch_size=1,
+        batch_format="pyarrow",
+        fn_constructor_kwargs={"task": task},
+        num_cpus=resources.cpus_per_encoder,
+        num_gpus=resources.gpus_per_encoder,
+        compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
+    )
+    done = 0
+    for row in in_order(rows(pipeline, "reading")):
+        batch = json.loads(row["read"])
+        done += len(batch)
+        progress("read", done, len(ranked))
+        for spans in batch:
+            yield [Span(*fields) if fields else None for fields in spans]
+
+
+def _with_texts(run: RunConfig, path: Path, ranked: list[RankedQuestion]) -> list[RankedQuestion]:
+    """The ranking with the corpus's texts where it has none."""
+    bare = list(dict.fromkeys(hit.id for row in ranked for hit in row.passages if not hit.text))
+    if not bare:
+        return ranked
+    try:
+        corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+    except MissingInputError as error:
+        raise MissingInputError(f"ranking {path} has {len(bare)} passages without text, and {error}") from None
+    held = corpus.get(bare)
+    if lost := [passage_id for passage_id in bare if passage_id not in held]:
+        raise DataError(
+            f"ranking {path} has no text for {len(lost)} passages (first: {lost[0]!r}) that corpus {corpus.name!r} "
+            f"does not hold; retrieve again with format=dpr or format=jsonl, or set prepare.corpus to what was ranked"
+        )
+    return [
+        row._replace(passages=[hit if hit.text else hit._replace(text=held[hit.id].text) for hit in row.passages])
+        for row in ranked
+    ]
+
+
+def _require_scores(path: Path, ranked: Sequence[RankedQuestion]) -> None:
+    for row in ranked:
+        for hit in row.passages:
+            if not math.isfinite(hit.score):
+                raise DataError(
+                    f"ranking {path}: passage {hit.id!r} of question {row.question.text!r} has no score, which "
+                    f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
+                )
+
+
+def _line(asked: RankedQuestion, found: Sequence[Prediction]) -> str:
+    question = asked.question
+    row = {
+        "id": question.id,
+        "question": question.text,
+        "answers": list(question.answers),
+        "predictions": [prediction._asdict() for prediction in found],
+    }
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float]) -> ReadRow:
+    values_Q = np.array(values, np.float64)
+    low, high = bootstrap_interval(values_Q, run.evaluate.seed, run.evaluate.bootstrap)
+    return ReadRow(passages, metric, float(values_Q.mean()), low, high, len(values_Q))

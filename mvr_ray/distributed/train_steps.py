@@ -1,0 +1,214 @@
+"""The frame of a training that every rank runs, with or without Ray: steps, rates, checkpoints and resuming.
+
+A step is a function of the weights, the optimiser and its number: what is learned from, the dropout and the rates are
+drawn from (seed, step), so a run that was killed goes on from its last checkpoint to the same weights. What a step
+learns and what an epoch measures is a subclass's: `train_loop` for the retriever, `train_reader` for the reader.
+"""
+
+import logging
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mvr_ray.config import TrainConfig
+from mvr_ray.core.batches import plan_epoch
+from mvr_ray.core.training import StepSettings, average_gradients, lr_factor, rank, world_size
+from mvr_ray.distributed.train_checkpoints import Checkpoints, TrainState
+from mvr_ray.types import IntArray, Progress
+
+log = logging.getLogger(__name__)
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOG_INTERVAL_S = 10.0
+
+
+class Schedule(NamedTuple):
+    """Steps of the whole training: the warm start's, then `steps` of which an epoch has `epoch_steps`."""
+
+    warm: int
+    steps: int
+    epoch_steps: int
+
+    @property
+    def total(self) -> int:
+        return self.warm + self.steps
+
+    def epoch_of(self, step: int) -> int:
+        return max(0, step - self.warm) // self.epoch_steps
+
+
+def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
+    epoch_steps = math.ceil(num_examples / cfg.batch_questions)
+    steps = epoch_steps * cfg.epochs
+    return Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
+
+
+class StepLoop:
+    """Runs `learn` until the schedule ends. A model has `set_dropout` and `set_gradient_checkpointing`."""
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: Any,
+        schedule: Schedule,
+        checkpoints: Checkpoints,
+        progress: Progress,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.schedule, self.checkpoints, self.progress = cfg, schedule, checkpoints, progress
+        self.device = device
+        self.model = model.to(device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
+        self.parameters: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
+        self.state = TrainState()
+        self._plan: tuple[int, IntArray] | None = None
+        self._said = 0.0
+
+    def begin(self, step: int) -> None:
+        """Look at the model as training starts from it, before the checkpoint of `step` (-1: none) is loaded."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for AdamW."""
+        raise NotImplementedError
+
+    def learn(self) -> float:
+        """Add this rank's gradients of the step `state.step`, times `loss_scale`; returns the loss."""
+        raise NotImplementedError
+
+    def end_epoch(self) -> None:
+        """Measure, keep the best weights, and begin the next epoch's sums."""
+        raise NotImplementedError
+
+    def run(self) -> TrainState:
+        """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+            return self._run()
+
+    def _run(self) -> TrainState:
+        try:
+            self.model.set_dropout(self.cfg.dropout)
+            if self.cfg.gradient_checkpointing:
+                self.model.set_gradient_checkpointing(True)
+            optimiser = self._resume()
+            while self.state.step < self.schedule.total:
+                if self.state.step == self.schedule.warm:
+                    optimiser = self._optimiser()
+                self._step(optimiser)
+                if self._epoch_ended():
+                    self.end_epoch()
+                if self._epoch_ended() or self.state.step % self.cfg.checkpoint_steps == 0:
+                    self._save(optimiser)
+            return self.state
+        finally:
+            if self.cfg.gradient_checkpointing:
+                self.model.set_gradient_checkpointing(False)
+            self.model.eval()
+
+    @property
+    def warm(self) -> bool:
+        """Whether the step `state.step` belongs to the warm start."""
+        return self.state.step < self.schedule.warm
+
+    @property
+    def settings(self) -> StepSettings:
+        cfg = self.cfg
+        return StepSettings(cfg.cache_chunk, _PRECISIONS[cfg.precision], cfg.seed, self.state.step)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+
+    def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
+        """Numbers of the examples that this step learns from, those of all ranks, and its epoch."""
+        step = self.state.step if self.warm else self.state.step - self.schedule.warm
+        epoch, row = divmod(step, self.schedule.epoch_steps)
+        if self._plan is None or self._plan[0] != epoch:
+            cfg = self.cfg
+            plan_SB = plan_epoch(
+                passage_E,
+                article_E,
+                batch=cfg.batch_questions,
+                per_passage=cfg.questions_per_passage,
+                seed=cfg.seed,
+                epoch=epoch,
+            )
+            self._plan = (epoch, plan_SB)
+        return self._plan[1][row].tolist(), epoch
+
+    def keep_best(self, accuracy: float | None) -> None:
+        """Keep these weights if they are the best so far, or if nothing says which are."""
+        if accuracy is None or accuracy > self.state.best_accuracy:
+            self.state.best_accuracy = -1.0 if accuracy is None else accuracy
+            self.state.best_step = self.state.step
+            self.checkpoints.save_best(self.model, self.state.step)
+
+    def _resume(self) -> torch.optim.Optimizer:
+        """The state, weights and optimiser of the newest checkpoint that rank 0 sees, or of the start."""
+        step = self.checkpoints.latest_step()
+        if world_size() > 1:
+            agreed = torch.tensor([step], device=self.device)
+            dist.broadcast(agreed, 0)
+            step = int(agreed.item())
+        self.begin(step)
+        if step < 0:
+            return self._optimiser()
+        log.info("training continues: step=%d of %d", step, self.schedule.total)
+        self.state = self.checkpoints.state(step)
+        self.checkpoints.load_model(self.model, step)
+        optimiser = self._optimiser()
+        self.checkpoints.load_optimiser(optimiser, step)
+        if self.state.loss_scale:
+            self.scaler.load_state_dict(self.state.loss_scale)
+        return optimiser
+
+    def _optimiser(self) -> torch.optim.Optimizer:
+        groups = self.groups()
+        for group in groups:
+            group["base_lr"] = group["lr"]
+        return torch.optim.AdamW(groups, eps=self.cfg.adam_eps)
+
+    def _step(self, optimiser: torch.optim.Optimizer) -> None:
+        self.model.train()
+        self._set_rate(optimiser)
+        optimiser.zero_grad(set_to_none=True)
+        loss = self.learn()
+        average_gradients(self.parameters)
+        self.scaler.unscale_(optimiser)
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm)
+        self.scaler.step(optimiser)
+        self.scaler.update()
+        warm = self.warm
+        self.state.step += 1
+        self._tell(loss, warm)
+
+    def _set_rate(self, optimiser: torch.optim.Optimizer) -> None:
+        step, schedule = self.state.step, self.schedule
+        at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
+        factor = lr_factor(at, total, self.cfg.warmup_share)
+        for group in optimiser.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+    def _tell(self, loss: float, warm: bool) -> None:
+        if rank():
+            return
+        step, total = self.state.step, self.schedule.total
+        self.progress(f"train (loss {loss:.3f})", step, total)
+        now = time.monotonic()
+        if now - self._said >= LOG_INTERVAL_S or step == total:
+            self._said = now
+            log.info("step=%d of=%d phase=%s loss=%.4f", step, total, "warm start" if warm else "train", loss)
+
+    def _epoch_ended(self) -> bool:
+        done = self.state.step - self.schedule.warm
+        return self.state.step == self.schedule.total or (done > 0 and done % self.schedule.epoch_steps == 0)
+
+    def _save(self, optimiser: torch.optim.Optimizer) -> None:
+        if rank():
+            return
+        self.state.loss_scale = self.scaler.state_dict()
+        self.checkpoints.save(self.model, optimiser, self.state)
