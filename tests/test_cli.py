@@ -33,7 +33,7 @@ def run_file(tmp_path: Path) -> str:
     return str(path)
 
 
-STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve")
+STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve", "read")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -48,14 +48,14 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(said, run_file: str
 
 @pytest.mark.parametrize("stage", [*STAGES, "plan", "serve"])
 def test_every_stage_refuses_a_run_file_that_does_not_exist(said, stage: str) -> None:
-    assert said(stage, "nowhere.yaml") == (
-        2,
-        "",
-        "mvr-ray: run file nowhere.yaml does not exist; the shipped ones are in configs/\n"
-        if stage != "retrieve"
-        else "mvr-ray: retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
-        "format=dpr|trec|parquet|jsonl\n",
-    )
+    missing = {
+        "retrieve": "retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
+        "format=dpr|trec|parquet|jsonl",
+        "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and "
+        "output=FILE to keep the predictions",
+    }
+    nowhere = "run file nowhere.yaml does not exist; the shipped ones are in configs/"
+    assert said(stage, "nowhere.yaml") == (2, "", f"mvr-ray: {missing.get(stage, nowhere)}\n")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,15 @@ def test_retrieve_says_what_it_lacks(said, run_file: str, words: tuple[str, ...]
     status, out, err = said("retrieve", run_file, *words)
     assert (status, out) == (2, "")
     assert err.startswith(f"mvr-ray: {message}")
+
+
+def test_read_says_what_it_lacks(said, run_file: str) -> None:
+    status, out, err = said("read", run_file, "rankings=dev.json")
+    assert (status, out) == (2, "")
+    assert err.startswith("mvr-ray: read: rankings=... is not known; give ranking=FILE as `mvr-ray retrieve` wrote it")
+    status, out, err = said("read", run_file, "ranking=nowhere.json", "output=out.jsonl")
+    assert (status, out) == (1, "")
+    assert "reader 'reader' is neither stored in " in err
 
 
 @pytest.mark.parametrize("action", ["list", "show", "verify", "rollback", "collect"])

@@ -40,15 +40,18 @@ def find_reader(run: RunConfig) -> ReaderAddress:
     """The reader that `read.reader` names. Raises MissingInputError, naming the stored ones."""
     store, wanted = Store(run.store.path), run.read.reader
     name, _, fingerprint = wanted.partition("/")
-    if re.fullmatch(r"[\w.-]+", name):
-        fingerprint = fingerprint or latest_fingerprint(store, name) or ""
-        if re.fullmatch(r"\w+", fingerprint) and store.exists(
-            f"{layout.reader_dir(name, fingerprint)}/{layout.READER_JSON}"
-        ):
-            return ReaderAddress(store.address, layout.reader_dir(name, fingerprint), "")
+    newest = latest_fingerprint(store, name) if re.fullmatch(r"[\w.-]+", name) else None
+    kept = [entry for entry in store.list(layout.readers_dir(name)) if not entry.endswith(".json")] if newest else []
+    if newest and (fingerprint or newest) in kept:
+        return ReaderAddress(store.address, layout.reader_dir(name, fingerprint or newest), "")
     if wanted.startswith("package:") or Path(wanted).expanduser().is_dir():
         return ReaderAddress(store.address, "", str(resolve_path(wanted).absolute()))
-    if _HUB_NAME.fullmatch(wanted) and not wanted.startswith("."):
+    if newest:
+        raise MissingInputError(
+            f"reader {wanted!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
+            f"name one of these in read.reader, or {name} for the newest"
+        )
+    if _HUB_NAME.fullmatch(wanted):
         return ReaderAddress(store.address, "", wanted)
     raise MissingInputError(
         f"reader {wanted!r} is neither stored in {store.name} (there are: {', '.join(_stored(store)) or 'none'}) nor a "

