@@ -209,9 +209,12 @@ def test_two_workers_train_the_reader_of_one_process(store_path, minilm, ray_ses
     shared = train_reader.train(two)
     assert [epoch.loss for epoch in shared.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
     spec = ReaderSpec(64, 16, 24)
-    models = [Reader.load(store_path / made.folder, spec).state_dict() for made in (alone, shared)]
+    weights = [Reader.load(store_path / made.folder, spec).state_dict() for made in (alone, shared)]
     start = Reader.from_backbone(str(minilm), spec, seed=two.train.seed).state_dict()
-    moved = {name: (models[0][name] - start[name]).abs().max() for name in start}
-    assert max(moved.values()) > 1e-5
-    for name in start:
-        assert torch.allclose(models[0][name], models[1][name], rtol=0, atol=1e-5), name
+    # These add the same to all that a softmax compares: their gradient is rounding, which AdamW makes whole steps of.
+    told = [name for name in start if not name.endswith(("key.bias", "qa_outputs.bias"))]
+    far, apart = (
+        torch.cat([(weights[0][name] - other[name]).flatten() for name in told]).norm() for other in (start, weights[1])
+    )
+    assert float(far) > 0.01
+    assert float(apart / far) < 0.01
