@@ -63,6 +63,7 @@ class StepLoop:
         self.device = device
         self.model = model.to(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
+        self.scaler.scale(torch.zeros((), device=device))  # it makes its scale when first used, and we use it by hand
         self.parameters: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
         self.state = TrainState()
         self._plan: tuple[int, IntArray] | None = None

@@ -185,6 +185,7 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
     plain = loss()
     assert loss(gradient_checkpointing=True) == plain
     assert loss(precision="bf16") == pytest.approx(plain, rel=0.05)
+    assert loss(precision="fp16") == pytest.approx(plain, rel=0.05)
 
 
 @pytest.mark.data
