@@ -11,7 +11,7 @@ Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 503/504
 import asyncio
 import logging
 import signal
-import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from mvr_ray.serving.service import RequestError, SearchRequest, SearchResponse,
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 _CODES = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "not_json"}
 
 
@@ -133,13 +134,20 @@ def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") ->
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
-    """Deploy and stay until SIGINT or SIGTERM; then take the app down again."""
+    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing."""
     from mvr_ray.distributed.session import connect
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked: list[int] = []
+    before: dict[int, Any] = {}
     with connect(run.resources):
         try:
             say(f"serving on {deploy(run, version)}: POST /v1/search, GET /readyz, GET /livez; Ctrl-C stops")
-            threading.Event().wait()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, lambda got, _: asked.append(got))
+            while not asked:
+                time.sleep(_POLL_S)
+            say("stopping")
         finally:
             serve.shutdown()
+            for number, handler in before.items():
+                signal.signal(number, handler)
