@@ -275,7 +275,7 @@ class ReadConfig(Section):
     max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
     max_answer_tokens: Count = 30
     minus_null: bool = True
-    """Score a span by its logits less those of "no answer here" ([CLS]) in its window; false: by its logits alone."""
+    """Take the logits of "no answer here" ([CLS]) off a span's; false: for models that never met a text without."""
     batch: Count = 16
     """Questions read as one piece of work."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.batches import Example
 from mvr_ray.core.reader import Reader, ReaderSpec, ToRead
@@ -200,6 +202,18 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     refused(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
     with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.train_reader\.train"):
         train_retriever(configured(store_path))
+
+
+def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path, capsys):
+    """And the retriever's own training does not take its place: without questions that one would use cloze."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configured(store_path).model_dump(mode="json")))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(path), "train.questions=null"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "mvr-ray: train.task is reader, which learns from answers; name a stored set in train.questions\n"
+    )
 
 
 @pytest.mark.ray
