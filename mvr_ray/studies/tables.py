@@ -202,22 +202,26 @@ def training_table(found: Sequence[Measured]) -> Table | None:
 
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:
-    """Every setting at the round that its stopping rule keeps: gain on known questions, cost on the others."""
+    """Every setting after its last round and the one that the gate keeps: gain on known questions, cost on others."""
     rows: list[list[Value]] = []
     names: list[str] = []
     for one in found:
         for report in one.reports.get("refinement_grid", []):
             names = [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
             first = report["tried"][0]["rounds"][0]
-            rows.append([one.name, "before", 0, *_accuracies(first)])
+            rows.append([one.name, "before", "0", *_accuracies(first)])
             for tried in report["tried"]:
-                kept = tried["rounds"][tried["chosen"]]
-                rows.append([one.name, tried["label"], tried["chosen"], *_accuracies(kept)])
+                last, chosen = len(tried["rounds"]) - 1, tried["chosen"]
+                if 0 < chosen < last:
+                    rows.append([one.name, tried["label"], f"{chosen}, kept", *_accuracies(tried["rounds"][chosen])])
+                told = f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last)
+                rows.append([one.name, tried["label"], told, *_accuracies(tried["rounds"][last])])
     if not rows:
         return None
     columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
     note = (
-        "Top-1 in percent, by answers and by gold passages, at the round that the gate keeps (0: it refuses them all). "
+        "Top-1 in percent, by answers and by gold passages, after the last round and the one that the gate keeps "
+        "(refused: every round cost the gate too much, and nothing would be published). "
         f"{names[0]} are the labelled questions themselves (transductive), the others are held out."
     )
     return Table("Refinement", note, ["index", "setting", "round", *columns], rows)
