@@ -165,3 +165,31 @@ def encoder_processes() -> list[int]:
         if "ChunkEncoder" in title and grandparent == os.getpid():
             found.append(int(status.parent.name))
     return sorted(found)
+
+
+WORKER = """
+import gzip, json, resource, sys
+from itertools import islice
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.types import Passage
+encoder = DualEncoder.from_backbone(sys.argv[1], EncoderSpec(max_passage_tokens=128))
+articles = json.load(gzip.open(sys.argv[2], "rt"))["data"]
+texts = (p["context"] for article in articles for p in article["paragraphs"])
+for number in range(9):
+    passages = [Passage(f"{number}-{i:03d}", "", text) for i, text in enumerate(islice(texts, 48))]
+    tokenized = encoder.tokenize_passages(passages)
+    embed_chunk(encoder, [passage.id for passage in passages], tokenized, 2048, "fp16")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
+"""
+
+
+@pytest.mark.data
+def test_the_peak_memory_of_a_worker_does_not_grow_with_the_chunks_that_it_encodes(minilm, data_dir):
+    squad = data_dir / "squad" / "dev-v1.1.json.gz"
+    told = subprocess.run(
+        [sys.executable, "-c", WORKER, str(minilm), str(squad)], capture_output=True, text=True, check=True
+    )
+    peaks_kb = [int(line) for line in told.stdout.split()]
+    assert len(peaks_kb) == 9
+    assert peaks_kb[-1] - peaks_kb[2] < 0.03 * peaks_kb[2], peaks_kb
