@@ -8,6 +8,7 @@ learns and what an epoch measures is a subclass's: `train_loop` for the retrieve
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
     return Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
 
 
-class StepLoop:
+class StepLoop(ABC):
     """Runs `learn` until the schedule ends. A model has `set_dropout` and `set_gradient_checkpointing`."""
 
     def __init__(
@@ -69,20 +70,21 @@ class StepLoop:
         self._plan: tuple[int, IntArray] | None = None
         self._said = 0.0
 
+    @abstractmethod
     def begin(self, step: int) -> None:
         """Look at the model as training starts from it, before the checkpoint of `step` (-1: none) is loaded."""
 
+    @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups for AdamW."""
-        raise NotImplementedError
 
+    @abstractmethod
     def learn(self) -> float:
         """Add this rank's gradients of the step `state.step`, times `loss_scale`; returns the loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_epoch(self) -> None:
         """Measure, keep the best weights, and begin the next epoch's sums."""
-        raise NotImplementedError
 
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""

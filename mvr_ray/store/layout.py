@@ -125,6 +125,11 @@ def study_step(key: str) -> str:
     return f"studies/steps/{key}.json"
 
 
+def study_corpus(corpus: str) -> str:
+    """Which step of a study prepared the corpus of this name last."""
+    return f"studies/corpora/{corpus}.json"
+
+
 def study_report_dir(study: str, size: str) -> str:
     return f"studies/{study}-{size}"
 

@@ -19,6 +19,7 @@ from mvr_ray.distributed.relay import on_a_worker
 from mvr_ray.errors import MvrRayError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost
@@ -27,7 +28,6 @@ from mvr_ray.studies.steps import PlannedStep, StudyPlan
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
-
 
 MEASURES: dict[str, Callable[..., Any]] = {"cost": cost, "refinement_grid": refinement_grid}
 """What studies do beyond the stages."""
@@ -53,6 +53,8 @@ def run_plan(plan: StudyPlan, store: Store, run: RunConfig, progress: Progress =
         for number, step in enumerate(left):
             progress("study steps", number, len(left))
             log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
+            if step.stage != "prepare":
+                _corpus_in_place(plan, step, store, progress)
             _make_live(step, done)
             began = time.monotonic()
             try:
@@ -72,11 +74,29 @@ def run_plan(plan: StudyPlan, store: Store, run: RunConfig, progress: Progress =
 def _run(step: PlannedStep, progress: Progress) -> Any:
     """`prepare` reads files that only this machine may have; every other stage runs where there is room."""
     if step.stage == "prepare":
-        return to_plain(STAGES["prepare"](step.run, progress))
+        return _prepare(step, Store(step.run.store.path), progress)
     work = MEASURES.get(step.stage)
     if work is not None:
         return on_a_worker(partial(work, options=step.options), step.run, progress)
     return on_a_worker(STAGES[step.stage], step.run, progress)
+
+
+def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
+    report = to_plain(STAGES["prepare"](step.run, progress))
+    marker = {"key": step.key, "digest": report["digest"]}
+    store.write_bytes(layout.study_corpus(step.run.prepare.corpus), json.dumps(marker).encode())
+    return report
+
+
+def _corpus_in_place(plan: StudyPlan, step: PlannedStep, store: Store, progress: Progress) -> None:
+    """Prepare a step's corpus again where another one has taken its place since, as another size of a study does."""
+    [needed] = {key for key in plan.ancestors(step.key) if plan.steps[key].stage == "prepare"}
+    name = plan.steps[needed].run.prepare.corpus
+    path = layout.study_corpus(name)
+    marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
+    there = Corpus.open(store, name).digest if store.exists(layout.corpus_json(name)) else None
+    if marker.get("key") != needed or marker.get("digest") != there:
+        _prepare(plan.steps[needed], store, progress)
 
 
 def read_step(store: Store, key: str) -> DoneStep | None:

@@ -56,7 +56,8 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     ]
     plots = plots_of(study, found)
     facts = _facts(study, done)
-    commands = [f"{step.command}  # {step.seconds:.0f} s" for key in plan.steps if (step := done.get(key))]
+    steps = [done[key]._replace(command=step.command) for key, step in plan.steps.items() if key in done]
+    commands = [f"{step.command}  # {step.seconds:.0f} s" for step in steps]
     files = {f"{plot.name}.png": plot.png for plot in plots}
     files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
     files["report.html"] = _page(study, facts, shown, plots, commands).encode()
@@ -68,7 +69,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
         "facts": facts,
         "notes": study.config.notes,
         "tables": [table._asdict() for table in shown],
-        "steps": [step._asdict() for key in plan.steps if (step := done.get(key))],
+        "steps": [step._asdict() for step in steps],
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
     return StudyReport(files, shown)

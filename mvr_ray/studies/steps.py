@@ -3,7 +3,7 @@
 A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
 names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
 the same store. What a step makes (an encoder, an index, mined questions) is named by its key, so no two steps write to
-one place.
+one place. A corpus keeps its name, which is where question sets and messages find it; `execute` puts it back in place.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mvr_ray.config import RunConfig
+from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
 _SECTIONS = {
@@ -69,6 +70,11 @@ class StudyPlan:
     steps: dict[str, PlannedStep] = field(default_factory=dict)
     variants: list[PlannedVariant] = field(default_factory=list)
 
+    def ancestors(self, key: str) -> set[str]:
+        """Keys of all steps that a step stands on."""
+        needed = set(self.steps[key].after)
+        return needed.union(*(self.ancestors(one) for one in needed))
+
 
 def plan_study(study: Study) -> StudyPlan:
     """The steps of every variant and seed, in the order of the file, with equal ones made one."""
@@ -104,7 +110,9 @@ class _Chain:
             named = RunConfig.model_validate(_laid_over(run, names))
             refined = self.latest.get("refine") if stage in ("evaluate", "analyze") else None
             typed = [f"{section}.{name}={value}" for section, values in names.items() for name, value in values.items()]
-            words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides, *typed]
+            words = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
+            if stage in STAGES:
+                words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides, *typed]
             plan.steps[key] = PlannedStep(key, stage, named, shlex.join(words), tuple(needs), refined, step.options)
         if stage in ("train", "index", "refine", "mine", "prepare"):
             if stage in ("train", "index"):

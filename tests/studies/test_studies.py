@@ -11,6 +11,7 @@ from mvr_ray.config import load_run
 from mvr_ray.distributed.refine import refine
 from mvr_ray.errors import ConfigError, StudyError
 from mvr_ray.store import corpus, manifest
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
@@ -20,6 +21,7 @@ from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
 from mvr_ray.studies.tables import measured_variants, retrieval_table
+from mvr_ray.types import no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if path.stem != "common")
@@ -258,3 +260,28 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     assert [table.title for table in report.tables] == ["Retrieval"]
     assert "25.0 (15.0 to 35.0)" in report.files["report.md"].decode()
     assert set(report.files) == {"report.md", "report.html", "report.json"}
+
+
+@pytest.mark.data
+def test_a_corpus_that_another_size_has_replaced_is_put_back_before_a_step_uses_it(write, small):
+    sizes = {
+        name: {"set": [f"prepare.max_passages={most}"], "seeds": [1]} for name, most in (("quick", 20), ("big", 40))
+    }
+    path = write(small, sizes=sizes)
+    plans = {size: plan_study(load_study(path, size)) for size in sizes}
+    store = Store(small["store"]["path"])
+
+    def passages() -> int:
+        return Corpus.open(store, "corpus").num_passages
+
+    for plan in plans.values():
+        first = next(iter(plan.steps.values()))
+        execute._run(first, no_progress)
+    assert passages() == 40
+    for size, most in (("quick", 20), ("quick", 20), ("big", 40)):
+        training = next(step for step in plans[size].steps.values() if step.stage == "train")
+        execute._corpus_in_place(plans[size], training, store, no_progress)
+        assert passages() == most
+    before = (Path(small["store"]["path"]) / "corpora" / "corpus" / "corpus.json").stat().st_mtime_ns
+    execute._corpus_in_place(plans["big"], training, store, no_progress)
+    assert (Path(small["store"]["path"]) / "corpora" / "corpus" / "corpus.json").stat().st_mtime_ns == before
