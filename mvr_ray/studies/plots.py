@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from PIL import Image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -180,9 +181,11 @@ def _trade_off(found: Sequence[Measured]) -> Plot | None:
 def _plot(figure: Figure, name: str, title: str) -> Plot:
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    drawn, buffer = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=100)
     plt.close(figure)
+    # a palette takes a third of the bytes of true colours, and a page holds dozens of plots
+    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return Plot(name, title, buffer.getvalue())
 
 
