@@ -21,7 +21,8 @@ import numpy as np
 
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.metrics import paired_test
-from mvr_ray.distributed import mine, read, reindex, retrieve, session, train_reader
+from mvr_ray.distributed import mine, read, reindex, retrieve, session
+from mvr_ray.distributed.training import reader as train_reader
 from mvr_ray.runfile import apply
 from mvr_ray.store import prepare
 from mvr_ray.store.corpus import read_questions, write_questions

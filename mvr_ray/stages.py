@@ -23,9 +23,10 @@ def _prepare(run: RunConfig, progress: Progress) -> Any:
 
 def _train(run: RunConfig, progress: Progress) -> Any:
     """Train the encoder on stored questions or inverse cloze questions, or a reader (train.task=reader) on answers."""
-    from mvr_ray.distributed import train, train_reader
+    from mvr_ray.distributed import train
+    from mvr_ray.distributed.training import reader
 
-    return (train_reader if run.train.task == "reader" else train).train(run, progress)
+    return (reader if run.train.task == "reader" else train).train(run, progress)
 
 
 def _mine(run: RunConfig, progress: Progress) -> Any:

@@ -10,9 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from PIL import Image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.tables import Measured

@@ -9,7 +9,7 @@ import pytest
 
 from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
 from mvr_ray.core.snippets import load_punkt
-from mvr_ray.distributed.train_examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
+from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus, write_questions
 from mvr_ray.store.files import Store
@@ -105,7 +105,7 @@ def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, m
     assert dev is not None
     assert [dev.passages[row].id for row in dev.positive_Q] == [q.positive_ids[0] for q in asked]
     assert len(dev.passages) == len(ids) < DEV_PASSAGES
-    monkeypatch.setattr("mvr_ray.distributed.train_examples.DEV_PASSAGES", 3)
+    monkeypatch.setattr("mvr_ray.distributed.training.examples.DEV_PASSAGES", 3)
     few = open_dev(corpus.store, corpus, cfg)
     assert few is not None
     assert len(few.passages) == 3

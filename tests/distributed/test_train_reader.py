@@ -11,9 +11,9 @@ from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.batches import Example
 from mvr_ray.core.reader import Reader, ReaderSpec, ToRead
-from mvr_ray.distributed import train_reader
 from mvr_ray.distributed.train import train as train_retriever
-from mvr_ray.distributed.train_reader import open_job, strangers, targets_of
+from mvr_ray.distributed.training import reader as train_reader
+from mvr_ray.distributed.training.reader import open_job, strangers, targets_of
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ReaderError, ResourceError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
@@ -200,7 +200,7 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     refused(ReaderError, "reader folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
     refused(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
     refused(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
-    with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.train_reader\.train"):
+    with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.training\.reader\.train"):
         train_retriever(configured(store_path))
 
 

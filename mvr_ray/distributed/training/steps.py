@@ -2,7 +2,7 @@
 
 A step is a function of the weights, the optimiser and its number: what is learned from, the dropout and the rates are
 drawn from (seed, step), so a run that was killed goes on from its last checkpoint to the same weights. What a step
-learns and what an epoch measures is a subclass's: `train_loop` for the retriever, `train_reader` for the reader.
+learns and what an epoch measures is a subclass's: `retriever` or `reader`.
 """
 
 import logging
@@ -18,7 +18,7 @@ from torch import nn
 from mvr_ray.config import TrainConfig
 from mvr_ray.core.batches import plan_epoch
 from mvr_ray.core.training import StepSettings, average_gradients, lr_factor, rank, world_size
-from mvr_ray.distributed.train_checkpoints import Checkpoints, TrainState
+from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.types import IntArray, Progress
 
 log = logging.getLogger(__name__)

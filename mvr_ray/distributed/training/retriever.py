@@ -1,6 +1,6 @@
 """The retriever's training: what a step learns from questions and passages, and what an epoch measures.
 
-The frame is in `train_steps`: the plan, the dropout and the rates are drawn from (seed, step).
+The frame is in `steps`: the plan, the dropout and the rates are drawn from (seed, step).
 
 Shapes: Q questions, P passages, V views, D dimension; W ranks.
 """
@@ -29,9 +29,9 @@ from mvr_ray.core.training import (
     winning_views,
     world_size,
 )
-from mvr_ray.distributed.train_checkpoints import Checkpoints, EpochSums, TrainState
-from mvr_ray.distributed.train_examples import DevSet, Examples
-from mvr_ray.distributed.train_steps import Schedule, StepLoop, plan_steps
+from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
+from mvr_ray.distributed.training.examples import DevSet, Examples
+from mvr_ray.distributed.training.steps import Schedule, StepLoop, plan_steps
 from mvr_ray.errors import ConfigError
 from mvr_ray.types import IntArray, Passage, Progress
 

@@ -33,16 +33,16 @@ from mvr_ray.core.spans import span_losses, tokens_of
 from mvr_ray.core.training import chunks, rank, seeded, world_size
 from mvr_ray.core.windows import Window
 from mvr_ray.distributed.readers import reader_spec, save_reader
-from mvr_ray.distributed.train import on_workers, own_device, threads
-from mvr_ray.distributed.train_checkpoints import Checkpoints, EpochSums, TrainState
-from mvr_ray.distributed.train_examples import (
+from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
+from mvr_ray.distributed.training.examples import (
     DevReading,
     QuestionExamples,
     input_digests,
     open_answer_dev,
     open_answer_examples,
 )
-from mvr_ray.distributed.train_steps import StepLoop, plan_steps
+from mvr_ray.distributed.training.steps import StepLoop, plan_steps
+from mvr_ray.distributed.training.workers import on_workers, own_device, threads
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store

@@ -1,0 +1,151 @@
+"""Where training runs: in this process, or on the workers of Ray Train.
+
+Ray Train places the workers, joins them in one process group and starts them again when one dies. Its own silent
+resume by name is avoided by a fresh name each time: the checkpoints are ours.
+"""
+
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+
+from mvr_ray.config import RunConfig, StoreConfig
+from mvr_ray.core.training import rank
+from mvr_ray.distributed import session
+from mvr_ray.distributed.relay import relayed, telling
+from mvr_ray.distributed.training.checkpoints import TrainState
+from mvr_ray.errors import MvrRayError, ResourceError
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store
+from mvr_ray.types import Progress
+
+MAX_RESTARTS = 3
+"""How often the workers are started again after one died."""
+
+Learn = Callable[[RunConfig, Progress, torch.device], TrainState]
+"""What a worker does: train as the run says, on its device."""
+
+
+def own_device(run: RunConfig) -> torch.device:
+    """Where training in this process happens."""
+    if not run.resources.gpus_per_trainer:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ResourceError(
+            f"resources.gpus_per_trainer is {run.resources.gpus_per_trainer:g}, but torch sees no GPU on this machine; "
+            f"set it to 0, or train on the workers of a cluster with resources.train_workers"
+        )
+    return torch.device("cuda")
+
+
+def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
+    """`learn` on every worker of Ray Train, which are joined in one process group; returns rank 0's state.
+
+    Workers that die are started again. Raises ResourceError when they cannot be placed or keep dying.
+    """
+    resources = run.resources
+    placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
+    count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
+    with ExitStack() as stack:
+        info = stack.enter_context(session.connect(resources, dashboard=True))
+        session.require(info, [session.Need("trainers", count, cpus, gpus)])
+        storage = stack.enter_context(_storage(run, info))
+        board = stack.enter_context(relayed(progress))
+        api: Any = ray.train
+        make_trainer: Any = TorchTrainer
+        trainer = make_trainer(
+            _worker,
+            train_loop_config={"run": placed.model_dump(mode="json"), "board": board, "learn": learn},
+            scaling_config=api.ScalingConfig(
+                num_workers=count,
+                use_gpu=gpus > 0,
+                resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
+            ),
+            torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+            run_config=api.RunConfig(
+                name=f"train-{uuid.uuid4().hex}",
+                storage_path=storage,
+                failure_config=api.FailureConfig(max_failures=MAX_RESTARTS),
+            ),
+        )
+        try:
+            with _interruptible():
+                result = trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _own_error(error) from error
+    return TrainState.from_json(result.return_value.encode())
+
+
+def _worker(config: dict[str, Any]) -> str:
+    """One rank. Returns the final state as JSON; the driver gets rank 0's."""
+    run = RunConfig.model_validate(config["run"])
+    torch.set_num_threads(run.resources.torch_threads)
+    device = get_device()
+    assert isinstance(device, torch.device)
+    state = config["learn"](run, telling(config["board"]), device)
+    return state.to_json().decode() if rank() == 0 else ""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ray Train's own handler of Ctrl-C aborts the run, ends the process with status 0, and stays for ever after.
+
+    Here the aborted run is a KeyboardInterrupt, as everywhere, and the handler that was there comes back.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as ended:
+        raise KeyboardInterrupt from ended
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
+    """Where Ray Train keeps its own small files: this machine, or the store when there are several."""
+    if len(info.nodes) == 1 and not info.can_grow:
+        with tempfile.TemporaryDirectory(prefix="mvr-train-", ignore_cleanup_errors=True) as folder:
+            yield folder
+        return
+    store = Store(run.store.path)
+    path = layout.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
+    try:
+        yield str(Path(store.where(path)).expanduser().resolve()) if store.is_local else store.where(path)
+    finally:
+        store.delete_dir(path)
+
+
+def _own_error(error: Exception) -> Exception:
+    failures = getattr(error, "worker_failures", {})
+    for failure in failures.values():
+        cause = getattr(failure, "cause", failure)
+        if isinstance(cause, MvrRayError):
+            return cause
+    first = next(iter(failures.values()), error)
+    told = str(first).strip().splitlines()
+    return ResourceError(
+        f"training stopped after {MAX_RESTARTS} restarts: {told[-1] if told else type(first).__name__}; see whether a "
+        f"machine ran out of memory or left the cluster, then run the same command again, it continues"
+    )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
