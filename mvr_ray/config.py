@@ -120,13 +120,16 @@ class EncoderConfig(Section):
 
 
 class TrainConfig(Section):
-    task: Literal["retriever", "reader"] = "retriever"
+    task: Literal["retriever", "reader", "cross_encoder"] = "retriever"
     """reader: teach `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
-    in hard negatives (else in passages of its batch). Losses, temperatures, views and the warm start do not count."""
+    in hard negatives (else in passages of its batch). cross_encoder: teach it to score a question's passage above hard
+    negatives (else passages of its batch). In both, losses, temperatures, views and the warm start do not count."""
     reader: Name = "reader"
     """Name under which a trained reader is stored."""
+    cross_encoder: Name = "cross_encoder"
+    """Name under which a trained cross-encoder is stored."""
     head_lr_factor: Annotated[float, Field(gt=0)] = 10.0
-    """For a reader: a new question-answering head learns so many times faster than the backbone."""
+    """For a reader or cross-encoder: a new head learns so many times faster than the backbone."""
     questions: Name | None = None
     """Stored question set with positive ids; absent: inverse cloze questions are made from the corpus."""
     dev_questions: Name | None = None
@@ -167,6 +170,9 @@ class TrainConfig(Section):
     """One temperature throughout, in place of eq. 8."""
     answer_share: Share = 1.0
     """Loss camvr: how much of it has the positive score by the answer's view; the rest by its best view."""
+    distil_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Times the divergence from a cross-encoder's scores of each question's passage and mined negatives, which
+    `mine.cross_encoder` keeps with them."""
     warm_start_steps: Annotated[int, Field(ge=0)] = 0
     """Steps without labels that distil the readout towards the backbone's own mean pooling."""
     cloze_keep_share: Share = 0.1
@@ -193,6 +199,16 @@ class MineConfig(Section):
     sample: bool = False
     """Draw from the window instead of taking its best."""
     seed: int = 0
+    cross_encoder: str | None = None
+    """Drop negatives that look like answers to this model (RocketQA's denoising), and keep its scores with the others.
+    A stored one (`train.task: cross_encoder`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or hub
+    name of a model that scores pairs, reached from every worker."""
+    denoise_share: Share = 0.1
+    """Drop those that the cross-encoder finds at least so likely beside the known passage: 1 / (1 + exp(s+ - s))."""
+    denoise_depth: Count = 24
+    """Score at most so many of a question's hits that the other filters leave."""
+    max_pair_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    """Question, title and text for the cross-encoder, in training and mining."""
 
 
 class IndexConfig(Section):

@@ -7,6 +7,7 @@ MvrRayError
 ├── EncoderError         a backbone or encoder snapshot cannot be used
 │   └── FingerprintError     index and encoder do not belong together
 ├── ReaderError          a reading model cannot be used
+├── CrossEncoderError    a model that scores pairs cannot be used
 ├── ShardIndexError      an index cannot be built, opened or searched
 │   └── UnknownPassageError  an index version holds no passage of this id
 ├── StorageError         bytes at rest are damaged or cannot be written
@@ -49,6 +50,10 @@ class FingerprintError(EncoderError):
 
 class ReaderError(MvrRayError, ValueError):
     """A reading model cannot be used."""
+
+
+class CrossEncoderError(MvrRayError, ValueError):
+    """A model that scores pairs of question and passage cannot be used."""
 
 
 class ShardIndexError(MvrRayError, ValueError):

@@ -22,11 +22,12 @@ def _prepare(run: RunConfig, progress: Progress) -> Any:
 
 
 def _train(run: RunConfig, progress: Progress) -> Any:
-    """Train the encoder on stored questions or inverse cloze questions, or a reader (train.task=reader) on answers."""
+    """Train the encoder on questions or inverse cloze questions; or a reader, or a cross-encoder (train.task)."""
     from mvr_ray.distributed import train
-    from mvr_ray.distributed.training import reader
+    from mvr_ray.distributed.training import cross_encoder, reader
 
-    return (reader if run.train.task == "reader" else train).train(run, progress)
+    made = {"retriever": train.train, "reader": reader.train, "cross_encoder": cross_encoder.train}
+    return made[run.train.task](run, progress)
 
 
 def _mine(run: RunConfig, progress: Progress) -> Any:

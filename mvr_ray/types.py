@@ -25,6 +25,7 @@ class Question(NamedTuple):
     """A question with what is known about its answer.
 
     `answer_starts[i]` is the character offset of `answers[i]` in the text of `positive_ids[0]`, -1 where unknown.
+    `teacher_scores`, where a cross-encoder gave them: of `positive_ids[0]`, then of each hard negative.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Question(NamedTuple):
     positive_ids: tuple[str, ...] = ()
     hard_negative_ids: tuple[str, ...] = ()
     answer_starts: tuple[int, ...] = ()
+    teacher_scores: tuple[float, ...] = ()
 
 
 class ShardHits(NamedTuple):

@@ -18,10 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForQuestionAnswering, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.utils import logging as transformers_logging
 
-from mvr_ray.errors import EncoderError, MvrRayError, ReaderError
+from mvr_ray.errors import CrossEncoderError, EncoderError, MvrRayError, ReaderError
 
 VIEWERS_FILE = "viewers.safetensors"
 VIEWER_STD = 0.02
@@ -169,11 +176,32 @@ def open_reading(folder: str) -> Loaded:
 
     Only the head may be missing. Raises ReaderError naming the folder and what is wrong with it.
     """
-    model_type = _model_type(folder, "reader", ReaderError)
-    loaded = _load(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
+    return _open_headed(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
+
+
+def open_scoring(folder: str) -> Loaded:
+    """Load any model that scores a pair of texts by one logit (or by two, no and yes), or a backbone that is to become
+    one. Weights become float32. Only the head may be missing. Raises CrossEncoderError as `open_reading` does."""
+    kind, refusal = "cross-encoder", CrossEncoderError
+    _model_type(folder, kind, refusal)
+    with _quiet():
+        config = AutoConfig.from_pretrained(folder)
+    scoring = any("SequenceClassification" in name for name in config.architectures or ())
+    labels = int(config.num_labels or 1)
+    if scoring and labels > 2:
+        raise refusal(f"cross-encoder {folder} has {labels} labels; take a model that scores with one or two")
+    return _open_headed(
+        folder, kind, AutoModelForSequenceClassification, refusal, **({} if scoring else {"num_labels": 1})
+    )
+
+
+def _open_headed(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> Loaded:
+    model_type = _model_type(folder, what, refusal)
+    loaded = _load(folder, what, factory, refusal, **options)
     body = f"{loaded.model.base_model_prefix}."
-    if lost := [name for name in loaded.missing if name.startswith(body)]:
-        raise ReaderError(_lacking(f"reader {folder}", model_type, lost))
+    inside = [name for name in loaded.missing if name.startswith(body) and ".pooler." not in name]
+    if inside:
+        raise refusal(_lacking(f"{what} {folder}", model_type, inside))
     return loaded
 
 

@@ -23,6 +23,7 @@ class Example(NamedTuple):
     """A question, its passage, hard negatives, and the ids of further passages that also answer it.
 
     `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
+    `teacher` are a cross-encoder's scores of the passage and of each hard negative, or nothing.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Example(NamedTuple):
     negatives: tuple[Passage, ...] = ()
     known_ids: tuple[str, ...] = ()
     answer_stop: int = -1
+    teacher: tuple[float, ...] = ()
 
 
 class JoinedBatch(NamedTuple):
@@ -39,6 +41,7 @@ class JoinedBatch(NamedTuple):
     positive_Q      int64, row of the question's passage
     known_QP        true where a passage is another positive of the question
     answer_start_Q  int64, -1 where unknown
+    teacher_QP      float32, a cross-encoder's score of the pair, NaN where it was not asked
     """
 
     texts: list[str]
@@ -46,6 +49,7 @@ class JoinedBatch(NamedTuple):
     positive_Q: IntArray
     known_QP: np.ndarray
     answer_start_Q: IntArray
+    teacher_QP: np.ndarray
 
 
 class RankShare(NamedTuple):
@@ -108,13 +112,37 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
         for known in example.known_ids:
             if known in row_of and known != example.passage.id:
                 known_QP[question, row_of[known]] = True
+    teacher_QP = np.full(known_QP.shape, np.nan, np.float32)
+    for question, example in enumerate(examples):
+        for passage, score in zip((example.passage, *example.negatives), example.teacher):
+            teacher_QP[question, row_of[passage.id]] = score
     return JoinedBatch(
         texts=[example.text for example in examples],
         passages=passages,
         positive_Q=np.array([row_of[example.passage.id] for example in examples], np.int64),
         known_QP=known_QP,
         answer_start_Q=np.array([example.answer_start for example in examples], np.int64),
+        teacher_QP=teacher_QP,
     )
+
+
+def strangers(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
+    """Passages that do not answer example `at`: its hard negatives, else those of the examples after it in the batch.
+
+    A passage in which the answer's words stand, or that is another positive, is none.
+    """
+    own = examples[at]
+    if own.negatives:
+        return list(own.negatives[:most])
+    answer = own.passage.text[own.answer_start : own.answer_stop].lower() if own.answer_start >= 0 else ""
+    barred = {own.passage.id, *own.known_ids}
+    found: dict[str, Passage] = {}
+    for other in (*examples[at + 1 :], *examples[:at]):
+        if len(found) == most:
+            break
+        if other.passage.id not in barred and not (answer and answer in other.passage.text.lower()):
+            found[other.passage.id] = other.passage
+    return list(found.values())
 
 
 def rank_share(num_questions: int, num_passages: int, rank: int, world: int) -> RankShare:

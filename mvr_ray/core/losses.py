@@ -119,6 +119,27 @@ def camvr_loss(
     return _terms(global_, local, local_weight)
 
 
+def distillation_loss(
+    queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor, teacher_QP: Tensor, *, scale: float = 1.0
+) -> Tensor:
+    """How far a question's passages are from where a teacher puts them, for those that the teacher scored: the mean
+    over questions of KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et
+    al. 2021), which trains both models together where ours has a finished teacher.
+
+    teacher_QP is NaN where the teacher was not asked. Questions with fewer than two scored passages count nothing.
+    """
+    student_QP = scale * pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
+    asked_QP = ~teacher_QP.isnan()
+    taught_Q = asked_QP.sum(-1) > 1
+    if not taught_Q.any():
+        return student_QP.sum() * 0.0
+    wanted_QP = teacher_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
+    held_QP = student_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
+    asked_QP = asked_QP[taught_Q]
+    apart_QP = (wanted_QP - held_QP).masked_fill(~asked_QP, 0.0)
+    return (wanted_QP.exp() * apart_QP).sum(-1).mean()
+
+
 def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_QP: Tensor | None) -> Tensor:
     """Mean of -log softmax of the positive's score among it and the negatives' best ones."""
     others_QP = torch.zeros_like(best_QP, dtype=torch.bool) if known_QP is None else known_QP.clone()

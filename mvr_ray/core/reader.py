@@ -11,30 +11,21 @@ Spans and their loss are in `spans`, windows in `windows`.
 Shapes: F windows, T tokens of the longest one.
 """
 
-import hashlib
-import inspect
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mvr_ray.core.backbones import Loaded, digest_of, open_reading, save_model
+from mvr_ray.core.backbones import Loaded, open_reading
 from mvr_ray.core.batches import token_batches
+from mvr_ray.core.headed import HeadedModel
 from mvr_ray.core.spans import best_spans, log_shares
 from mvr_ray.core.windows import PassageTokens, ReaderSpec, Window, Windower
-from mvr_ray.errors import FingerprintError, ReaderError
+from mvr_ray.errors import ReaderError
 
 __all__ = ["Reader", "ReaderSpec", "Span", "ToRead", "choose"]
-
-READER_FILE = "reader.json"
-FORMAT_VERSION = 1
-HEAD_STD = 0.02
-"""Spread of a new head's weights."""
 
 
 class ToRead(NamedTuple):
@@ -72,83 +63,24 @@ class _Found(NamedTuple):
     end_log_prob: float
 
 
-class Reader(nn.Module):
+class Reader(HeadedModel):
     """A question-answering model with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
 
+    what: ClassVar[str] = "reader"
+    task: ClassVar[str] = "reader"
+    head: ClassVar[str] = "extractive question answering"
+    refusal: ClassVar = ReaderError
+
+    open_loaded = staticmethod(open_reading)
+
     def __init__(self, loaded: Loaded, spec: ReaderSpec, named: str) -> None:
-        super().__init__()
-        model, tokenizer, self.new_weights = loaded
-        self.model = model
-        self.tokenizer = tokenizer
-        self.spec = spec
-        self.windower = Windower(tokenizer, spec)
-        self._with_types = (
-            "token_type_ids" in tokenizer.model_input_names
-            and "token_type_ids" in inspect.signature(model.forward).parameters
-            and getattr(model.config, "type_vocab_size", 2) > 1
-        )
+        super().__init__(loaded, spec)
+        self.windower = Windower(self.tokenizer, spec)
         self._check(named)
 
     @classmethod
-    def open(cls, folder: str, spec: ReaderSpec | None = None) -> "Reader":
-        """A trained model, by folder or hub name. Raises ReaderError where it has no question-answering head."""
-        loaded = open_reading(folder)
-        if loaded.missing:
-            raise ReaderError(
-                f"reader {folder} has no question-answering head (missing: {', '.join(loaded.missing)}); take a model "
-                f"that was trained for extractive question answering, or train one from it (mvr-ray train CONFIG "
-                f"train.task=reader encoder.backbone={folder})"
-            )
-        return cls(loaded, spec or ReaderSpec(), folder).eval()
-
-    @classmethod
-    def from_backbone(cls, folder: str, spec: ReaderSpec | None = None, seed: int = 0) -> "Reader":
-        """What training starts from: a head that the folder lacks is drawn from `seed`, one that it has stays."""
-        loaded = open_reading(folder)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name in loaded.missing:
-                weight = loaded.model.get_parameter(name)
-                weight.zero_() if weight.ndim < 2 else weight.normal_(0.0, HEAD_STD, generator=generator)
-        return cls(loaded, spec or ReaderSpec(), folder).eval()
-
-    @classmethod
-    def load(cls, folder: str | Path, spec: ReaderSpec | None = None) -> "Reader":
-        """Open what `save` wrote. Raises ReaderError if it is none, FingerprintError if its files have changed."""
-        file = Path(folder) / READER_FILE
-        try:
-            saved = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ReaderError(f"{folder} is no stored reader: {READER_FILE} cannot be read ({error})") from None
-        if saved.get("format_version") != FORMAT_VERSION:
-            raise ReaderError(
-                f"reader {folder} has format {saved.get('format_version')}, this mvr_ray reads {FORMAT_VERSION}; "
-                f"train it again with this mvr_ray"
-            )
-        reader = cls.open(str(folder), spec)
-        if reader.fingerprint != saved["fingerprint"]:
-            raise FingerprintError(
-                f"reader {folder} was saved as {saved['fingerprint']} but loads as {reader.fingerprint}: its files "
-                f"have changed; copy or train it again"
-            )
-        return reader
-
-    def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder, and `reader.json` last."""
-        target = Path(folder)
-        save_model(self.model, self.tokenizer, target)
-        described = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
-        (target / READER_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits over weights, tokenizer and architecture. Reads every weight: keep it."""
-        digest = digest_of(self.model.config, self.tokenizer, self.model.state_dict())
-        return hashlib.blake2b(digest, digest_size=8).hexdigest()
+    def make(cls, loaded: Loaded, spec: ReaderSpec | None, named: str) -> "Reader":
+        return cls(loaded, spec or ReaderSpec(), named)
 
     def read(self, asked: Sequence[ToRead], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
         """The best span of every passage of every question; None where a passage has no token.
@@ -166,7 +98,7 @@ class Reader(nn.Module):
                 owners += [(row, column)] * len(made)
                 windows += made
         best: dict[tuple[int, int], _Found] = {}
-        with self._inference():
+        with self.inference():
             for together in token_batches([len(window.input_ids) for window in windows], tokens_per_batch):
                 for at, found in zip(together, self._best([windows[at] for at in together])):
                     best[owners[at]] = min(best.get(owners[at], found), found)
@@ -182,37 +114,9 @@ class Reader(nn.Module):
         """Logits of a batch, differentiable; padding changes nothing but rounding."""
         padded = self.windower.pad(windows)
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array).to(self.device) for array in padded)
-        types = {"token_type_ids": types_FT} if self._with_types else {}
+        types = {"token_type_ids": types_FT} if self.with_types else {}
         out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
-
-    def set_dropout(self, share: float) -> None:
-        """Set every dropout, attention's too."""
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = share
-
-    def set_gradient_checkpointing(self, on: bool) -> None:
-        """Trade a second forward pass for the memory of activations, in training."""
-        if on:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.model.gradient_checkpointing_disable()
-
-    def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        head: list[nn.Parameter] = []
-        for name, parameter in self.model.named_parameters():
-            group = head if name in self.new_weights else matrices if parameter.ndim > 1 else vectors
-            group.append(parameter)
-        groups = [
-            {"name": "matrices", "params": matrices, "lr": lr, "weight_decay": weight_decay},
-            {"name": "vectors", "params": vectors, "lr": lr, "weight_decay": 0.0},
-            {"name": "head", "params": head, "lr": lr * head_lr_factor, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
 
     def _best(self, windows: Sequence[Window]) -> Iterator[_Found]:
         text_FT = self.windower.pad(windows).text_FT
@@ -230,7 +134,7 @@ class Reader(nn.Module):
 
     def _check(self, named: str) -> None:
         """Refuse settings that this model cannot read by, or that leave a window nothing new."""
-        spec, positions, room = self.spec, self._positions(), self.windower.room_tokens
+        spec, positions, room = self.spec, self.positions, self.windower.room_tokens
         if spec.max_tokens > positions:
             raise ReaderError(
                 f"max_tokens is {spec.max_tokens}, but reader {named} has {positions} positions; lower read.max_tokens "
@@ -242,26 +146,6 @@ class Reader(nn.Module):
                 f"{spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; raise "
                 f"read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
             )
-
-    def _positions(self) -> int:
-        """How many tokens the model can tell apart by place. Tables of the RoBERTa kind begin after the padding id."""
-        limits = [int(self.tokenizer.model_max_length)]
-        rows = getattr(self.model.config, "max_position_embeddings", 0)
-        if rows > 0:
-            tables = (module for name, module in self.model.named_modules() if name.endswith("position_embeddings"))
-            padding = (getattr(table, "padding_idx", None) for table in tables)
-            limits.append(rows - 1 - next((row for row in padding if row is not None), -1))
-        return min(limits)
-
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.train(training)
 
 
 def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:

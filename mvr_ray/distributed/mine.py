@@ -2,21 +2,24 @@
 
 The search is BM25 over the corpus, or the live index (ANCE's loop: train, index, mine, train again). From the ranks of
 the window, gold passages and those that hold an answer are dropped, and the report counts what each filter took.
+With a cross-encoder, so are those that it takes for an answer (RocketQA's denoising, Qu et al. 2021), and its scores
+stay with the rest, for a retriever to learn from.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.cross_encoder import share_beside
 from mvr_ray.distributed.bm25 import BM25Hit, BM25Index
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
-from mvr_ray.types import Progress, Question, no_progress
+from mvr_ray.types import FloatArray, IntArray, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class MineReport(NamedTuple):
     hits: int
     dropped_gold: int
     dropped_answer_bearing: int
+    dropped_by_cross_encoder: int
     beyond_count: int
     negatives: int
     short: int
@@ -43,12 +47,14 @@ class MineReport(NamedTuple):
 
 
 class Mined(NamedTuple):
-    """The hard negatives of one question, and what its hits came to."""
+    """The hard negatives of one question, and what its hits came to. `scores`: of its positive, then of each."""
 
     ids: tuple[str, ...]
     hits: int
     gold: int
     answer_bearing: int
+    likely: int = 0
+    scores: tuple[float, ...] = ()
 
 
 def bm25_search(corpus: Corpus, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[BM25Hit]]:
@@ -66,18 +72,38 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     questions = read_questions(store, cfg.questions)
     corpus = Corpus.open(store, run.prepare.corpus)
     matcher = AnswerMatcher()
-    made: list[Question] = []
-    results: list[Mined] = []
+    left: list[Left] = []
     for question, hits in zip(questions, _ranked(run, corpus, questions, progress)):
-        mined = choose_negatives(question, hits[cfg.rank_from :], corpus, matcher, cfg, number=len(made))
-        made.append(question._replace(hard_negative_ids=mined.ids))
-        results.append(mined)
-        progress("mine", len(made), len(questions))
+        left.append(filtered(question, hits[cfg.rank_from :], corpus, matcher, cfg))
+        progress("mine", len(left), len(questions))
+    if cfg.cross_encoder:
+        from mvr_ray.distributed.rescore import pair_scores
+
+        held = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
+        asked = [
+            (
+                question.text,
+                [question.positive_ids[0], *of.ids[: cfg.denoise_depth]] if _first_in(held, question) else [],
+            )
+            for question, of in zip(questions, left)
+        ]
+        scores = pair_scores(run, corpus, asked, progress)
+        results = [
+            denoised(of, own, cfg, number=row) if len(own) else chosen(of, cfg, number=row)
+            for row, (of, own) in enumerate(zip(left, scores))
+        ]
+    else:
+        results = [chosen(of, cfg, number=row) for row, of in enumerate(left)]
+    made = [
+        question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
+        for question, mined in zip(questions, results)
+    ]
     write_questions(store, cfg.output, made)
     kept = [len(mined.ids) for mined in results]
     hits = sum(mined.hits for mined in results)
     gold = sum(mined.gold for mined in results)
     bearing = sum(mined.answer_bearing for mined in results)
+    likely = sum(mined.likely for mined in results)
     report = MineReport(
         questions=len(made),
         output=cfg.output,
@@ -85,7 +111,8 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         hits=hits,
         dropped_gold=gold,
         dropped_answer_bearing=bearing,
-        beyond_count=hits - gold - bearing - sum(kept),
+        dropped_by_cross_encoder=likely,
+        beyond_count=hits - gold - bearing - likely - sum(kept),
         negatives=sum(kept),
         short=sum(count < cfg.num_negatives for count in kept),
         without=sum(count == 0 for count in kept),
@@ -94,21 +121,52 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     return report
 
 
-def choose_negatives(
-    question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig, *, number: int
-) -> Mined:
-    """The best, or a draw, of the hits that are neither gold nor hold an answer; `number` seeds the draw."""
+class Left(NamedTuple):
+    """Hits of one question that are neither gold nor hold an answer, best first, and how many were either."""
+
+    ids: list[str]
+    hits: int
+    gold: int
+    answer_bearing: int
+
+
+def filtered(question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig) -> Left:
+    """What gold and answers leave of a question's hits."""
     gold = set(question.positive_ids)
     others = [passage_id for passage_id in ids if passage_id not in gold]
     left = others
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)
         left = [i for i in others if not matcher.has_answer(texts[i].text, question.answers)]
-    chosen = left[: cfg.num_negatives]
-    if cfg.sample and len(left) > cfg.num_negatives:
-        rng = np.random.default_rng([cfg.seed, number, _SAMPLE])
-        chosen = [left[at] for at in sorted(rng.choice(len(left), cfg.num_negatives, replace=False))]
-    return Mined(tuple(chosen), len(ids), len(ids) - len(others), len(others) - len(left))
+    return Left(left, len(ids), len(ids) - len(others), len(others) - len(left))
+
+
+def chosen(left: Left, cfg: MineConfig, *, number: int) -> Mined:
+    """The best, or a draw, of what is left; `number` seeds the draw."""
+    rows = _drawn(len(left.ids), cfg, number)
+    return Mined(tuple(left.ids[row] for row in rows), *left[1:])
+
+
+def denoised(left: Left, scores: FloatArray, cfg: MineConfig, *, number: int) -> Mined:
+    """The same, of those that the cross-encoder does not take for answers. `scores` begin with the positive's."""
+    asked = left.ids[: cfg.denoise_depth]
+    clean = np.flatnonzero(share_beside(float(scores[0]), scores[1:]) < cfg.denoise_share)
+    rows = clean[_drawn(len(clean), cfg, number)]
+    kept = tuple(asked[row] for row in rows)
+    told = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
+    return Mined(kept, *left[1:], likely=len(asked) - len(clean), scores=told)
+
+
+def _first_in(held: Mapping[str, Passage], question: Question) -> bool:
+    """Whether the question's first positive is a passage of the corpus."""
+    return bool(question.positive_ids) and question.positive_ids[0] in held
+
+
+def _drawn(count: int, cfg: MineConfig, number: int) -> IntArray:
+    if not cfg.sample or count <= cfg.num_negatives:
+        return np.arange(min(count, cfg.num_negatives))
+    rng = np.random.default_rng([cfg.seed, number, _SAMPLE])
+    return np.sort(rng.choice(count, cfg.num_negatives, replace=False))
 
 
 def _ranked(

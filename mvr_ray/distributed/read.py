@@ -31,7 +31,7 @@ from mvr_ray.core.metrics import bootstrap_interval
 from mvr_ray.core.reader import Reader, ReaderSpec, Span, ToRead, choose
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import in_order, rows
-from mvr_ray.distributed.readers import ReaderAddress, find_reader, open_reader, reader_spec
+from mvr_ray.distributed.models import READERS, ModelAddress, find_model, open_model, reader_spec
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ResourceError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, finished_file
@@ -87,7 +87,7 @@ class Prediction(NamedTuple):
 class ReadTask(NamedTuple):
     """All that a worker needs to know."""
 
-    address: ReaderAddress
+    address: ModelAddress
     fingerprint: str
     spec: ReaderSpec
     tokens_per_batch: int
@@ -105,7 +105,9 @@ class QuestionReader:
     def reader(self) -> Reader:
         """Opened by the first batch: an error in an actor's constructor would reach the driver as text only."""
         task = self.task
-        return open_reader(task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu)
+        return open_model(
+            READERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
+        )
 
     def __call__(self, table: pa.Table) -> pa.Table:
         torch.set_num_threads(self.task.threads)
@@ -129,7 +131,7 @@ def read(
 
     Texts that the file lacks come from the corpus. Raises DataError, MissingInputError, ReaderError, ResourceError.
     """
-    path, address, spec = resolve_path(str(ranking)), find_reader(run), reader_spec(run)
+    path, address, spec = resolve_path(str(ranking)), find_model(run, READERS, run.read.reader), reader_spec(run)
     ks = sorted(set(run.read.top_passages))
     if not ks:
         raise ConfigError("read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]")
@@ -137,7 +139,7 @@ def read(
     if run.read.score_weight:
         _require_scores(path, ranked)
     resources = run.resources
-    fingerprint = open_reader(address, spec, threads=resources.torch_threads).fingerprint
+    fingerprint = open_model(READERS, address, spec, threads=resources.torch_threads).fingerprint
     gpu = resources.gpus_per_encoder > 0
     task = ReadTask(address, fingerprint, spec, run.read.tokens_per_batch, resources.torch_threads, gpu)
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}

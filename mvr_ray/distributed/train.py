@@ -45,7 +45,8 @@ def train(run: RunConfig, progress: Progress = no_progress) -> EncoderSnapshot:
     """
     if run.train.task != "retriever":
         raise ConfigError(
-            f"train.task is {run.train.task}; that one is trained by mvr_ray.distributed.training.reader.train"
+            f"train.task is {run.train.task}; that one is trained by "
+            f"mvr_ray.distributed.training.{run.train.task}.train"
         )
     store, workers = Store(run.store.path), run.resources.train_workers
     if run.train.batch_questions % max(1, workers):

@@ -32,6 +32,7 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("positive_ids", pa.list_(pa.string()), False),
         pa.field("hard_negative_ids", pa.list_(pa.string()), False),
         pa.field("answer_starts", pa.list_(pa.int32()), False),
+        pa.field("teacher_scores", pa.list_(pa.float32()), False),
     ]
 )
 
@@ -251,7 +252,7 @@ def read_questions(store: Store, name: str) -> list[Question]:
     rows: list[Question] = []
     for batch in _map_batches(store.local_path(path)):
         lists = [column.to_pylist() for column in batch.columns]
-        rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))
+        rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
     return rows
 
 
@@ -267,6 +268,11 @@ def _checked_question(question: Question, name: str) -> Question:
         raise DataError(
             f"question set {name!r}: question {question.id!r} has {len(question.answers)} answers and "
             f"{len(question.answer_starts)} answer starts; give one each, -1 where unknown"
+        )
+    if question.teacher_scores and len(question.teacher_scores) != 1 + len(question.hard_negative_ids):
+        raise DataError(
+            f"question set {name!r}: question {question.id!r} has {len(question.hard_negative_ids)} hard negatives and "
+            f"{len(question.teacher_scores)} teacher scores; give one for the positive and one for each negative"
         )
     return question
 

@@ -3,7 +3,7 @@
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
     <store>/questions/<name>.arrow
     <store>/encoders/<name>/<fingerprint>/
-    <store>/readers/<name>/<fingerprint>/
+    <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
@@ -56,21 +56,18 @@ def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
 
 
-def readers_root() -> str:
-    return "readers"
+def models_dir(room: str, name: str) -> str:
+    """All of one name; `room` is `readers` or `cross_encoders`."""
+    return f"{room}/{name}"
 
 
-def readers_dir(name: str) -> str:
-    return f"readers/{name}"
+def latest_model(room: str, name: str) -> str:
+    """Which one of this name was trained last."""
+    return f"{room}/{name}/latest.json"
 
 
-def latest_reader(name: str) -> str:
-    """Which reader of this name was trained last."""
-    return f"readers/{name}/latest.json"
-
-
-def reader_dir(name: str, fingerprint: str) -> str:
-    return f"readers/{name}/{fingerprint}"
+def model_dir(room: str, name: str, fingerprint: str) -> str:
+    return f"{room}/{name}/{fingerprint}"
 
 
 def training_dir(name: str, key: str) -> str:

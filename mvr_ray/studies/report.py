@@ -49,6 +49,8 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             tables.view_table(found),
             tables.alone_table(study, found),
             tables.training_table(found),
+            tables.teacher_table(found),
+            tables.mining_table(found),
             tables.refinement_table(found),
             tables.cost_table(found),
         )

@@ -1,5 +1,7 @@
 """From a study to the steps that it takes: each once, however many variants need it.
 
+A `train` step of another task makes a cross-encoder, which the chain's later `mine` steps denoise with, or a reader.
+
 A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
 names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
 the same store. What a step makes (an encoder, an index, mined questions) is named by its key, so no two steps write to
@@ -30,7 +32,9 @@ _SECTIONS = {
 _NEEDS = {
     "prepare": (),
     "train": ("prepare", "mine"),
-    "mine": ("prepare",),
+    "mine": ("prepare", "cross_encoder"),
+    "cross_encoder": ("prepare", "mine"),
+    "reader": ("prepare", "mine"),
     "index": ("prepare", "train"),
     "refine": ("index",),
     "evaluate": ("index", "refine"),
@@ -38,7 +42,12 @@ _NEEDS = {
     "cost": ("prepare",),
     "refinement_grid": ("index",),
 }
-_NAMES = {"encoder": ("name",), "index": ("name", "encoder"), "mine": ("output",), "train": ("hard_negatives",)}
+_NAMES = {
+    "encoder": ("name",),
+    "index": ("name", "encoder"),
+    "mine": ("output", "cross_encoder"),
+    "train": ("hard_negatives", "cross_encoder", "reader"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,9 +112,10 @@ class _Chain:
 
     def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
         stage = step.stage
-        needs = [self.latest[name] for name in self._needs(stage, run) if name in self.latest]
+        made = run.train.task if stage == "train" and run.train.task != "retriever" else stage
+        needs = [self.latest[name] for name in self._needs(made, run) if name in self.latest]
         key = _digest([stage, *(_deciding(run, section) for section in _SECTIONS[stage]), step.options, *needs])
-        names = self._names(stage, run, key)
+        names = self._names(made, run, key)
         if key not in plan.steps:
             named = RunConfig.model_validate(_laid_over(run, names))
             refined = self.latest.get("refine") if stage in ("evaluate", "analyze") else None
@@ -114,21 +124,21 @@ class _Chain:
             if stage in STAGES:
                 words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides, *typed]
             plan.steps[key] = PlannedStep(key, stage, named, shlex.join(words), tuple(needs), refined, step.options)
-        if stage in ("train", "index", "refine", "mine", "prepare"):
-            if stage in ("train", "index"):
-                self.latest.pop("refine", None)
-            self.latest[stage] = key
+        if made in ("train", "index"):
+            self.latest.pop("refine", None)
+        if made in ("train", "index", "refine", "mine", "prepare", "cross_encoder", "reader"):
+            self.latest[made] = key
         return key
 
     def _needs(self, stage: str, run: RunConfig) -> tuple[str, ...]:
         mined_by_index = stage == "mine" and run.mine.method == "index"
         return (*_NEEDS[stage], "index") if mined_by_index else _NEEDS[stage]
 
-    def _names(self, stage: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
+    def _names(self, made: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
         """What this step makes is named by its key, what it reads by the key of the step that made it."""
-        if stage == "prepare":
+        if made == "prepare":
             return {}
-        latest = {**self.latest, stage: key}
+        latest = {**self.latest, made: key}
         encoder = latest.get("train") or _digest([_deciding(run, "encoder")])
         names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}"}}
         if "index" in latest:
@@ -136,8 +146,14 @@ class _Chain:
             names["index"] = {"name": f"study-{latest['index']}", "encoder": trained}
         if "mine" in latest:
             names["mine"] = {"output": f"mined-{latest['mine']}"}
-            if stage == "train":
+            if made in ("train", "cross_encoder", "reader"):
                 names["train"] = {"hard_negatives": f"mined-{latest['mine']}"}
+        if made in ("cross_encoder", "reader"):
+            names.setdefault("train", {})[made] = f"study-{key}"
+        if made == "mine" and "cross_encoder" in latest:
+            names["mine"]["cross_encoder"] = f"study-{latest['cross_encoder']}"
+        if "reader" in latest:
+            names["read"] = {"reader": f"study-{latest['reader']}"}
         return names
 
 

@@ -17,6 +17,7 @@ from mvr_ray.studies.execute import DoneStep
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 
 Value = str | float | int | None
+CROSS_ENCODER = "cross-encoder training"
 
 
 class Cell(NamedTuple):
@@ -71,13 +72,20 @@ def _beside(
         yield Measured(told, {}, "", own, {}, {})
 
 
+def _kind(step: DoneStep) -> str:
+    """The step's stage; training a cross-encoder or a reader is told apart from training a retriever."""
+    if step.stage != "train" or "view_pair_cosine" in (step.report.get("epochs") or [{}])[-1]:
+        return step.stage
+    return CROSS_ENCODER if "dev_top1" in (step.report.get("epochs") or [{}])[-1] else "reader"
+
+
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     reports: dict[str, list[dict[str, Any]]] = {}
     for planned in runs:
         for key in planned.keys:
             step = done[key]
-            reports.setdefault(step.stage, []).append(step.report)
+            reports.setdefault(_kind(step), []).append(step.report)
             for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:
                 if row["questions"] == study.config.questions and "bm25" not in row["system"]:
                     alone = step.stage == "analyze" and row["system"] != ALL_VIEWS
@@ -199,6 +207,32 @@ def training_table(found: Sequence[Measured]) -> Table | None:
     columns = ["variant", "steps", "loss", "local loss", "view-pair cosine", "LV", "ln V", "collapsed"]
     note = "Of the last epoch. A local loss of ln V means equal views."
     return Table("Training", note, columns, rows) if rows else None
+
+
+def teacher_table(found: Sequence[Measured]) -> Table | None:
+    """How the cross-encoders that variants denoise with, or learn from, were trained."""
+    rows: list[list[Value]] = []
+    for one in found:
+        for report in one.reports.get(CROSS_ENCODER, [])[:1]:
+            metrics = report["metrics"]
+            told = [_percent(metrics.get(name)) for name in ("dev_top1_before", "dev_top1")]
+            rows.append([one.name, int(metrics["steps"]), _number(metrics.get("loss")), *told])
+    note = "Top-1, percent: a dev question's own passage among eight, most of them of the same article."
+    return Table("Cross-encoders", note, ["variant", "steps", "loss", "top-1 before", "top-1"], rows) if rows else None
+
+
+def mining_table(found: Sequence[Measured]) -> Table | None:
+    """What each filter of mining took, in shares of the hits looked at."""
+    rows: list[list[Value]] = []
+    for one in found:
+        for number, report in enumerate(one.reports.get("mine", [])):
+            dropped = ("dropped_gold", "dropped_answer_bearing", "dropped_by_cross_encoder")
+            told = [_percent(report.get(name, 0) / max(1, report["hits"])) for name in dropped]
+            row = [one.name, number + 1, report["method"], report["questions"], report["hits"], *told]
+            rows.append([*row, report["negatives"], report["without"]])
+    columns = ["variant", "pass", "search", "questions", "hits", "gold", "answer-bearing", "by the cross-encoder"]
+    note = "Hits that each filter dropped, in percent of those looked at (first seed first); what was kept."
+    return Table("Mining", note, [*columns, "kept", "questions without"], rows) if rows else None
 
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:

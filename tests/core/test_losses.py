@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.losses import camvr_loss, dpr_loss, mvr_loss, pairwise_scores, temperature
+from mvr_ray.core.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss, pairwise_scores, temperature
 
 LOSSES = [dpr_loss, mvr_loss, camvr_loss]
 
@@ -169,3 +169,43 @@ def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
     mixed = camvr_loss(*given_to_all, answer_view_Q=batch.answer, answer_share=share, **more)
     for now, one, other in zip(mixed, answer, best):
         torch.testing.assert_close(now, share * one + (1 - share) * other)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000))
+def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_scored(seed):
+    """Transcribed one question at a time; questions with fewer than two scores take no part."""
+    batch = Batch(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    teacher = 3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    teacher[torch.rand(5, 7, generator=generator) < 0.5] = math.nan
+    teacher[0, 1:] = math.nan
+    found = []
+    for q, query in enumerate(batch.queries.tolist()):
+        rows = [p for p in range(7) if not math.isnan(float(teacher[q, p]))]
+        if len(rows) < 2:
+            continue
+        best = {
+            p: 2.5 * max(sum(a * b for a, b in zip(query, view)) for view in batch.views[p][batch.mask[p]].tolist())
+            for p in rows
+        }
+        wanted = {p: math.exp(float(teacher[q, p])) / sum(math.exp(float(teacher[q, r])) for r in rows) for p in rows}
+        held = {p: math.exp(best[p]) / sum(math.exp(best[r]) for r in rows) for p in rows}
+        found.append(sum(wanted[p] * math.log(wanted[p] / held[p]) for p in rows))
+
+    def loss(queries, views):
+        return distillation_loss(queries, views, batch.mask, teacher, scale=2.5)
+
+    assert float(loss(batch.queries, batch.views)) == pytest.approx(sum(found) / max(1, len(found)), abs=1e-9)
+    assert torch.autograd.gradcheck(loss, (batch.queries.requires_grad_(), batch.views.requires_grad_()))
+
+
+def test_a_student_that_scores_as_its_teacher_has_nothing_to_learn():
+    batch = Batch(3)
+    teacher = pairwise_scores(batch.queries, batch.views, batch.mask).amax(-1) + 5.0
+    views = batch.views.requires_grad_()
+    loss = distillation_loss(batch.queries, views, batch.mask, teacher)
+    loss.backward()
+    assert float(loss) == pytest.approx(0, abs=1e-12)
+    assert views.grad is not None
+    assert float(views.grad.abs().max()) < 1e-12

@@ -312,9 +312,9 @@ def refusal(folder: str | Path, spec: ReaderSpec | None = None, opening=Reader.o
 def test_what_cannot_serve_as_a_reader_is_refused_by_name(paired, tmp_path):
     folder = paired("bert")
     assert refusal(folder) == (
-        f"reader {folder} has no question-answering head (missing: qa_outputs.bias, qa_outputs.weight); take a model "
-        f"that was trained for extractive question answering, or train one from it (mvr-ray train CONFIG "
-        f"train.task=reader encoder.backbone={folder})"
+        f"reader {folder} has no head for extractive question answering (missing: qa_outputs.bias, qa_outputs.weight); "
+        f"take a model that was trained for that, or train one from it (mvr-ray train CONFIG train.task=reader "
+        f"encoder.backbone={folder})"
     )
     assert refusal("/nowhere/at/all") == (
         "reader folder /nowhere/at/all does not exist; give a folder with config.json, model.safetensors and "

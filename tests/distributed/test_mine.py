@@ -11,7 +11,7 @@ import Stemmer
 
 from mvr_ray.config import MineConfig, RunConfig, parse_run
 from mvr_ray.core.answers import AnswerMatcher, has_answer
-from mvr_ray.distributed.mine import bm25_search, choose_negatives, mine
+from mvr_ray.distributed.mine import bm25_search, chosen, filtered, mine
 from mvr_ray.distributed.reindex import index
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, MissingInputError
@@ -138,7 +138,7 @@ def test_a_draw_depends_on_the_seed_and_the_question_alone(run):
 
     def drawn(seed: int, number: int) -> tuple[str, ...]:
         cfg = MineConfig(num_negatives=5, sample=True, seed=seed)
-        return choose_negatives(question, ids, corpus, AnswerMatcher(), cfg, number=number).ids
+        return chosen(filtered(question, ids, corpus, AnswerMatcher(), cfg), cfg, number=number).ids
 
     assert drawn(0, 1) == drawn(0, 1)
     assert len({drawn(0, 1), drawn(0, 2), drawn(1, 1)}) == 3

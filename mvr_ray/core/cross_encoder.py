@@ -1,0 +1,118 @@
+"""A cross-encoder: how well a passage answers a question, from both read together.
+
+    s(q, p) = head( [CLS] question [SEP] title text [SEP] )           Nogueira and Cho 2019; RocketQA (Qu et al. 2021)
+
+Far slower than two encoders and far better: nothing of a passage can be computed before the question is known. It
+serves to tell which hits of a search are answers that nobody has labelled (`share`), and as a teacher.
+
+Trained on a question's positive among its negatives (Gao, Dai and Callan 2021, eq. 5):
+
+    -log( exp s(q, p+) / sum over p+ and negatives of exp s(q, p) )
+
+Shapes: Q questions, C candidates of a question, B pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mvr_ray.core.backbones import Loaded, open_scoring
+from mvr_ray.core.batches import token_batches
+from mvr_ray.core.headed import HeadedModel
+from mvr_ray.errors import CrossEncoderError
+from mvr_ray.types import FloatArray, Passage
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """How pairs are put in: at most so many tokens of both and the special ones; the passage is cut, then the question
+    where it alone has more than `max_question_tokens`."""
+
+    max_tokens: int = 256
+    max_question_tokens: int = 64
+
+
+class Pair(NamedTuple):
+    question: str
+    passage: Passage
+
+
+class CrossEncoder(HeadedModel):
+    """A model that scores pairs, with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
+
+    what: ClassVar[str] = "cross-encoder"
+    task: ClassVar[str] = "cross_encoder"
+    head: ClassVar[str] = "scoring pairs"
+    refusal: ClassVar = CrossEncoderError
+
+    open_loaded = staticmethod(open_scoring)
+
+    def __init__(self, loaded: Loaded, spec: PairSpec, named: str) -> None:
+        super().__init__(loaded, spec)
+        if spec.max_tokens > self.positions:
+            raise CrossEncoderError(
+                f"max_tokens is {spec.max_tokens}, but cross-encoder {named} has {self.positions} positions; lower "
+                f"mine.max_pair_tokens to {self.positions} or less"
+            )
+
+    @classmethod
+    def make(cls, loaded: Loaded, spec: PairSpec | None, named: str) -> "CrossEncoder":
+        return cls(loaded, spec or PairSpec(), named)
+
+    def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
+        """The inputs of pairs, unpadded."""
+        spec, tokenizer = self.spec, self.tokenizer
+        asked = list(dict.fromkeys(pair.question for pair in pairs))
+        ids = tokenizer(asked, add_special_tokens=False, truncation=True, max_length=spec.max_question_tokens)
+        short = {text: self._cut(text, len(own)) for text, own in zip(asked, ids["input_ids"])}
+        encoded = tokenizer(
+            [short[pair.question] for pair in pairs],
+            [f"{pair.passage.title} {pair.passage.text}".strip() for pair in pairs],
+            truncation="only_second",
+            max_length=spec.max_tokens,
+        )
+        return [{name: encoded[name][row] for name in encoded} for row in range(len(pairs))]
+
+    def _cut(self, question: str, num_tokens: int) -> str:
+        if num_tokens < self.spec.max_question_tokens:
+            return question
+        options: dict[str, Any] = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
+        placed = self.tokenizer(question, max_length=self.spec.max_question_tokens, **options)
+        return question[: placed["offset_mapping"][-1][1]]
+
+    def forward(self, tokenized: Sequence[dict[str, list[int]]]) -> Tensor:
+        """scores_B of one padded batch, differentiable; padding changes nothing but rounding."""
+        padded = self.tokenizer.pad(list(tokenized), padding="longest", return_tensors="pt").to(self.device)
+        types = {"token_type_ids": padded["token_type_ids"]} if self.with_types else {}
+        logits = self.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **types).logits
+        logits = logits.float()
+        return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+
+    def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
+        """float32 scores of pairs, in their order. What is read together follows from `pairs` alone."""
+        tokenized = self.tokenize(pairs) if pairs else []
+        scores = np.zeros(len(pairs), np.float32)
+        with self.inference():
+            for together in token_batches([len(one["input_ids"]) for one in tokenized], tokens_per_batch):
+                scores[together] = self([tokenized[at] for at in together]).cpu().numpy()
+        if not np.isfinite(scores).all():
+            raise CrossEncoderError("the cross-encoder's scores are not finite numbers; its weights are damaged")
+        return scores
+
+
+def listwise_loss(scores_B: Tensor, sizes: Sequence[int]) -> Tensor:
+    """losses_Q of questions whose candidates stand one after the other, `sizes` of each, the positive first."""
+    return torch.stack([own.logsumexp(0) - own[0] for own in scores_B.split(list(sizes))])
+
+
+def share_beside(positive: float, scores: FloatArray) -> FloatArray:
+    """How likely each candidate is the answer when it and the known positive are the only ones: 1 / (1 + exp(s+ - s)).
+
+    Scores of a cross-encoder are shifts of each other from one question to the next, so an absolute threshold (RocketQA
+    keeps negatives below 0.1) would mean another thing for each; this one stands on the question's own positive.
+    """
+    return 1.0 / (1.0 + np.exp(np.float64(positive) - np.asarray(scores, np.float64)))

@@ -1,0 +1,132 @@
+"""Readers and cross-encoders: which one a stage works with, and opening it in any process of the cluster.
+
+A setting names one that training stored (NAME, or NAME/FINGERPRINT for an older one), a folder, `package:NAME/path` or
+a hub model. A stored one reaches every worker through the store; a folder must be on all machines, and a worker
+refuses one that is not what the driver has.
+
+    <store>/readers/<name>/<fingerprint>/             a Hugging Face folder and reader.json
+    <store>/readers/<name>/latest.json                which one was trained last, and its metrics
+    <store>/cross_encoders/...                        the same, with cross_encoder.json
+"""
+
+import json
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.cross_encoder import CrossEncoder, PairSpec
+from mvr_ray.core.headed import HeadedModel
+from mvr_ray.core.reader import Reader, ReaderSpec
+from mvr_ray.errors import FingerprintError, MissingInputError
+from mvr_ray.store import layout
+from mvr_ray.store.files import Store
+
+M = TypeVar("M", bound=HeadedModel)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Kind(Generic[M]):
+    """What is the same for all models of a task: the class, the store's room for them, the setting that names one."""
+
+    model: type[M]
+    room: str
+    setting: str
+
+
+READERS = Kind(Reader, "readers", "read.reader")
+CROSS_ENCODERS = Kind(CrossEncoder, "cross_encoders", "mine.cross_encoder")
+
+
+class ModelAddress(NamedTuple):
+    """Where a model is: at `stored` in the store, or, where that is empty, a folder or hub name."""
+
+    store: str
+    stored: str
+    folder: str
+
+
+def reader_spec(run: RunConfig) -> ReaderSpec:
+    """The `read` section as core code takes it."""
+    values = run.read.model_dump()
+    return ReaderSpec(**{field.name: values[field.name] for field in fields(ReaderSpec)})
+
+
+def pair_spec(run: RunConfig) -> PairSpec:
+    """How a cross-encoder is given pairs, in training and in mining."""
+    return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
+
+
+def find_model(run: RunConfig, kind: Kind[Any], wanted: str) -> ModelAddress:
+    """The model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
+    store, what = Store(run.store.path), kind.model.what
+    name, _, fingerprint = wanted.partition("/")
+    newest = latest_fingerprint(store, kind, name) if re.fullmatch(r"[\w.-]+", name) else None
+    kept = []
+    if newest:
+        kept = [entry for entry in store.list(layout.models_dir(kind.room, name)) if not entry.endswith(".json")]
+    if newest and (fingerprint or newest) in kept:
+        return ModelAddress(store.address, layout.model_dir(kind.room, name, fingerprint or newest), "")
+    if wanted.startswith("package:") or Path(wanted).expanduser().is_dir():
+        return ModelAddress(store.address, "", str(resolve_path(wanted).absolute()))
+    if newest:
+        raise MissingInputError(
+            f"{what} {wanted!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
+            f"name one of these in {kind.setting}, or {name} for the newest"
+        )
+    if _HUB_NAME.fullmatch(wanted):
+        return ModelAddress(store.address, "", wanted)
+    raise MissingInputError(
+        f"{what} {wanted!r} is neither stored in {store.name} (there are: {', '.join(_stored(store, kind)) or 'none'}) "
+        f"nor a folder; train one (mvr-ray train CONFIG train.task={kind.model.task}), or name a folder or a hub model "
+        f"(OWNER/MODEL) in {kind.setting}"
+    )
+
+
+def open_model(
+    kind: Kind[M],
+    address: ModelAddress,
+    spec: Any,
+    *,
+    expected: str | None = None,
+    threads: int = 1,
+    gpu: bool = False,
+) -> M:
+    """Load a model; on the GPU that this process was given if `gpu`.
+
+    Raises FingerprintError where it is not the `expected` one.
+    """
+    torch.set_num_threads(threads)
+    if address.stored:
+        model = kind.model.load(Store(address.store).local_path(address.stored), spec)
+    else:
+        model = kind.model.open(address.folder, spec)
+    if expected and model.fingerprint != expected:
+        raise FingerprintError(
+            f"{kind.model.what} {address.folder or address.stored} is {model.fingerprint} on this machine and "
+            f"{expected} where the stage was started; put the same files on every machine"
+        )
+    return model.to("cuda") if gpu else model
+
+
+def latest_fingerprint(store: Store, kind: Kind[Any], name: str) -> str | None:
+    """Fingerprint of the model of this name that was trained last, None where none was."""
+    path = layout.latest_model(kind.room, name)
+    return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
+
+
+def save_model(store: Store, kind: Kind[Any], name: str, model: HeadedModel) -> str:
+    """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays."""
+    fingerprint = model.fingerprint
+    with store.scratch() as folder:
+        model.save(folder / fingerprint)
+        store.upload_dir(folder / fingerprint, layout.model_dir(kind.room, name, fingerprint))
+    return fingerprint
+
+
+def _stored(store: Store, kind: Kind[Any]) -> list[str]:
+    return [name for name in store.list(kind.room) if store.exists(layout.latest_model(kind.room, name))]

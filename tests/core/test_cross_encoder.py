@@ -1,0 +1,107 @@
+"""A cross-encoder scores what its tokenizer and model say of a pair alone; its loss and its share are the formulas'."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from mvr_ray.core.cross_encoder import CrossEncoder, Pair, PairSpec, listwise_loss, share_beside
+from mvr_ray.errors import CrossEncoderError, FingerprintError
+from mvr_ray.types import Passage
+
+pytestmark = pytest.mark.data
+SPEC = PairSpec(64, 12)
+KINDS = ["bert", "roberta", "distilbert"]
+
+
+@pytest.fixture(scope="module")
+def pairs(squad_dev) -> list[Pair]:
+    made = []
+    for article in squad_dev["data"][:3]:
+        for paragraph in article["paragraphs"][:4]:
+            passage = Passage(str(len(made)), article["title"].replace("_", " "), paragraph["context"])
+            made.append(Pair(paragraph["qas"][0]["question"], passage))
+    return [*made, Pair("who " * 40, made[0].passage), Pair(made[0].question, Passage("x", "", "Short."))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_score_is_the_models_logit_for_the_pair_alone(tiny, pairs, kind, tmp_path):
+    """Whatever is read beside it. The long question is cut to its first tokens, the passage to what room is left."""
+    CrossEncoder.from_backbone(tiny(kind), SPEC, seed=3).save(tmp_path)
+    scorer = CrossEncoder.load(tmp_path, SPEC)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    expected = []
+    for question, passage in pairs:
+        offsets = tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        cut = question[: offsets[: SPEC.max_question_tokens][-1][1]]
+        inputs = tokenizer(cut, f"{passage.title} {passage.text}".strip(), truncation="only_second", max_length=64)
+        fed = {name: torch.tensor([inputs[name]]) for name in inputs}
+        with torch.no_grad():
+            expected.append(float(model(**fed).logits[0, 0]))
+    for budget in (64, 100_000):
+        np.testing.assert_allclose(scorer.score(pairs, budget), expected, atol=2e-6)
+    assert scorer.score([]).shape == (0,)
+    assert np.std(expected) > 1e-4
+
+
+def test_two_labels_score_by_their_difference(tiny, pairs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny("bert"))
+    model = AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=2).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    scorer = CrossEncoder.open(str(tmp_path), SPEC)
+    [inputs] = scorer.tokenize(pairs[:1])
+    with torch.no_grad():
+        logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0]
+    assert float(scorer.score(pairs[:1])[0]) == pytest.approx(float(logits[1] - logits[0]), abs=1e-6)
+
+
+@given(st.lists(st.lists(st.floats(-8, 8), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_the_loss_is_the_negative_log_probability_of_the_first(groups):
+    flat = torch.tensor([score for group in groups for score in group], dtype=torch.float64)
+    losses = listwise_loss(flat, [len(group) for group in groups])
+    for loss, group in zip(losses.tolist(), groups):
+        assert loss == pytest.approx(-math.log(math.exp(group[0]) / sum(map(math.exp, group))), abs=1e-9)
+
+
+@given(st.floats(-20, 20), st.lists(st.floats(-20, 20), min_size=1, max_size=6), st.floats(-50, 50))
+def test_a_share_is_a_softmax_of_two_and_does_not_know_the_level(positive, scores, shift):
+    shares = share_beside(positive, np.array(scores))
+    for share, score in zip(shares, scores):
+        own, other = math.exp(score), math.exp(positive)
+        assert share == pytest.approx(own / (own + other), rel=1e-9)
+    np.testing.assert_allclose(share_beside(positive + shift, np.array(scores) + shift), shares, rtol=1e-6)
+
+
+def test_what_cannot_score_pairs_is_refused_by_name(tiny, tmp_path):
+    with pytest.raises(CrossEncoderError, match=r"has no head for scoring pairs .*train\.task=cross_encoder"):
+        CrossEncoder.open(tiny("bert"))
+    with pytest.raises(CrossEncoderError, match="cross-encoder folder /nowhere does not exist"):
+        CrossEncoder.open("/nowhere")
+    AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=3).save_pretrained(tmp_path / "three")
+    AutoTokenizer.from_pretrained(tiny("bert")).save_pretrained(tmp_path / "three")
+    with pytest.raises(CrossEncoderError, match="has 3 labels"):
+        CrossEncoder.open(str(tmp_path / "three"))
+    with pytest.raises(CrossEncoderError, match=r"max_tokens is 100000, but .* lower mine\.max_pair_tokens"):
+        CrossEncoder.from_backbone(tiny("bert"), PairSpec(100_000))
+    with pytest.raises(CrossEncoderError, match=r"no stored cross-encoder: cross_encoder\.json cannot be read"):
+        CrossEncoder.load(tiny("bert"))
+    saved = CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=1)
+    saved.save(tmp_path / "saved")
+    assert CrossEncoder.load(tmp_path / "saved", SPEC).fingerprint == saved.fingerprint
+    CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=2).model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(FingerprintError, match="its files have changed"):
+        CrossEncoder.load(tmp_path / "saved", SPEC)
+
+
+def test_scores_that_are_no_numbers_are_an_error(tiny, pairs):
+    scorer = CrossEncoder.from_backbone(tiny("bert"), SPEC)
+    with torch.no_grad():
+        next(iter(scorer.model.classifier.parameters())).fill_(math.nan)
+    with pytest.raises(CrossEncoderError, match="not finite"):
+        scorer.score(pairs[:1])

@@ -1,0 +1,133 @@
+"""Training a cross-encoder on real questions, and mining with it: what it drops and keeps is what it scores."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from mvr_ray.cli import main
+from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.core.cross_encoder import CrossEncoder, Pair
+from mvr_ray.distributed.mine import mine
+from mvr_ray.distributed.models import pair_spec
+from mvr_ray.distributed.train import open_job, train
+from mvr_ray.distributed.training import cross_encoder
+from mvr_ray.errors import ConfigError, CrossEncoderError, DataError, MissingInputError
+from mvr_ray.store.corpus import Corpus, read_questions, write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+
+pytestmark = pytest.mark.data
+
+MINING = {"questions": "all", "num_negatives": 3, "rank_to": 30, "max_pair_tokens": 96, "denoise_depth": 6}
+
+
+@pytest.fixture(scope="module")
+def store_path(squad_dev, tmp_path_factory) -> Path:
+    """The shortest paragraphs of three articles, with one question each; hard negatives are mined by BM25."""
+    folder = tmp_path_factory.mktemp("pairs")
+    data = []
+    for article in squad_dev["data"][:3]:
+        short = sorted(article["paragraphs"], key=lambda paragraph: len(paragraph["context"]))[:8]
+        paragraphs = [{"context": p["context"], "qas": p["qas"][:1]} for p in short]
+        data.append({"title": article["title"], "paragraphs": paragraphs})
+    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
+    run = configured(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
+    prepare(run.prepare, Store(run.store.path))
+    mine(configured(folder / "store", mine={**MINING, "output": "mined"}))
+    return folder / "store"
+
+
+def configured(path: Path, train: dict | None = None, **sections) -> RunConfig:
+    sections = {"resources": {"train_workers": 0, "encoders_min": 1, "encoders_max": 1}, "mine": MINING, **sections}
+    settings = {"task": "cross_encoder", "questions": "all", "hard_negatives": "mined", "dropout": 0.0, **(train or {})}
+    return parse_run({"store": {"path": str(path)}, "train": {"batch_questions": 8, **settings}, **sections}, "test")
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.ray
+def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, ray_session):
+    settings = {"dev_questions": "all", "num_hard_negatives": 2, "lr": 5e-4, "epochs": 5, "cross_encoder": "judge"}
+    trained = cross_encoder.train(configured(store_path, settings))
+    assert trained.metrics["dev_top1"] > max(0.7, trained.metrics["dev_top1_before"])
+    assert trained.epochs[-1].loss < trained.epochs[0].loss / 2
+
+    store = Store(str(store_path))
+    before = {question.id: question for question in read_questions(store, "mined")}
+    run = configured(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
+    report = mine(run)
+    corpus = Corpus.open(store, "corpus")
+    judge = CrossEncoder.load(store_path / trained.folder, pair_spec(run))
+    dropped = 0
+    for question in read_questions(store, "clean"):
+        ids = (question.positive_ids[0], *question.hard_negative_ids)
+        texts = corpus.get({*ids, *before[question.id].hard_negative_ids})
+        alone = np.array([float(judge.score([Pair(question.text, texts[one])])[0]) for one in ids])
+        np.testing.assert_allclose(question.teacher_scores, alone, atol=1e-4)
+        shares = np.exp(alone[1:]) / (np.exp(alone[1:]) + np.exp(alone[0]))
+        assert (shares < 0.0201).all()
+        for other in set(before[question.id].hard_negative_ids) - set(ids):
+            dropped += 1
+            score = float(judge.score([Pair(question.text, texts[other])])[0])
+            assert np.exp(score) / (np.exp(score) + np.exp(alone[0])) > 0.0199
+    assert report.dropped_by_cross_encoder >= dropped > 0
+    assert report.hits == report.negatives + report.beyond_count + sum(
+        getattr(report, f"dropped_{why}") for why in ("gold", "answer_bearing", "by_cross_encoder")
+    )
+
+    taught = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
+    plain, distilled = (
+        train(configured(store_path, {**taught, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
+        for weight in (0, 1)
+    )
+    assert plain.fingerprint != distilled.fingerprint
+    [example] = open_job(configured(store_path, taught)).examples.get([0], 0)
+    question = next(one for one in read_questions(store, "clean") if one.text == example.text)
+    scored = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
+    assert list(example.teacher) == [scored[one.id] for one in (example.passage, *example.negatives)]
+
+
+def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(store_path):
+    """Negatives of the batch, dropout, several passes a step."""
+    settings = {"hard_negatives": None, "batch_questions": 4, "cache_chunk": 3, "dropout": 0.1, "dev_questions": "all"}
+    settings |= {"epochs": 2, "max_steps": 4, "checkpoint_steps": 2}
+    whole = cross_encoder.train(configured(store_path, {**settings, "cross_encoder": "whole"}))
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == 3:
+            raise Stopped
+
+    broken = configured(store_path, {**settings, "cross_encoder": "broken"})
+    with pytest.raises(Stopped):
+        cross_encoder.train(broken, progress)
+    again = cross_encoder.train(broken)
+    assert (again.fingerprint, again.metrics, again.epochs) == (whole.fingerprint, whole.metrics, whole.epochs)
+
+
+def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"train\.task is cross_encoder, which learns from questions"):
+        cross_encoder.train(configured(store_path, {"questions": None}))
+    with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
+        cross_encoder.train(configured(store_path, mine={**MINING, "max_pair_tokens": 600}))
+    with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):
+        mine(configured(store_path, mine={**MINING, "cross_encoder": "nobody"}))
+    with pytest.raises(ConfigError, match=r"no question of 'mined' has a teacher's scores; mine with a cross-encoder"):
+        train(configured(store_path, {"task": "retriever", "distil_weight": 1.0}))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configured(store_path).model_dump(mode="json")))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(path), "train.questions=nothing"])
+    assert ended.value.code == 1
+    assert "question set 'nothing' not found" in capsys.readouterr().err
+
+
+def test_scores_of_another_length_than_the_negatives_are_refused(store_path):
+    store = Store(str(store_path))
+    question = read_questions(store, "mined")[0]
+    with pytest.raises(DataError, match="teacher scores; give one for the positive and one for each negative"):
+        write_questions(store, "bad", [question._replace(teacher_scores=(1.0,) * 9)])
