@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from quality import RESULTS, ROOT, hardware
+from machine import RESULTS, ROOT, hardware
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec

@@ -8,18 +8,15 @@ is on file is not run again. Results go to benchmarks/results/quality-<size>.jso
 """
 
 import json
-import os
-import platform
 import shlex
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from machine import RESULTS, ROOT, hardware
+
 SCRIPT = "benchmarks/quality.py"
 METRICS = [f"{kind}/top-{k}" for kind in ("answer", "gold") for k in (1, 5, 20, 100)]
 CONFIG = "configs/squad.yaml"
@@ -89,17 +86,6 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
         "command": typed,
         "seconds": round(time.monotonic() - started, 1),
         "report": json.loads(done.stdout),
-    }
-
-
-def hardware() -> dict[str, str]:
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": revision.strip(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
     }
 
 

@@ -8,16 +8,13 @@ none has seen. Results go to benchmarks/results/reading.json and .md; a reader t
 """
 
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import RESULTS, ROOT, hardware
 
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.metrics import paired_test
@@ -30,8 +27,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.types import Progress
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "reading.json"
+RESULT = RESULTS / "reading.json"
 SQUAD = ROOT.parent / "shared" / "data" / "squad"
 QUESTIONS = 120
 TOP = [1, 3, 10]
@@ -71,17 +67,6 @@ def said(what: str) -> Progress:
             print(f"  {what}: {done} of {total}", flush=True)
 
     return tell
-
-
-def hardware() -> dict[str, str]:
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": revision.strip(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-    }
 
 
 def overlaps(path: Path) -> list[float]:

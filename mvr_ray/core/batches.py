@@ -20,7 +20,7 @@ _PLAN = 1
 
 
 class Example(NamedTuple):
-    """A question, its passage, hard negatives, and the ids of further passages that also answer it.
+    """A question, its answers, its passage, hard negatives, and the ids of further passages that also answer it.
 
     `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
     `teacher` are a cross-encoder's scores of the passage and of each hard negative, or nothing.
@@ -33,6 +33,7 @@ class Example(NamedTuple):
     known_ids: tuple[str, ...] = ()
     answer_stop: int = -1
     teacher: tuple[float, ...] = ()
+    answers: tuple[str, ...] = ()
 
 
 class JoinedBatch(NamedTuple):
@@ -50,6 +51,7 @@ class JoinedBatch(NamedTuple):
     known_QP: np.ndarray
     answer_start_Q: IntArray
     teacher_QP: np.ndarray
+    answers: list[tuple[str, ...]]
 
 
 class RankShare(NamedTuple):
@@ -123,6 +125,7 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
         known_QP=known_QP,
         answer_start_Q=np.array([example.answer_start for example in examples], np.int64),
         teacher_QP=teacher_QP,
+        answers=[example.answers for example in examples],
     )
 
 

@@ -50,7 +50,7 @@ def dpr_loss(
     tau: float = 1.0,
     scale: float = 1.0,
     local_weight: float = 0.0,
-    answer_view_Q: Tensor | None = None,
+    answer_QV: Tensor | None = None,
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
@@ -74,7 +74,7 @@ def mvr_loss(
     tau: float = 1.0,
     scale: float = 1.0,
     local_weight: float = 0.01,
-    answer_view_Q: Tensor | None = None,
+    answer_QV: Tensor | None = None,
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
@@ -96,13 +96,14 @@ def camvr_loss(
     tau: float = 1.0,
     scale: float = 1.0,
     local_weight: float = 0.01,
-    answer_view_Q: Tensor | None = None,
+    answer_QV: Tensor | None = None,
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
     """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one.
 
-    Where answer_view_Q is -1 or a view that its passage lacks (cut off by truncation), the best view stands in. With
+    answer_QV marks the views whose snippets hold the answer: the paper knows one, of several the best counts (ours).
+    Where a question has none, or only such as its passage lacks (cut off by truncation), its best view stands in. With
     `answer_share` below 1 the rest of the loss is MVR's, the positive by its best view (ours).
     """
     scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
@@ -110,9 +111,9 @@ def camvr_loss(
     own_QV = _own_views(scores_QPV, positive_Q)
     best = _positive(best_QP, positive_Q)
     parts = [(1.0, best)]
-    if answer_view_Q is not None:
-        answer = own_QV.gather(1, answer_view_Q.clamp(min=0)[:, None])[:, 0]
-        answered = torch.where((answer_view_Q >= 0) & answer.isfinite(), answer, best)
+    if answer_QV is not None:
+        answer = own_QV.masked_fill(~answer_QV, -torch.inf).amax(-1)
+        answered = torch.where(answer.isfinite(), answer, best)
         parts = [(share, by) for share, by in ((answer_share, answered), (1 - answer_share, best)) if share]
     global_ = sum((share * _softmax_loss(best_QP, by, positive_Q, known_QP) for share, by in parts), best.new_zeros(()))
     local = sum((share * (own_QV.logsumexp(-1) - by).mean() for share, by in parts), best.new_zeros(()))

@@ -57,7 +57,7 @@ class ToyEncoder(nn.Module):
 def joined_loss(name: str):
     rng = np.random.default_rng(7)
     positive_Q = torch.tensor(rng.integers(0, PASSAGES, QUESTIONS))
-    answer_view_Q = torch.tensor(rng.integers(-1, VIEWS, QUESTIONS))
+    answer_QV = torch.tensor(rng.random((QUESTIONS, VIEWS)) < 0.4)
     known_QP = torch.tensor(rng.random((QUESTIONS, PASSAGES)) < 0.15)
     loss = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}[name]
 
@@ -72,7 +72,7 @@ def joined_loss(name: str):
             tau=0.5,
             scale=2.0,
             local_weight=0.3,
-            answer_view_Q=answer_view_Q,
+            answer_QV=answer_QV,
             known_QP=padded,
         )
 

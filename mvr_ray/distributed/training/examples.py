@@ -94,7 +94,8 @@ class QuestionExamples:
             positive, *known = question.positive_ids
             scored = dict(zip((positive, *question.hard_negative_ids), question.teacher_scores))
             teacher = tuple(scored[i] for i in (positive, *(one.id for one in negatives))) if scored else ()
-            made.append(Example(question.text, found[positive], start, negatives, tuple(known), stop, teacher))
+            example = Example(question.text, found[positive], start, negatives, tuple(known), stop, teacher)
+            made.append(example._replace(answers=question.answers))
         return made
 
     def _negatives(self, question: Question, number: int, epoch: int) -> tuple[Passage, ...]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.batches import JoinedBatch, join_batch, rank_share
 from mvr_ray.core.encoder import DualEncoder, PassageViews, collapse_report
 from mvr_ray.core.losses import LossTerms, camvr_loss, distillation_loss, dpr_loss, mvr_loss, temperature
@@ -33,7 +34,7 @@ from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, Tra
 from mvr_ray.distributed.training.examples import DevSet, Examples
 from mvr_ray.distributed.training.steps import Schedule, StepLoop, plan_steps
 from mvr_ray.errors import ConfigError
-from mvr_ray.types import IntArray, Passage, Progress
+from mvr_ray.types import Passage, Progress
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Loop(StepLoop):
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
         self.full_spec = self.model.spec
+        self.matcher = AnswerMatcher()
 
     def run(self) -> TrainState:
         if self.cfg.max_passage_tokens:
@@ -134,9 +136,9 @@ class Loop(StepLoop):
 
     def _learn(self, batch: JoinedBatch) -> float:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
-        answer_view_Q = None
+        answer_QV = None
         if self.loss == "camvr":
-            answer_view_Q = torch.from_numpy(self._answer_views(batch)).to(self.device)
+            answer_QV = torch.from_numpy(self._answer_views(batch)).to(self.device)
         tau = self._temperature(self.state.step)
 
         def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> LossTerms:
@@ -150,7 +152,7 @@ class Loop(StepLoop):
                 tau=tau,
                 scale=self.full_spec.score_scale,
                 local_weight=self.cfg.local_weight,
-                answer_view_Q=answer_view_Q,
+                answer_QV=answer_QV,
                 answer_share=self.cfg.answer_share,
                 known_QP=known_QP,
             )
@@ -186,11 +188,19 @@ class Loop(StepLoop):
             dist.all_reduce(loss)
         return float(loss) / world_size()
 
-    def _answer_views(self, batch: JoinedBatch) -> IntArray:
+    def _answer_views(self, batch: JoinedBatch) -> np.ndarray:
+        """answers_QV, which views of its positive hold a question's answer: by its place, or by its words too."""
+        answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
         spans = {int(row): self.model.snippets(batch.passages[row]) for row in np.unique(batch.positive_Q)}
-        pairs = zip(batch.positive_Q, batch.answer_start_Q)
-        found = (find_snippet(spans[int(row)], int(start)) if start >= 0 else -1 for row, start in pairs)
-        return np.fromiter(found, np.int64, len(batch.texts))
+        for question, row in enumerate(map(int, batch.positive_Q)):
+            start = int(batch.answer_start_Q[question])
+            if start >= 0 and (view := find_snippet(spans[row], start)) >= 0:
+                answers_QV[question, view] = True
+            if self.cfg.answer_views == "all" and (answers := batch.answers[question]):
+                text = batch.passages[row].text
+                for view, (begin, end) in enumerate(spans[row]):
+                    answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
+        return answers_QV
 
     def _count(self, encoded: Encoded, positive_Q: Tensor) -> None:
         sums, terms = self.state.sums, encoded.terms
