@@ -19,7 +19,7 @@ from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.sections import Name, Section, explain
 
-StepName = Literal["train", "mine", "index", "refine", "evaluate", "analyze", "cost", "refinement_grid"]
+StepName = Literal["train", "mine", "index", "refine", "evaluate", "analyze", "cost", "refinement_grid", "reading"]
 
 
 def _short(value: Any) -> Any:
@@ -32,7 +32,7 @@ class StepConfig(Section):
     stage: StepName
     set: list[str] = Field(default_factory=list)
     options: dict[str, Any] = Field(default_factory=dict)
-    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`)."""
+    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`)."""
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]

@@ -23,13 +23,18 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost
+from mvr_ray.studies.reading import reading
 from mvr_ray.studies.refinement import refinement_grid
 from mvr_ray.studies.steps import PlannedStep, StudyPlan
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
 
-MEASURES: dict[str, Callable[..., Any]] = {"cost": cost, "refinement_grid": refinement_grid}
+MEASURES: dict[str, Callable[..., Any]] = {
+    "cost": cost,
+    "refinement_grid": refinement_grid,
+    "reading": reading,
+}
 """What studies do beyond the stages."""
 
 
@@ -106,7 +111,7 @@ def read_step(store: Store, key: str) -> DoneStep | None:
 
 def _make_live(step: PlannedStep, done: dict[str, DoneStep]) -> None:
     """Variants that refine one index each begin at its first version, and are measured at the one that they made."""
-    if step.stage not in ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine"):
+    if step.stage not in ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading"):
         return
     store, name = Store(step.run.store.path), step.run.index.name
     numbers = manifest.list_versions(store, name)

@@ -52,6 +52,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             tables.teacher_table(found),
             tables.mining_table(found),
             tables.refinement_table(found),
+            tables.reading_table(found),
             tables.cost_table(found),
         )
         if table and table.rows

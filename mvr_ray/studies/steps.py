@@ -28,6 +28,7 @@ _SECTIONS = {
     "analyze": ("analyze", "evaluate"),
     "cost": ("encoder", "evaluate"),
     "refinement_grid": ("refine", "evaluate"),
+    "reading": ("read", "retrieve", "evaluate"),
 }
 _NEEDS = {
     "prepare": (),
@@ -41,6 +42,7 @@ _NEEDS = {
     "analyze": ("index", "refine"),
     "cost": ("prepare",),
     "refinement_grid": ("index",),
+    "reading": ("index", "refine", "reader"),
 }
 _NAMES = {
     "encoder": ("name",),
@@ -118,7 +120,7 @@ class _Chain:
         names = self._names(made, run, key)
         if key not in plan.steps:
             named = RunConfig.model_validate(_laid_over(run, names))
-            refined = self.latest.get("refine") if stage in ("evaluate", "analyze") else None
+            refined = self.latest.get("refine") if stage in ("evaluate", "analyze", "reading") else None
             typed = [f"{section}.{name}={value}" for section, values in names.items() for name, value in values.items()]
             words = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
             if stage in STAGES:

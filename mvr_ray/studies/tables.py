@@ -265,6 +265,27 @@ def _accuracies(each: Mapping[str, Any]) -> list[Value]:
     return [_percent(measured[kind]["1"]) for measured in each["sets"] for kind in ("answer", "gold")]
 
 
+def reading_table(found: Sequence[Measured]) -> Table | None:
+    """What a reader answers from the rankings of each variant."""
+    rows: list[list[Value]] = []
+    for one in found:
+        for report in one.reports.get("reading", [])[:1]:
+            for asked in report["sets"]:
+                told = {(row["passages"], row["metric"]): row for row in asked["rows"]}
+                for k in sorted({passages for passages, _ in told}):
+                    both = [
+                        _spoken(Cell(row["value"], row["low"], row["high"], 1))
+                        for row in (told[k, "exact_match"], told[k, "f1"])
+                    ]
+                    rows.append([one.name, asked["questions"], asked["asked"], k, *both])
+    note = "Percent by SQuAD's rules, with the 95 % interval over questions; answers from the first so many passages."
+    return (
+        Table("Reading", note, ["variant", "questions", "asked", "passages", "exact match", "F1"], rows)
+        if rows
+        else None
+    )
+
+
 def cost_table(found: Sequence[Measured]) -> Table | None:
     rows: list[list[Value]] = []
     for one in found:

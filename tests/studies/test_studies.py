@@ -106,6 +106,24 @@ def test_a_step_reads_what_the_steps_before_it_made(write):
     assert len({step.run.index.name for step in (indexed, again)}) == 2
 
 
+def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(write):
+    """And what is mined before it is mined alike in a chain without one."""
+    teacher = {"stage": "train", "set": ["train.task=cross_encoder"]}
+    taught = {"stage": "train", "set": ["train.num_hard_negatives=1"]}
+    reader = {"stage": "train", "set": ["train.task=reader"]}
+    chains = [["mine", teacher, taught, "index", "mine", taught, "index"], ["mine", taught, "index", reader, "evaluate"]]
+    variants = [{"name": str(number), "steps": steps} for number, steps in enumerate(chains)]
+    plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+    _, mined, judge, first, indexed, denoised, second, again, read, _ = plan.steps.values()
+    assert (judge.run.train.task, read.run.train.task) == ("cross_encoder", "reader")
+    assert judge.run.train.hard_negatives == first.run.train.hard_negatives == mined.run.mine.output
+    assert (mined.run.mine.cross_encoder, denoised.run.mine.cross_encoder) == (None, judge.run.train.cross_encoder)
+    assert second.run.train.hard_negatives == denoised.run.mine.output != mined.run.mine.output
+    assert indexed.run.encoder.name == first.run.encoder.name != second.run.encoder.name == again.run.encoder.name
+    assert plan.variants[1].keys[:3] == (mined.key, first.key, indexed.key)
+    assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
+
+
 def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     def refused(told: str, run: dict | None = None, size: str = "quick", **more) -> None:
         with pytest.raises(ConfigError, match=told):
