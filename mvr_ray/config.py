@@ -126,6 +126,9 @@ class IndexConfig(Section):
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
+    scan: Literal["vectors", "int8"] = "vectors"
+    """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
+    exclude is scored with the vectors, so answers stay exact."""
     factory: str = "IVF256,SQfp16"
     """Faiss factory string, for kind faiss."""
     nprobe: Count = 32

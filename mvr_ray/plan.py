@@ -190,9 +190,9 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
 
 
 def index_bytes(index: IndexConfig, vectors: int, dimension: int) -> int:
-    """Bytes of one shard's index file; flat searches the embeddings themselves."""
+    """Bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
     if index.kind == "flat":
-        return 0
+        return vectors * (dimension + 8) if index.scan == "int8" else 0
     if index.kind == "hnsw":
         return vectors * (4 * dimension + links_bytes(index.hnsw_m) + 12)
     return faiss_bytes(index.factory, vectors, dimension)

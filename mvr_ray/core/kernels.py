@@ -7,7 +7,7 @@ Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K
 """
 
 import importlib.util
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +42,13 @@ class Kernel(Protocol[Array]):
         """Relative error of a factor when the hardware multiplies in less than float32 (TF32, bfloat16), else 0."""
         ...
 
-    def put(self, rows: FloatArray) -> Array:
+    def put(self, rows: NDArray[Any]) -> Array:
         """Host rows on the device, in their own dtype."""
         ...
 
-    def float32(self, vectors_ND: Array) -> Array: ...
+    def float32(self, rows_ND: Array, scale_N1: Array | None = None) -> Array:
+        """Vectors as float32; codes times their scales, where these are given."""
+        ...
 
     def max_norm(self, vectors_ND: Array) -> float:
         """The largest Euclidean norm, computed in float32."""
@@ -71,11 +73,12 @@ class NumpyKernel:
     vectors_per_step = CPU_STEP
     input_rounding = 0.0
 
-    def put(self, rows: FloatArray) -> FloatArray:
+    def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def float32(self, vectors_ND: FloatArray) -> FloatArray:
-        return vectors_ND.astype(np.float32, copy=False)
+    def float32(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> FloatArray:
+        vectors_ND = rows_ND.astype(np.float32, copy=False)
+        return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
 
     def max_norm(self, vectors_ND: FloatArray) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -120,13 +123,13 @@ class TorchKernel:
     def input_rounding(self) -> float:
         return _torch_input_rounding()
 
-    def put(self, rows: FloatArray) -> "torch.Tensor":
+    def put(self, rows: NDArray[Any]) -> "torch.Tensor":
         import torch
 
         return torch.from_numpy(_as_writeable(rows)).to(self.device)
 
-    def float32(self, vectors_ND: "torch.Tensor") -> "torch.Tensor":
-        return vectors_ND.float()
+    def float32(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> "torch.Tensor":
+        return rows_ND.float() if scale_N1 is None else rows_ND.float().mul_(scale_N1)
 
     def max_norm(self, vectors_ND: "torch.Tensor") -> float:
         return float(vectors_ND.square().sum(1).max().sqrt())

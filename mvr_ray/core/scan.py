@@ -17,6 +17,9 @@ bounds |a - s| for a passage's best view as for each one, since a maximum errs n
 a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. Whoever has `a + e < L` scores
 less than all of those, ties included, and may go; L only grows, so it may go at once.
 
+**Eight bits.** With codes, a step multiplies w in place of v (`codes`), and e grows by |q| max r, the largest residual
+of the step. The candidates are scored with v as ever, so only their number changes.
+
 **Memory** is a step's vectors as float32 and its scores for 256 queries, the best k, and a bounded number of
 candidates: when ties let too many through, they are scored exactly and cut to k on the way.
 
@@ -28,6 +31,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
+from mvr_ray.core.codes import Codes
 from mvr_ray.core.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
 from mvr_ray.core.kernels import Array, Kernel
 from mvr_ray.errors import ShardIndexError
@@ -53,16 +57,19 @@ class Step(NamedTuple):
     counts_P  number of views
     uniform   the common number of views, 0 where they differ
     vectors   of the block, N of them
+    first     number of the first vector in the shard
     """
 
     row_P: IntArray
     counts_P: IntArray
     uniform: int
     vectors_ND: FloatArray
+    first: int
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
     """The blocks in order, in steps of about `vectors_per_step` vectors that never part a passage."""
+    before = 0
     for block, first_row in zip(table.blocks, table.starts):
         ptr = np.asarray(block.row_ptr)
         low, last = 0, len(block.ids)
@@ -74,19 +81,23 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
             if len(local_P):
                 counts_P = counts_P[counts_P > 0]
                 uniform = int(counts_P[0]) if (counts_P == counts_P[0]).all() else 0
-                yield Step(int(first_row) + local_P, counts_P, uniform, block.vectors_ND[ptr[low] : ptr[high]])
+                vectors_ND = block.vectors_ND[ptr[low] : ptr[high]]
+                yield Step(int(first_row) + local_P, counts_P, uniform, vectors_ND, before + int(ptr[low] - ptr[0]))
             low = high
+        before += int(ptr[-1] - ptr[0])
 
 
 class Scan(Generic[Array]):
     """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 8 bytes a step,
-    unless `resident` keeps the vectors on the kernel's device."""
+    unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
+    scanned in place of the vectors, which then only the candidates need."""
 
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
         kernel: Kernel[Array],
         *,
+        codes: Codes | None = None,
         resident: bool = False,
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
@@ -96,7 +107,13 @@ class Scan(Generic[Array]):
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
         self.norms = [-1.0] * len(self.steps)
-        self.resident = [kernel.put(step.vectors_ND) for step in self.steps] if resident else []
+        self.codes = codes
+        if codes is not None and len(codes.codes_ND) != self.table.num_vectors:
+            raise ShardIndexError(
+                f"there are codes of {len(codes.codes_ND)} vectors, the embeddings are {self.table.num_vectors}; "
+                f"build the index again"
+            )
+        self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
         """Exact top k. `queries_QD` float32 and finite; k >= 1.
@@ -107,22 +124,33 @@ class Scan(Generic[Array]):
         parts = range(0, len(queries_QD), self.queries_at_once)
         batches = [_Batch(self, queries_QD[at : at + self.queries_at_once], limit) for at in parts] if limit else []
         for number, step in enumerate(self.steps if batches else []):
-            vectors_ND = self.kernel.float32(
-                self.resident[number] if self.resident else self.kernel.put(step.vectors_ND)
-            )
+            rows_ND, scale_N1 = self.resident[number] if self.resident else self._put(step)
+            vectors_ND = self.kernel.float32(rows_ND, scale_N1)
             if self.norms[number] < 0:
                 self.norms[number] = self._norm(step, self.kernel.max_norm(vectors_ND))
             for batch in batches:
-                batch.scan(step, vectors_ND, self.norms[number])
+                batch.scan(step, vectors_ND, self.norms[number], self._residual(step))
         scored = [batch.finish() for batch in batches]
         return pack_hits(scored, [len(batch.queries_QD) for batch in batches], len(queries_QD), k)
+
+    def _put(self, step: Step) -> tuple[Array, Array | None]:
+        if self.codes is None:
+            return self.kernel.put(step.vectors_ND), None
+        own = slice(step.first, step.first + len(step.vectors_ND))
+        return self.kernel.put(self.codes.codes_ND[own]), self.kernel.put(self.codes.scale_N[own, None])
+
+    def _residual(self, step: Step) -> float:
+        """The most that a code of the step is away from its vector."""
+        if self.codes is None:
+            return 0.0
+        return float(self.codes.residual_N[step.first : step.first + len(step.vectors_ND)].max())
 
     def _norm(self, step: Step, computed: float) -> float:
         """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
         terms = (self.table.dimension + 2) * UNIT
         if computed < 1e15:
             return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
-        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1)
+        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
         if not np.isfinite(norm_N).all():
             vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
             row = int(step.row_P[np.searchsorted(np.cumsum(step.counts_P), vector, side="right")])
@@ -145,7 +173,7 @@ class _Batch(Generic[Array]):
         self.settled: list[Scored] = []
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
 
-    def scan(self, step: Step, vectors_ND: Array, norm: float) -> None:
+    def scan(self, step: Step, vectors_ND: Array, norm: float, residual: float) -> None:
         kernel, dimension = self.scan_of.kernel, self.scan_of.table.dimension
         if self.norm_Q.max() * norm > LARGEST:
             raise ShardIndexError(
@@ -153,6 +181,7 @@ class _Batch(Generic[Array]):
                 f"overflow float32 scores; normalise the embeddings"
             )
         error_Q = score_error(self.norm_Q, norm, dimension, kernel.input_rounding)
+        error_Q += self.norm_Q * residual * (1 + 2.0**-20)
         best_QP = kernel.best_views(self.on_device, vectors_ND, step.counts_P, step.uniform)
         self.low_QK, found = kernel.select(best_QP, error_Q, self.low_QK)
         if len(found.query_M):

@@ -1,6 +1,7 @@
 """The views of one shard, searchable: what every kind of index is, and the doors to the three kinds.
 
-    flat    exact and certified; nothing to build or to keep, the vectors are the index
+    flat    exact and certified; the vectors are the index, or with `scan: int8` codes of a quarter of float32's size
+            that are scanned in their place, what they cannot exclude being scored with the vectors
     faiss   any Faiss factory string; approximate
     hnsw    hnswlib graph; approximate
 
@@ -19,6 +20,7 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
 
 KINDS = ("flat", "faiss", "hnsw")
+SCANS = ("vectors", "int8")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class IndexParams:
     hnsw_m: int = 32
     hnsw_ef_construction: int = 200
     hnsw_ef_search: int = 128
+    scan: str = "vectors"
 
 
 class ShardIndex(Protocol):
@@ -51,6 +54,8 @@ def check_params(params: IndexParams, dimension: int) -> None:
     """ShardIndexError if no index could be built so, before any work is done."""
     if params.kind not in KINDS:
         raise ShardIndexError(f"index kind {params.kind!r} is unknown; it is one of {', '.join(KINDS)}")
+    if params.scan not in SCANS:
+        raise ShardIndexError(f"index scan {params.scan!r} is unknown; it is one of {', '.join(SCANS)}")
     if dimension < 1:
         raise ShardIndexError(f"embeddings have dimension {dimension}; at least 1 is needed")
     if params.kind == "faiss":
@@ -64,7 +69,7 @@ def check_params(params: IndexParams, dimension: int) -> None:
 
 
 def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Build the index file into `folder`; gives the file names written, none for flat. Same blocks, same bytes."""
+    """Build the index files into `folder`; gives the names written, none for plain flat. Same blocks, same bytes."""
     check_params(params, _dimension(blocks))
     if params.kind == "faiss":
         from mvr_ray.index.faiss_index import build_faiss
@@ -74,6 +79,10 @@ def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
         from mvr_ray.index.hnsw_index import build_hnsw
 
         return build_hnsw(params, blocks, folder)
+    if params.scan == "int8":
+        from mvr_ray.index.flat import build_codes
+
+        return build_codes(blocks, folder)
     return []
 
 
@@ -95,9 +104,10 @@ def open_index(
         from mvr_ray.index.hnsw_index import HnswIndex
 
         return HnswIndex(params, blocks, folder, threads=threads)
-    from mvr_ray.index.flat import FlatIndex
+    from mvr_ray.index.flat import FlatIndex, open_codes
 
-    return FlatIndex(blocks, device=device, threads=threads)
+    codes = open_codes(folder) if params.scan == "int8" and any(len(block.ids) for block in blocks) else None
+    return FlatIndex(blocks, codes=codes, device=device, threads=threads)
 
 
 def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:

@@ -249,7 +249,7 @@ main(sys.argv[1:])
 def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_relative_path(store_path, ray_session):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 16, "epochs": 16, "checkpoint_steps": 2}
     run = configured(store_path, settings, {"name": "interrupted", **QUICK}, resources={"train_workers": 1})
-    calm = train(configured(store_path, settings, {"name": "calm-alone", **QUICK}, resources={"train_workers": 1}))
+    calm = train(configured(store_path, settings, {"name": "calm-alone", **QUICK}))  # one worker is this process
     file = store_path.parent / "run.yaml"
     file.write_text(yaml.safe_dump({**run.model_dump(mode="json"), "store": {"path": store_path.name}}))
     command = [sys.executable, "-c", COMMAND, "train", file.name, "--json"]

@@ -9,10 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.core.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.kernels import NumpyKernel, TorchKernel, make_kernel
 from mvr_ray.core.scan import Scan
 from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.base import IndexParams, build_index, open_index
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.types import EmbeddingBlock
 
@@ -22,6 +24,10 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(Healt
 
 def as_bytes(hits) -> list[bytes]:
     return [column.tobytes() for column in hits]
+
+
+def encoded(blocks) -> Codes:
+    return encode(np.concatenate([block.vectors_ND for block in blocks]))
 
 
 @given(
@@ -38,11 +44,12 @@ def as_bytes(hits) -> list[bytes]:
     step=st.sampled_from([1, 7, 16384]),
     at_once=st.sampled_from([1, 3, 256]),
     pending=st.sampled_from([0, 1 << 18]),
+    coded=st.booleans(),
 )
 @SLOW
 def test_flat_search_equals_brute_force(
     shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, ragged, empty, dtype, per_block,
-    engine, step, at_once, pending,
+    engine, step, at_once, pending, coded,
 ):  # fmt: skip
     blocks = shard(
         seed, num_passages, max_views, dimension,
@@ -51,7 +58,8 @@ def test_flat_search_equals_brute_force(
     asked = queries(seed, 4, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step = step
-    scan = Scan(blocks, kernel, queries_at_once=at_once, candidates_at_once=pending)
+    codes = encoded(blocks) if coded else None
+    scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
     check_exact(scan.search(asked, k), asked, blocks, k)
 
 
@@ -79,6 +87,55 @@ def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshar
 
 def rows_of(hits, chosen_Q):
     return type(hits)(*(column[chosen_Q] for column in hits))
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    dtype=st.sampled_from(["float16", "float32"]),
+    spread=st.sampled_from([1e-6, 1.0, 300.0]),
+)
+@SLOW
+def test_a_code_is_the_nearest_of_its_levels_and_its_residual_no_less_than_the_distance(
+    queries, palette, seed, dtype, spread
+):
+    vectors_ND = np.clip(queries(seed, 20, 9, palette) * spread, -6e4, 6e4).astype(dtype)
+    vectors_ND[0] = 0
+    codes = encode(vectors_ND)
+    for vector, code, scale, residual in zip(vectors_ND.astype(np.float64), *codes):
+        assert float(scale) == np.float32(np.abs(vector).max() / LEVELS)
+        levels = [float(np.float32(level) * scale) for level in range(-LEVELS, LEVELS + 1)]
+        nearest = [min(abs(level - value) for level in levels) for value in vector.tolist()]
+        away = [abs(float(np.float32(one) * scale) - value) for one, value in zip(code.tolist(), vector.tolist())]
+        assert away == pytest.approx(nearest, rel=1e-5, abs=float(scale) * 1e-4)
+        assert float(residual) >= sum(one * one for one in away) ** 0.5
+        assert float(residual) <= sum(one * one for one in away) ** 0.5 * (1 + 1e-6) + 1e-37
+    assert not codes.codes_ND[0].any()
+    assert decode(codes.codes_ND, codes.scale_N).dtype == np.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_error(shard, queries, tmp_path, device):
+    blocks, asked = shard(8, 120, 4, 24, empty=True), queries(8, 6, 24)
+    params = IndexParams(scan="int8")
+    assert build_index(params, blocks, tmp_path) == ["codes.npy", "scales.npy"]
+    before = [(tmp_path / name).read_bytes() for name in ("codes.npy", "scales.npy")]
+    build_index(params, blocks, tmp_path)
+    assert [(tmp_path / name).read_bytes() for name in ("codes.npy", "scales.npy")] == before
+    coded = open_index(params, blocks, tmp_path, device=device)
+    assert coded.exact
+    for k in (1, 10, 500):
+        assert as_bytes(coded.search(asked, k)) == as_bytes(FlatIndex(blocks).search(asked, k))
+    with pytest.raises(ShardIndexError, match=r"codes of .* vectors, the embeddings are .*; build the index again"):
+        open_index(params, shard(8, 40, 4, 24), tmp_path)
+    (tmp_path / "codes.npy").write_bytes(before[0][:50])
+    with pytest.raises(ShardIndexError, match=r"no eight-bit codes can be read in .*; build the index again"):
+        open_index(params, blocks, tmp_path)
+    with pytest.raises(ShardIndexError, match="index scan 'int4' is unknown; it is one of vectors, int8"):
+        build_index(IndexParams(scan="int4"), blocks, tmp_path)
+    damaged = blocks[0].vectors_ND.copy()
+    damaged[3, 2] = np.nan
+    with pytest.raises(ShardIndexError, match=r"vector 3 of .* has NaN or infinity"):
+        build_index(params, [blocks[0]._replace(vectors_ND=damaged)], tmp_path)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -111,7 +111,10 @@ def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(
     teacher = {"stage": "train", "set": ["train.task=cross_encoder"]}
     taught = {"stage": "train", "set": ["train.num_hard_negatives=1"]}
     reader = {"stage": "train", "set": ["train.task=reader"]}
-    chains = [["mine", teacher, taught, "index", "mine", taught, "index"], ["mine", taught, "index", reader, "evaluate"]]
+    chains = [
+        ["mine", teacher, taught, "index", "mine", taught, "index"],
+        ["mine", taught, "index", reader, "evaluate"],
+    ]
     variants = [{"name": str(number), "steps": steps} for number, steps in enumerate(chains)]
     plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
     _, mined, judge, first, indexed, denoised, second, again, read, _ = plan.steps.values()
