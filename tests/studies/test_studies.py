@@ -224,13 +224,16 @@ def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
     settings = [
         {"method": "linear", "positives": "all", "depth": 20},
         {"method": "passage", "positives": "all", "depth": 20, "step_size": 0.05},
-        {"method": "feedback_views", "depth": 20},
+        {"method": "feedback_views", "depth": 20, "weight": 0.8},
+        {"method": "feedback_views", "depth": 20, "weight": 0.7, "clusters": 2},
+        {"method": "feedback_views", "depth": 20, "weight": 0.9, "clusters": 4},
     ]
     report = refinement_grid(run, options={"settings": settings})
     assert manifest.list_versions(store, "index") == [1]
     for tried in report.tried:
         asked = {"method": tried.setting["method"], "positives": tried.setting["positives"]}
         sections["refine"] |= asked | {"step_size": tried.setting["step_size"]}
+        sections["refine"] |= {f"feedback_{name}": tried.setting[name] for name in ("weight", "clusters")}
         refined = refine(run_over(own_index, **sections))
         rows = {(row.kind, row.protocol): row for row in refined.accuracy}
         for kind in ("answer", "gold"):
