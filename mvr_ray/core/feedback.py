@@ -7,8 +7,8 @@ sphere: each question joins the centre of largest cosine, each centre becomes th
 
 The same vectors give the same bytes, in whatever order the questions come and whatever else is in the shard: nothing
 is drawn, questions are put in the order of their bytes before anything is added up, sums are in float64, and ties go
-to the first. Centres start far apart (Gonzalez 1985): the question farthest from the direction of all, then the one
-farthest from the centres so far.
+to the first. Centres start far apart (Gonzalez, Theoretical Computer Science 38, 1985): the question farthest from the
+direction of all, then the one farthest from the centres so far.
 
 Shapes: P passages, N vectors, Q questions, A questions asked of some passage, F feedback views, X pairs of a passage
 and a question, C centres, D dimension.
@@ -23,7 +23,7 @@ from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.types import FloatArray, IntArray
 
 SAME_COSINE = 1 - 1e-6
-"""Questions nearer than this are one question: the encoder's float32 sums differ by less between batches."""
+"""Questions nearer than this, a thousandth of their length apart, are one: rounding in float32 is far below it."""
 MAX_ROUNDS = 20
 _CANCELLED = 1e-6
 _ROWS_AT_ONCE = 16_384

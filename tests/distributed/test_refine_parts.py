@@ -14,6 +14,7 @@ from mvr_ray.distributed.refinement.questions import arrange, read_feedback
 from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.terminal import report_tables
 from mvr_ray.types import EmbeddingBlock, Question
 
 NUM_VIEWS, DIMENSION = 3, 4
@@ -228,4 +229,7 @@ def test_a_report_survives_the_disk():
         weights=(WeightReport(0.7, 0.9, 0.8, 0.7, 0.6, -0.5), WeightReport(0.8, 0.95, 0.85, 0.6, 0.5, 10.0)),
     )
     assert "weight 0.8: top-1 95.0 labelled, 60.0 gate (gold 85.0, 50.0), costs 10.0" in report.lines()
+    shown = report_tables("refine", json.loads(report.to_json()))
+    columns = {str(drawn.title): [column.header for column in drawn.columns] for drawn in shown}
+    assert columns["weights"] == sorted(name.replace("_", " ") for name in WeightReport._fields)
     assert RefineReport.from_json(report.to_json()) == report

@@ -102,7 +102,7 @@ class RefinementLoop:
         """Make, search and judge what a first round with each weight would publish; weights that were tried are not
         tried again."""
         handed = {shard: (part,) for shard, part in self.refiners.split(labels).items()}
-        known, gate = self.questions.groups[0], self.questions.gates
+        known = self.questions.groups[0]
         kind = deciding_kind(self.judge, self.refine, known)
         for number in range(len(self.journal.weights), len(self.weights)):
             at, settings = trial(number), FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
@@ -113,10 +113,7 @@ class RefinementLoop:
             heldout = tuple(self.heldout(ranks))
             report = WeightReport(
                 weight=settings.weight,
-                labelled_top1=self.judge.top1([known], "answer", ranks),
-                labelled_gold_top1=self.judge.top1([known], "gold", ranks),
-                gate_top1=self.judge.top1(gate, "answer", ranks),
-                gate_gold_top1=self.judge.top1(gate, "gold", ranks),
+                **self.top1s(ranks),
                 lost_points=worst_loss(self.journal.heldout_before, heldout),
             )
             labelled = 100 * self.judge.top1([known], kind, ranks) if kind else 0.0
@@ -161,6 +158,16 @@ class RefinementLoop:
 
     def heldout(self, ranks: Ranks) -> list[float]:
         return [100 * self.judge.top1([gate.group], gate.kind, ranks) for gate in self.gates]
+
+    def top1s(self, ranks: Ranks) -> dict[str, Any]:
+        """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
+        known, gate = self.questions.groups[:1], self.questions.gates
+        return {
+            "labelled_top1": self.judge.top1(known, "answer", ranks),
+            "labelled_gold_top1": self.judge.top1(known, "gold", ranks),
+            "gate_top1": self.judge.top1(gate, "answer", ranks),
+            "gate_gold_top1": self.judge.top1(gate, "gold", ranks),
+        }
 
     def step(self, at: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "Moved"]:
         """One step from the state after round `at` to the next: queries first where both move (AOpt, hybrid)."""
@@ -228,14 +235,10 @@ class RefinementLoop:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
         else:
             ranks = self.rank_others(number, ranks, self.questions.gate_rows(), "gate")
-        known, gate = self.questions.groups[0], self.questions.gates
         report = RoundReport(
             number=number,
             **moved.summary(self.refiners.num_passages, len(self.labelled)),
-            labelled_top1=self.judge.top1([known], "answer", ranks),
-            labelled_gold_top1=self.judge.top1([known], "gold", ranks),
-            gate_top1=self.judge.top1(gate, "answer", ranks),
-            gate_gold_top1=self.judge.top1(gate, "gold", ranks),
+            **self.top1s(ranks),
         )
         self.journal.commit(DoneRound(report, tuple(self.heldout(ranks)), moved.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
