@@ -301,7 +301,8 @@ def plan(
         return
     from mvr_ray import plan as planning
 
-    made = planning.plan(run, planning.corpus_size(run, passages))
+    size = planning.corpus_size(run, passages)
+    made = planning.plan(run, size, planning.most_feedback_views(run, size))
     if as_json:
         totals = {kind: made.total(kind) for kind in ("disk", "memory", "gpu")}
         lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]

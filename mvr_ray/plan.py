@@ -5,10 +5,10 @@
     hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
     faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
-    refine   = at rest + vectors x D x (4 + 2 | 4)                 what moved in fp32, and laid over as stored
+    refine   = at rest + (vectors + F) x D x (4 + 2 | 4)           what moved or is new in fp32, and laid over as stored
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
-Letters: V views a passage, D dimension, M links a node. All sizes are plain bytes; a GB is 10^9 of them.
+Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 
 TEXT_BYTES = 700
@@ -75,8 +75,9 @@ class Plan(NamedTuple):
         return sum(line.bytes_all for line in self.lines if line.kind == kind)
 
 
-def plan(run: RunConfig, passages: int) -> Plan:
-    """Sizes for `passages` passages; their text is taken to be 700 bytes each."""
+def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
+    """Sizes for `passages` passages; their text is taken to be 700 bytes each. A refined version, and what searches it,
+    has so many feedback views more."""
     if passages < 1:
         raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
     model = backbone_sizes(run.encoder.backbone)
@@ -87,15 +88,17 @@ def plan(run: RunConfig, passages: int) -> Plan:
     item = 2 if run.index.dtype == "fp16" else 4
     at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
     index_file = index_bytes(run.index, vectors, model.hidden)
+    added = math.ceil(feedback_views / shards)
+    refined_file = at_rest + added * (model.hidden * item + 2) + index_bytes(run.index, vectors + added, model.hidden)
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     encode = 4 * model.parameters + 2 * layer_bytes(
         model, run.index.tokens_per_batch, run.encoder.max_passage_tokens, half=False
     )
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
-    held = math.ceil(shards / searchers) * (at_rest + index_file)
+    held = math.ceil(shards / searchers) * refined_file
     refiners = min(resources.refiners, shards)
-    refined = math.ceil(shards / refiners) * (at_rest + vectors * model.hidden * (4 + item))
+    refined = math.ceil(shards / refiners) * (at_rest + (vectors + added) * model.hidden * (4 + item))
     workspace = 256 * 32_768 * 4
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
@@ -105,7 +108,7 @@ def plan(run: RunConfig, passages: int) -> Plan:
         PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {model.hidden} x {item} bytes a shard"),
         PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
         PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
-        PlanLine("disk", "one more version", at_rest + index_file, shards, "at most: unchanged shards are shared"),
+        PlanLine("disk", "one more version", refined_file, shards, "at most: unchanged shards are shared"),
         PlanLine(
             "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
         ),
@@ -124,7 +127,7 @@ def plan(run: RunConfig, passages: int) -> Plan:
     if per_gpu_trainer:
         lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
     if resources.gpus_per_searcher > 0:
-        on_gpu = math.ceil(shards / searchers) * vectors * model.hidden * item + workspace
+        on_gpu = math.ceil(shards / searchers) * (vectors + added) * model.hidden * item + workspace
         lines.append(PlanLine("gpu", "searcher", on_gpu, searchers, "vectors of its shards"))
     return Plan(passages, passages * views, model.hidden, views, shards, lines)
 
@@ -142,6 +145,22 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
             f"plan: no corpus {run.prepare.corpus!r} in {run.store.path} to count; "
             f"run `mvr-ray prepare CONFIG` first, or say how many with --passages N"
         ) from None
+
+
+def most_feedback_views(run: RunConfig, passages: int) -> int:
+    """How many feedback views a refined version can have: so many clusters a passage, and where each question labels
+    one passage, no more than there are questions."""
+    refine = run.refine
+    if refine.method != "feedback_views" or (refine.questions is None and refine.feedback is None):
+        return 0
+    most = passages * refine.feedback_clusters
+    one_each = refine.feedback is None and refine.labels == "answers" and refine.positives == "first"
+    if refine.questions is None or not one_each:
+        return most
+    try:
+        return min(most, len(read_questions(Store(run.store.path), refine.questions)))
+    except MissingInputError:
+        return most
 
 
 def effective_views(encoder: EncoderConfig) -> int:

@@ -104,8 +104,8 @@ def size(num_bytes: float) -> str:
 def hit_text(rank: int, found: FoundPassage) -> Text:
     """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal."""
     text = Text(f"{rank:>2}. {found.title or found.id}", style="bold")
-    told = "feedback view" if found.feedback else f"view {found.view}"
-    text.append(f"  [{found.id}] score {found.score:.4f}, {told}\n", style="dim")
+    told = "feedback view" if found.feedback else "view"
+    text.append(f"  [{found.id}] score {found.score:.4f}, {told} {found.view}\n", style="dim")
     body, snippet = found.text or "", found.snippet
     if snippet is None:
         return text.append(body, style="not bold")

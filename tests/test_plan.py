@@ -4,7 +4,18 @@ import pytest
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.plan import Backbone, backbone_sizes, faiss_bytes, index_bytes, links_bytes, plan
+from mvr_ray.plan import (
+    Backbone,
+    backbone_sizes,
+    faiss_bytes,
+    index_bytes,
+    links_bytes,
+    most_feedback_views,
+    plan,
+)
+from mvr_ray.store.corpus import write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.types import Question
 
 WIKIPEDIA = 21_015_324
 DIMENSION = 768
@@ -111,3 +122,34 @@ def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
     )
     stored, in_fp32 = 2 * 384, 4 * 384
     assert many - few == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32)
+
+
+def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
+    run = RunConfig()
+    plain, refined = ({line.what: line.bytes_each for line in plan(run, 100_000, more).lines} for more in (0, 200_000))
+    grown = {what: refined[what] - each for what, each in plain.items() if refined[what] != each}
+    assert grown.pop("one more version") * run.prepare.num_shards == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
+    assert grown.pop("searcher") == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
+    assert grown.pop("refiner") == pytest.approx(200_000 * (2 + 4) * 384, rel=1e-3)
+    assert not grown
+
+
+@pytest.mark.parametrize(
+    ("refine", "most"),
+    [
+        ({}, 0),
+        ({"questions": "known", "method": "passage"}, 0),
+        ({"questions": "known"}, 7),
+        ({"questions": "known", "feedback_clusters": 1}, 5),
+        ({"questions": "known", "positives": "all"}, 10),
+        ({"questions": "known", "labels": "gold", "feedback_clusters": 4}, 20),
+        ({"questions": "not_there", "feedback_clusters": 3}, 15),
+        ({"feedback": "clicks.jsonl"}, 10),
+    ],
+)
+def test_feedback_views_are_bounded_by_clusters_and_by_questions_that_label_one_passage_each(
+    tmp_path, refine, most
+) -> None:
+    write_questions(Store(str(tmp_path)), "known", [Question(f"q{n}", f"why {n}?", ("so",)) for n in range(7)])
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "refine": refine})
+    assert most_feedback_views(run, 5) == most

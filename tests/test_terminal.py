@@ -59,6 +59,8 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     head, body = hit_text(1, found).plain.split("\n")
     assert head == " 1. Rivers  [p1] score 0.5000, view 1"
     assert body == "The Nile is long. »The Rhine is shorter.« So it goes."
+    learned = found.model_copy(update={"view": 9, "feedback": True, "snippet": None})
+    assert hit_text(1, learned).plain.split("\n")[0].endswith("score 0.5000, feedback view 9")
     assert hit_text(1, found.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
 
 

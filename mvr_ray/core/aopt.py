@@ -1,4 +1,4 @@
-"""Moving stored vectors by labels (AOpt, Future Internet 2023), and feedback views. Closed forms, no autograd.
+"""Moving stored vectors by labels (AOpt, Future Internet 2023). Closed forms, no autograd.
 
 A vector x (a view, or a query) has partners y (queries, or views), some positive. The ratio loss, eqs. 11 and 13, is
 
@@ -9,7 +9,7 @@ a norm only grows. A and B of all vectors are two sparse matrix products, and ad
 
 Passage-centric and query-centric steps are one function from two sides; hybrid is one after the other.
 
-Shapes: N vectors to move, Q partners, D dimension, M vectors that moved, F feedback views.
+Shapes: N vectors to move, Q partners, D dimension, M vectors that moved.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from mvr_ray.core.pseudo_labels import LabelMatrices, Labels
+from mvr_ray.core.pseudo_labels import LabelMatrices
 from mvr_ray.types import FloatArray, IntArray
 
 _ROWS_AT_ONCE = 16_384
@@ -67,21 +67,6 @@ class StepResult(NamedTuple):
     @property
     def num_moved(self) -> int:
         return len(self.moved_M)
-
-
-class FeedbackViews(NamedTuple):
-    """One extra view for each passage that has positive questions.
-
-    passage_F      passage numbers, ascending
-    vectors_FD     float32, weight x the passage's norm x the unit mean of its positive questions
-    num_questions_F    questions behind each
-    num_cancelled  passages whose questions cancel out, so that they have no direction and get no view
-    """
-
-    passage_F: IntArray
-    vectors_FD: FloatArray
-    num_questions_F: IntArray
-    num_cancelled: int
 
 
 def passage_step(
@@ -202,44 +187,6 @@ def linear_step(
         num_no_negative=int(((num_positive_N > 0) & (num_negative_N == 0)).sum()),
         num_negative_loss=0,
     )
-
-
-def feedback_views(
-    queries_QD: FloatArray, labels: Labels, norms_P: FloatArray, *, weight: float = 0.8
-) -> FeedbackViews:
-    """An extra view for every passage with a positive label; the passage's own views stay as they are.
-
-    `norms_P` is the norm of each passage's own views (see `own_norms`), so that a weight below 1 keeps the new view
-    from outshining them. Each question counts once a passage.
-    """
-    positive = labels.take(labels.positive_L)
-    passage_F, row_L = np.unique(positive.passage_L, return_inverse=True)
-    weights_FQ = csr_array((np.ones(len(row_L)), (row_L, positive.question_L)), shape=(len(passage_F), len(queries_QD)))
-    weights_FQ.sum_duplicates()
-    weights_FQ.data[:] = 1.0
-    mean_FD = weights_FQ @ queries_QD.astype(np.float64)
-    count_F = _row_counts(weights_FQ)
-    length_F = np.linalg.norm(mean_FD, axis=1)
-    mass_F = weights_FQ @ np.linalg.norm(queries_QD.astype(np.float64), axis=1)
-    kept_F = length_F > 1e-6 * mass_F
-    scale_F = weight * norms_P[passage_F[kept_F]] / length_F[kept_F]
-    vectors_FD = (mean_FD[kept_F] * scale_F[:, None]).astype(np.float32)
-    return FeedbackViews(passage_F[kept_F], vectors_FD, count_F[kept_F], int((~kept_F).sum()))
-
-
-def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArray, num_views: int) -> FloatArray:
-    """Mean norm of each passage's own views, feedback views (numbers from `num_views` on) left out. float64 [P]."""
-    own_N = view_numbers_N < num_views
-    passage_N = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))[own_N]
-    norms_N = np.concatenate(
-        [np.empty(0)]
-        + [
-            np.linalg.norm(vectors_ND[start : start + _ROWS_AT_ONCE].astype(np.float64), axis=1)
-            for start in range(0, len(vectors_ND), _ROWS_AT_ONCE)
-        ]
-    )[own_N]
-    count_P = np.bincount(passage_N, minlength=len(row_ptr) - 1)
-    return np.bincount(passage_N, norms_N, len(row_ptr) - 1) / np.maximum(count_P, 1)
 
 
 def _step_in_parts(

@@ -4,9 +4,13 @@ Held-out (gate) accuracy is measured before the first round and after each. Roun
 sets has not risen for `patience` rounds, or rounds are used up, or nothing moves. Then the best *acceptable* round is
 restored: one in which no gate set lost more than `max_heldout_loss` points. Where there is none, refinement is
 rejected. The loss is not asked: it falls while accuracy collapses.
+
+Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the same
+bound, what the labelled questions gain decides, for that is what a larger weight buys.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
@@ -55,6 +59,33 @@ class Reject:
 Action = Continue | Stop | Reject
 
 
+@dataclass(frozen=True)
+class TriedWeight:
+    """After a first round with this weight: top-1 of the labelled questions and of each gate set, in points."""
+
+    weight: float
+    labelled: float
+    heldout_G: tuple[float, ...]
+
+
+def choose_weight(before_G: tuple[float, ...], tried: Sequence[TriedWeight], max_heldout_loss: float) -> float:
+    """The weight with the highest labelled accuracy, of those that cost no gate set more than `max_heldout_loss`.
+
+    Where every weight costs more, the one whose worst gate set lost least: rounds then end as for one weight. Ties go
+    to the smaller weight.
+    """
+    lost = {one.weight: worst_loss(before_G, one.heldout_G) for one in tried}
+    acceptable = [one for one in tried if lost[one.weight] <= max_heldout_loss + _POINT_NOISE]
+    if acceptable:
+        return max(acceptable, key=lambda one: (one.labelled, -one.weight)).weight
+    return min(lost, key=lambda weight: (lost[weight], weight))
+
+
+def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
+    """Points that the worst gate set has lost (negative if all have gained)."""
+    return max(before - now for before, now in zip(before_G, now_G, strict=True))
+
+
 def next_action(state: RefineState) -> Action:
     """Continue, Stop or Reject. Ties between rounds go to the earliest, which has moved least."""
     done = len(state.heldout_RG) - 1
@@ -90,5 +121,4 @@ def _mean(state: RefineState, round_number: int) -> float:
 
 
 def _lost(state: RefineState, round_number: int) -> float:
-    """Points that the worst gate set has lost since before refinement (negative if all have gained)."""
-    return max(before - now for before, now in zip(state.heldout_RG[0], state.heldout_RG[round_number]))
+    return worst_loss(state.heldout_RG[0], state.heldout_RG[round_number])

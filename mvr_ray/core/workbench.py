@@ -1,8 +1,8 @@
 """Refinements tried out in memory: the same labels and steps as a refinement's, over the views of one small index.
 
 What `refine` does over shards and rounds at rest, this does in one process and publishes nothing, so a hundred settings
-cost a minute. It also knows variants that `refine` does not offer: every view moved instead of the winner, several
-feedback views a passage, negatives that push them away, decay, clicks.
+cost a minute. It also knows variants that `refine` does not offer: every view moved instead of the winner, negatives
+that push feedback views away, decay, clicks.
 
     feedback view   w |p| m / |m|,   m = sum_pos a^age q / sum_pos a^age  -  push x mean_neg q
     clicks          P(click) = 0.9^rank x (0.9 if the passage answers, else 0.1); what was passed over is a negative
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from mvr_ray.core import aopt
+from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.pseudo_labels import Labels, gold_relevance, label_matrices, labels_from_hits, winning_slots
@@ -125,7 +125,8 @@ class Workbench:
         self.vectors_ND = np.ascontiguousarray(vectors_ND, np.float32)
         self.row_ptr, self.view_numbers_N, self.num_views = row_ptr, view_numbers_N, num_views
         self.num_passages = len(row_ptr) - 1
-        self.norms_P = aopt.own_norms(self.vectors_ND, row_ptr, view_numbers_N, num_views)
+        self.passage_N = np.repeat(np.arange(self.num_passages), np.diff(row_ptr))
+        self.norms_P = feedback.own_norms(self.vectors_ND, row_ptr, view_numbers_N, num_views)
         self._text_of, self._matcher = text_of, AnswerMatcher()
         self._bears: dict[str, np.ndarray] = {}
 
@@ -141,20 +142,24 @@ class Workbench:
         rounds = [self._round(0, state, labelled, others, hits, ks)]
         for number in range(1, setting.rounds + 1):
             labels = self.label(setting, labelled, state, hits)
-            state = self._step(setting, state, labels, number)
+            state = self._step(setting, state, labels)
             hits = self.search(state, state.labelled_QD, depth)
             rounds.append(self._round(number, state, labelled, others, hits, ks))
         return rounds
 
     def search(self, state: _State, queries_QD: FloatArray, k: int) -> Hits:
-        """The best k passages of each question by their best view; ties by number."""
+        """The best k passages of each question by their best view; ties by number. New feedback views replace those
+        that the passage has in the index."""
         k = min(k, self.num_passages)
         found_QK = np.full((len(queries_QD), k), -1, np.int64)
         order = np.argsort(state.feedback_P, kind="stable")
         owners, first = np.unique(state.feedback_P[order], return_index=True)
+        replaced_N = (self.view_numbers_N >= self.num_views) & np.isin(self.passage_N, owners)
         for low in range(0, len(queries_QD), _QUERIES_AT_ONCE):
             block_QD = queries_QD[low : low + _QUERIES_AT_ONCE].astype(np.float32)
-            best_QP = np.maximum.reduceat(block_QD @ state.vectors_ND.T, self.row_ptr[:-1], axis=1)
+            scores_QN = block_QD @ state.vectors_ND.T
+            scores_QN[:, replaced_N] = -np.inf
+            best_QP = np.maximum.reduceat(scores_QN, self.row_ptr[:-1], axis=1)
             if len(owners):
                 added_QF = np.maximum.reduceat(block_QD @ state.feedback_FD[order].T, first, axis=1)
                 best_QP[:, owners] = np.maximum(best_QP[:, owners], added_QF)
@@ -202,7 +207,7 @@ class Workbench:
         return labels._replace(view_L=self.view_numbers_N[slots].astype(np.int16))
 
     def _slots(self, labels: Labels) -> IntArray:
-        keys_N = np.repeat(np.arange(self.num_passages), np.diff(self.row_ptr)) * (1 << 16) + self.view_numbers_N
+        keys_N = self.passage_N * (1 << 16) + self.view_numbers_N
         return np.searchsorted(keys_N, labels.passage_L * (1 << 16) + labels.view_L)
 
     def _everywhere(self, labels: Labels) -> Labels:
@@ -213,9 +218,9 @@ class Workbench:
         slots = self.row_ptr[labels.passage_L[at]] + offset
         return labels.take(at)._replace(view_L=self.view_numbers_N[slots].astype(np.int16))
 
-    def _step(self, setting: Setting, state: _State, labels: Labels, number: int) -> _State:
+    def _step(self, setting: Setting, state: _State, labels: Labels) -> _State:
         if setting.method == "feedback_views":
-            return self._feedback(setting, state, labels, number)
+            return self._feedback(setting, state, labels)
         if setting.move == "every":
             labels = self._everywhere(labels)
         slots = self._slots(labels)
@@ -251,9 +256,10 @@ class Workbench:
             state.touched,
         )
 
-    def _feedback(self, setting: Setting, state: _State, labels: Labels, number: int) -> _State:
-        passage_F, vectors_FD = feedback_clusters(setting, state.labelled_QD, labels, self.norms_P, number)
-        return _State(state.vectors_ND, state.labelled_QD, passage_F, vectors_FD, moved=len(np.unique(passage_F)))
+    def _feedback(self, setting: Setting, state: _State, labels: Labels) -> _State:
+        made = feedback_of(setting, state.labelled_QD, labels, self.norms_P)
+        num_moved = len(np.unique(made.passage_F))
+        return _State(state.vectors_ND, state.labelled_QD, made.passage_F, made.vectors_FD, moved=num_moved)
 
     def _round(
         self, number: int, state: _State, labelled: Asked, others: Sequence[Asked], hits: Hits, ks: Sequence[int]
@@ -311,54 +317,24 @@ def clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
     return Clicks(clicked_QK, rank_K <= last_Q[:, None])
 
 
-class _Feedback(NamedTuple):
-    passage_F: IntArray
-    vectors_FD: FloatArray
-
-
-def feedback_clusters(
-    setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray, number: int
-) -> _Feedback:
-    """Feedback views: `clusters` a passage at most, from its positive questions less `push` times its negative ones."""
-    unit_QD = queries_QD / np.linalg.norm(queries_QD, axis=1, keepdims=True)
+def feedback_of(
+    setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray
+) -> feedback.FeedbackViews:
+    """Feedback views as `refine` makes them, from positive questions that fade with age less `push` x the negatives."""
     age_Q = AGES - 1 - np.arange(len(queries_QD)) * AGES // max(len(queries_QD), 1)
-    weight_Q = setting.decay**age_Q
-    positive, negative = labels.take(labels.positive_L), labels.take(~labels.positive_L)
-    away_PD = _means(negative, unit_QD, len(norms_P)) if setting.push else None
-    owners: list[int] = []
-    vectors: list[FloatArray] = []
-    order = np.argsort(positive.passage_L, kind="stable")
-    passages, first = np.unique(positive.passage_L[order], return_index=True)
-    for passage, own in zip(passages.tolist(), np.split(positive.question_L[order], first[1:])):
-        own = np.unique(own)
-        for part in spherical_clusters(unit_QD[own], setting.clusters, seed=setting.seed + passage):
-            mean_D = np.average(unit_QD[own[part]], axis=0, weights=weight_Q[own[part]])
-            if away_PD is not None:
-                mean_D = mean_D - setting.push * away_PD[passage]
-            length = np.linalg.norm(mean_D)
-            if length > 1e-6:
-                owners.append(passage)
-                vectors.append(setting.weight * norms_P[passage] * mean_D / length)
-    stacked = np.array(vectors, np.float32).reshape(-1, queries_QD.shape[1])
-    return _Feedback(np.array(owners, np.int64), stacked)
+    negative = labels.take(~labels.positive_L)
+    return feedback.feedback_views(
+        queries_QD,
+        labels,
+        norms_P,
+        weight=setting.weight,
+        clusters=setting.clusters,
+        share_Q=setting.decay**age_Q,
+        away_PD=setting.push * _means(negative, queries_QD, len(norms_P)) if setting.push else None,
+    )
 
 
-def _means(labels: Labels, unit_QD: FloatArray, num_passages: int) -> FloatArray:
-    shape = (num_passages, len(unit_QD))
+def _means(labels: Labels, queries_QD: FloatArray, num_passages: int) -> FloatArray:
+    shape = (num_passages, len(queries_QD))
     counts = csr_array((np.ones(len(labels.passage_L)), (labels.passage_L, labels.question_L)), shape=shape)
-    return (counts @ unit_QD) / np.maximum(counts.sum(axis=1), 1)[:, None]
-
-
-def spherical_clusters(unit_ND: FloatArray, most: int, seed: int, rounds: int = 10) -> list[IntArray]:
-    """At most so many groups of unit vectors by k-means on the sphere; members' positions, no group empty."""
-    if most <= 1 or len(unit_ND) <= most:
-        return [np.arange(len(unit_ND))] if most <= 1 else [np.array([at]) for at in range(len(unit_ND))]
-    rng = np.random.default_rng(seed)
-    centres_CD = unit_ND[rng.choice(len(unit_ND), most, replace=False)]
-    group_N = np.zeros(len(unit_ND), np.int64)
-    for _ in range(rounds):
-        group_N = (unit_ND @ centres_CD.T).argmax(axis=1)
-        for cluster in np.unique(group_N):
-            mean_D = unit_ND[group_N == cluster].mean(axis=0)
-            centres_CD[cluster] = mean_D / max(float(np.linalg.norm(mean_D)), 1e-12)
-    return [np.flatnonzero(group_N == cluster) for cluster in np.unique(group_N)]
+    return (counts @ queries_QD.astype(np.float64)) / np.maximum(counts.sum(axis=1), 1)[:, None]

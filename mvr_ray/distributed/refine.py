@@ -81,10 +81,13 @@ def _conclude(
         rewritten_shards=0,
         published=None,
         reason=end.reason,
+        settings=loop.settings(),
+        weights=tuple(done.report for done in loop.journal.weights),
     )
     if isinstance(end, Reject) or end.best_round == 0:
         return report, None
-    refined, rewritten = describe(run, base, loop.refiners, loop.views_at(end.best_round), accuracy)
+    at = loop.views_at(end.best_round)
+    refined, rewritten = describe(run, base, loop.refiners, at, accuracy, report.settings)
     report = dataclasses.replace(report, dirty_share=refined.dirty_share or 0.0, rewritten_shards=rewritten)
     if run.refine.method in MOVES_QUERIES:
         labelled = loop.questions.table[: loop.questions.num_labelled]

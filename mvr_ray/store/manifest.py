@@ -81,6 +81,8 @@ class Manifest:
     config_digest: str = ""
     dirty_share: float | None = None
     """Share of passages whose views the operation changed."""
+    refinement: dict[str, float] = field(default_factory=dict)
+    """What this operation made feedback views with: `feedback_weight`, and `feedback_clusters`, the most a passage."""
     refined_queries: dict[str, str] = field(default_factory=dict)
     """Question set -> digest of its moved query vectors (`layout.refined_queries`)."""
     format_version: int = FORMAT_VERSION

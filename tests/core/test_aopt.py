@@ -1,4 +1,4 @@
-"""Closed-form steps against automatic and numerical differentiation; the domain; worked examples; feedback views."""
+"""Closed-form steps against automatic and numerical differentiation; the domain; worked examples."""
 
 import math
 
@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from mvr_ray.core import aopt
 from mvr_ray.core.aopt import (
     LabelSums,
-    feedback_views,
     label_sums,
     linear_step,
-    own_norms,
     passage_step,
     query_step,
     ratio_step,
     softmax_step,
 )
-from mvr_ray.core.pseudo_labels import LabelMatrices, Labels, label_matrices
+from mvr_ray.core.pseudo_labels import LabelMatrices, label_matrices
 
 
 def matrices(signs_NQ: np.ndarray) -> LabelMatrices:
@@ -274,51 +272,3 @@ def test_nothing_labelled_moves_nothing():
         assert result.vectors_MD.shape == (0, 2)
         assert math.isnan(result.loss)
         assert tuple(result[3:]) == (0, 0, 0, 0)
-
-
-def labels_of(rows: list[tuple[int, int, bool]]) -> Labels:
-    question, passage, positive = (np.array(column) for column in zip(*rows))
-    return Labels(question, passage, np.zeros(len(rows), np.int16), positive.astype(bool))
-
-
-def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_the_passage_answered():
-    queries = np.array([[3.0, 0.0], [0.0, 3.0], [0.0, -3.0], [5.0, 5.0]], np.float32)
-    norms = np.array([2.0, 1.0, 10.0, 1.0])
-    labels = labels_of(
-        [(0, 2, True), (1, 2, True), (3, 2, False), (3, 0, True), (0, 1, False), (1, 3, True), (2, 3, True)]
-    )
-    made = feedback_views(queries, labels, norms, weight=0.5)
-    assert made.passage_F.tolist() == [0, 2]
-    half = math.sqrt(0.5)
-    np.testing.assert_allclose(made.vectors_FD, [[half, half], [5 * half, 5 * half]], rtol=1e-6)
-    assert made.num_questions_F.tolist() == [1, 2]
-    assert made.num_cancelled == 1
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(0.1, 1.0))
-def test_every_feedback_view_has_weight_times_the_norm_of_its_passage_and_the_direction_of_a_loop(seed, weight):
-    rng = np.random.default_rng(seed)
-    queries = rng.normal(size=(6, 4)).astype(np.float32)
-    norms = rng.uniform(0.5, 3.0, 5)
-    pairs = [(q, p, bool(rng.random() < 0.5)) for q in range(6) for p in range(5) if rng.random() < 0.6]
-    if not pairs:
-        return
-    made = feedback_views(queries, labels_of(pairs), norms, weight=weight)
-    assert made.passage_F.tolist() == sorted({p for _, p, positive in pairs if positive})
-    for passage, vector in zip(made.passage_F, made.vectors_FD):
-        mean = np.mean([queries[q].astype(np.float64) for q, p, positive in pairs if positive and p == passage], axis=0)
-        np.testing.assert_allclose(vector, weight * norms[passage] * mean / np.linalg.norm(mean), rtol=2e-6, atol=1e-7)
-
-
-def test_feedback_without_positives_makes_no_view():
-    made = feedback_views(np.ones((2, 3), np.float32), labels_of([(0, 0, False), (1, 1, False)]), np.ones(2))
-    assert made.passage_F.tolist() == []
-    assert made.vectors_FD.shape == (0, 3)
-
-
-def test_norms_are_means_over_own_views_and_leave_feedback_views_out():
-    vectors = np.array([[3, 4], [0, 1], [0, 90], [6, 8]], np.float16)
-    norms = own_norms(vectors, np.array([0, 3, 4]), np.array([0, 2, 8, 1], np.int16), num_views=8)
-    assert norms.tolist() == [3.0, 10.0]
-    assert own_norms(np.empty((0, 2), np.float32), np.array([0]), np.empty(0, np.int16), 8).tolist() == []

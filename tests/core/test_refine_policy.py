@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.core.refine_policy import Continue, RefineState, Reject, Stop, next_action
+from mvr_ray.core.refine_policy import (
+    Continue,
+    RefineState,
+    Reject,
+    Stop,
+    TriedWeight,
+    choose_weight,
+    next_action,
+)
 
 
 def state(*rounds: float, max_rounds: int = 30, patience: int = 3, loss: float = 1.0, moved: int | None = 9):
@@ -89,3 +97,47 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_acceptable_round
         assert accuracy[action.best_round] == max(kept)
     else:
         assert not kept
+
+
+def tried(*rows: tuple[float, float, tuple[float, ...]]) -> list[TriedWeight]:
+    return [TriedWeight(*row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("before", "weights", "loss", "chosen"),
+    [
+        ((70.0,), [(0.7, 92.0, (71.0,)), (0.8, 97.0, (69.5,))], 1.0, 0.8),
+        ((70.0,), [(0.7, 92.0, (71.0,)), (0.8, 97.0, (68.9,))], 1.0, 0.7),
+        ((66.9,), [(0.7, 92.0, (66.9,)), (0.8, 97.0, (65.9,))], 1.0, 0.8),
+        ((70.0,), [(0.7, 92.0, (70.0,)), (0.8, 92.0, (75.0,))], 1.0, 0.7),
+        ((70.0,), [(0.8, 92.0, (70.0,)), (0.7, 92.0, (70.0,)), (0.9, 91.0, (70.0,))], 1.0, 0.7),
+        ((70.0, 60.0), [(0.7, 92.0, (70.0, 60.0)), (0.8, 97.0, (80.0, 58.0))], 1.0, 0.7),
+        ((70.0, 60.0), [(0.7, 92.0, (70.0, 60.0)), (0.8, 97.0, (80.0, 58.0))], 2.0, 0.8),
+        ((70.0,), [(0.7, 92.0, (60.0,)), (0.8, 97.0, (61.0,)), (0.9, 99.0, (50.0,))], 1.0, 0.8),
+        ((70.0,), [(0.8, 97.0, (60.0,)), (0.7, 92.0, (60.0,))], 1.0, 0.7),
+        ((70.0,), [(0.8, 50.0, (70.0,))], 0.0, 0.8),
+    ],
+)
+def test_the_weight_that_the_table_says_is_chosen(before, weights, loss, chosen):
+    assert choose_weight(before, tried(*weights), loss) == chosen
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
+        st.tuples(st.integers(0, 20), st.tuples(st.integers(0, 20), st.integers(0, 20))),
+        min_size=1,
+    ),
+    st.integers(0, 6),
+    st.randoms(),
+)
+def test_the_chosen_weight_gains_most_within_the_bound_in_whatever_order_weights_were_tried(found, loss, shuffled):
+    before = (10.0, 10.0)
+    rows = [(weight, float(known), tuple(map(float, gates))) for weight, (known, gates) in found.items()]
+    shuffled.shuffle(rows)
+    chosen = choose_weight(before, tried(*rows), loss)
+    allowed = {weight: known for weight, known, gates in rows if min(gates) >= 10 - loss}
+    if allowed:
+        assert chosen == min(weight for weight in allowed if allowed[weight] == max(allowed.values()))
+    else:
+        assert chosen == max(rows, key=lambda row: (min(row[2]), -row[0]))[0]

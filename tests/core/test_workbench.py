@@ -4,18 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mvr_ray.core.metrics import first_ranks
+from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.workbench import (
     Asked,
     Setting,
     Workbench,
+    _State,
     clicks,
-    feedback_clusters,
+    feedback_of,
     hubs,
-    spherical_clusters,
 )
 
 D = 8
@@ -167,31 +166,42 @@ def test_clicks_fall_on_answers_near_the_top_and_nothing_below_the_last_is_seen(
     assert (again == clicked).all()
 
 
-@given(num=st.integers(1, 12), most=st.integers(1, 5), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
-def test_clusters_part_all_questions_and_none_is_empty(num, most, seed):
-    groups = spherical_clusters(unit((num, 4), np.random.default_rng(seed)), most, seed)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(num))
-    assert 1 <= len(groups) <= min(most, num)
-    assert all(len(group) for group in groups)
-
-
 def test_two_bundles_of_questions_give_two_feedback_views_and_negatives_push_them_away(bench):
     generator = np.random.default_rng(8)
     bundles = np.eye(D)[:2].repeat(3, axis=0) + 0.01 * generator.normal(size=(6, D))
     away = np.eye(D)[[2]] + 0.5 * np.eye(D)[[0]]
     queries = np.concatenate([bundles, away])
-    from mvr_ray.core.pseudo_labels import Labels
-
     labels = Labels(np.arange(7), np.full(7, 3), np.zeros(7, np.int16), np.array([True] * 6 + [False]))
     norms = np.full(40, 2.0)
-    owners, vectors = feedback_clusters(Setting(weight=0.5, clusters=2), queries, labels, norms, 1)
-    assert owners.tolist() == [3, 3]
+    made = feedback_of(Setting(weight=0.5, clusters=2), queries, labels, norms)
+    vectors = made.vectors_FD
+    assert made.passage_F.tolist() == [3, 3]
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
     assert sorted(np.abs(vectors).argmax(axis=1).tolist()) == [0, 1]
-    [_, one], [_, pushed] = (
-        feedback_clusters(Setting(weight=0.5, push=push), queries, labels, norms, 1) for push in (0.0, 0.5)
+    one, pushed = (
+        feedback_of(Setting(weight=0.5, push=push), queries, labels, norms).vectors_FD for push in (0.0, 0.5)
     )
     assert (pushed @ away[0])[0] < (one @ away[0])[0] - 0.1
-    _, old = feedback_clusters(Setting(weight=0.5, decay=0.01), queries, labels, norms, 1)
+    old = feedback_of(Setting(weight=0.5, decay=0.01), queries, labels, norms).vectors_FD
     assert old[0, 1] > 0.49, "the first questions are the oldest, and fade"
+
+
+def test_new_feedback_views_stand_in_for_those_that_the_index_has(bench):
+    """Passage 3 has a stored feedback view that wins everything; a new one, of no interest, drops it."""
+    known = asked("known", 12, 2)
+    end = bench.row_ptr[4]
+    vectors = np.insert(bench.vectors_ND, end, 50 * known.queries_QD.sum(axis=0), axis=0)
+    row_ptr = bench.row_ptr + (np.arange(41) > 3)
+    numbers = np.insert(bench.view_numbers_N, end, 3)
+    stored = Workbench(vectors, row_ptr, numbers, 3, lambda row: f"it is word{row % 7}")
+    assert stored.norms_P.tolist() == bench.norms_P.tolist()
+    queries = known.queries_QD[known.queries_QD @ vectors[end] > 0]
+    labels = Labels(np.array([0]), np.array([3]), np.zeros(1, np.int16), np.array([True]))
+    state = stored._feedback(Setting(weight=0.01), _state(stored, queries), labels)
+    plain = bench._feedback(Setting(weight=0.01), _state(bench, queries), labels)
+    assert (stored.search(_state(stored, queries), queries, 5).passage_QK[:, 0] == 3).all()
+    assert np.array_equal(stored.search(state, queries, 5).passage_QK, bench.search(plain, queries, 5).passage_QK)
+
+
+def _state(bench: Workbench, queries: np.ndarray):
+    return _State(bench.vectors_ND, queries, np.empty(0, np.int64), np.empty((0, D), np.float32))

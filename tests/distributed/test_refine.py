@@ -88,6 +88,13 @@ def accuracy(report, group: str, kind: str):
     return next(row for row in report.accuracy if (row.group, row.kind) == (group, kind))
 
 
+def feedback_and_own(found: dict[str, dict[int, bytes]]) -> list[dict[str, dict[int, bytes]]]:
+    """The feedback views of the passages that have any, and the own views of all."""
+    extra = {p: {number: data for number, data in views.items() if number >= 4} for p, views in found.items()}
+    own = {p: {number: data for number, data in views.items() if number < 4} for p, views in found.items()}
+    return [{p: views for p, views in extra.items() if views}, own]
+
+
 def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store):
     report = refining.refine(config(store, method="feedback_views", rounds=2))
     known = accuracy(report, "squad_known", "answer")
@@ -99,17 +106,25 @@ def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(stor
     assert report.published.parent == 1
     before, after = all_views(store, 1), all_views(store, 2)
     assert before.keys() == after.keys()
-    extra = {passage_id: views.pop(4) for passage_id, views in after.items() if 4 in views}
-    assert extra
-    assert before == after
+    extra, own = feedback_and_own(after)
+    assert own == before
     assert report.dirty_share == len(extra) / len(before)
+    assert {tuple(views) for views in extra.values()} == {(4,), (4, 5)}, "at most two, without a gap"
+    norms = [np.linalg.norm(np.frombuffer(data, np.float16)) for views in extra.values() for data in views.values()]
+    np.testing.assert_allclose(norms, report.settings["feedback_weight"], atol=2e-3)
     assert not list((store / "indexes/squad/staging").glob("refine-*"))
 
-    again = refining.refine(config(store, method="feedback_views", rounds=1, questions="squad_other", report=[]))
+    other = {"questions": "squad_other", "report": [], "max_heldout_loss": 100}
+    again = refining.refine(config(store, rounds=1, feedback_clusters=1, feedback_weight=0.9, **other))
     assert again.base_version == 2
-    replaced = all_views(store, 3) if again.published else after
-    assert max(max(views) for views in replaced.values()) == 4  # a new feedback view takes the old one's place
-    assert {p: {v: b for v, b in views.items() if v < 4} for p, views in replaced.items()} == before
+    now, own = feedback_and_own(all_views(store, 3))
+    assert own == before
+    changed = {passage_id for passage_id in now if now[passage_id] != extra.get(passage_id)}
+    assert {tuple(now[passage_id]) for passage_id in changed} == {(4,)}, "one new view takes the place of two"
+    assert any(len(extra.get(passage_id, ())) == 2 for passage_id in changed)
+    assert any(len(now[passage_id]) == 2 for passage_id in now), "what is not labelled again keeps its own"
+    assert extra.keys() <= now.keys()
+    assert again.published.refinement == {"feedback_weight": 0.9, "feedback_clusters": 1}
 
 
 def linear_oracle(store: Path, run: RunConfig) -> dict[str, dict[int, np.ndarray]]:
@@ -182,16 +197,50 @@ def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
     assert not list((store / "indexes/squad/staging").glob("refine-*"))
 
 
-def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path):
+@pytest.mark.parametrize(
+    ("counts", "settings"),
+    [
+        ((1, 2), {"method": "hybrid"}),
+        ((1, 4), {"method": "feedback_views", "feedback_clusters": 3, "feedback_weight": [0.8, 0.6]}),
+    ],
+    ids=["hybrid", "feedback_views"],
+)
+def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path, counts, settings):
     published = []
-    for refiners in (1, 2):
+    for refiners in counts:
         store = shutil.copytree(indexed, tmp_path / f"with-{refiners}")
-        run = config(store, method="hybrid", max_heldout_loss=100, rounds=2)
+        run = config(store, **settings, max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
         published.append(refining.refine(run).published)
     assert digests(published[0]) == digests(published[1])
     assert published[0].metrics == published[1].metrics
     assert digests(published[0]) != digests(manifest.read(Store(str(indexed)), "squad", 1))
+
+
+def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(indexed, tmp_path):
+    whole, single = (shutil.copytree(indexed, tmp_path / name) for name in ("whole", "single"))
+    settings = {"rounds": 2, "feedback_clusters": 4, "max_heldout_loss": 2.0}
+    report = refining.refine(config(whole, feedback_weight=[1.0, 0.5, 0.8, 0.5], **settings))
+    assert [row.weight for row in report.weights] == [0.5, 0.8, 1.0]
+    known = [row.labelled_top1 for row in report.weights]
+    assert known == sorted(known) and known[0] < known[-1]
+    gate = 100 * accuracy(report, "squad_gate", "answer").before[0]
+    for row in report.weights:
+        assert row.lost_points == pytest.approx(gate - 100 * row.gate_top1)
+    allowed = [row for row in report.weights if row.lost_points <= 2.0 + 1e-9]
+    assert 0 < len(allowed) < 3, "the bound decides nothing here"
+    chosen = max(allowed, key=lambda row: row.labelled_top1)
+    assert report.settings == report.published.refinement
+    assert report.settings == {"feedback_weight": chosen.weight, "feedback_clusters": 4}
+    first = report.rounds[0]
+    assert (first.labelled_top1, first.gate_top1) == (chosen.labelled_top1, chosen.gate_top1)
+    assert manifest.read(Store(str(whole)), "squad").refinement == report.settings
+
+    alone = refining.refine(config(single, feedback_weight=chosen.weight, **settings))
+    assert alone.weights == ()
+    assert alone.rounds == report.rounds
+    assert digests(alone.published) == digests(report.published)
+    assert not list((whole / "indexes/squad/staging").glob("refine-*"))
 
 
 def test_moved_queries_are_kept_and_no_passage_changes(store):
@@ -221,10 +270,21 @@ refine(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()), tell)
 """
 
 
-def test_a_driver_killed_between_rounds_continues_to_the_same_bytes(indexed, tmp_path):
+WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "until", "done"),
+    [
+        ({"method": "hybrid"}, "refine round 3", ("refine: first", "refine round 1")),
+        ({"method": "feedback_views", **WEIGHTS}, "refine weight 0.7", ("refine weight 0.5", "refine weight 0.6")),
+    ],
+    ids=["rounds", "weights"],
+)
+def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(indexed, tmp_path, method, until, done):
     whole = shutil.copytree(indexed, tmp_path / "whole")
     cut = shutil.copytree(indexed, tmp_path / "cut")
-    settings = {"method": "hybrid", "rounds": 4, "patience": 4, "max_heldout_loss": 100}
+    settings = {**method, "rounds": 4, "patience": 4, "max_heldout_loss": 100}
     expected = refining.refine(config(whole, **settings))
     run = config(cut, **settings)
     (tmp_path / "run.json").write_text(run.model_dump_json())
@@ -232,18 +292,19 @@ def test_a_driver_killed_between_rounds_continues_to_the_same_bytes(indexed, tmp
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
         assert driver.stdout is not None
-        seen = next((line for line in driver.stdout if line.startswith("refine round 3")), None)
+        seen = next((line for line in driver.stdout if line.startswith(until)), None)
         driver.send_signal(signal.SIGKILL)
-    assert seen, "the driver ended before round 3"
+    assert seen, f"the driver ended before {until}"
     assert manifest.list_versions(Store(str(cut)), "squad") == [1]
 
     retrieved = []
     report = refining.refine(run, lambda what, done, total: retrieved.append(what))
-    assert not any(what.startswith(("refine: first", "refine round 1")) for what in retrieved[: len(retrieved) // 2])
+    assert not any(what.startswith(done) for what in retrieved[: len(retrieved) // 2])
     assert report.published is not None
     assert digests(report.published) == digests(expected.published)
     assert report.accuracy == expected.accuracy
     assert report.rounds == expected.rounds
+    assert report.weights == expected.weights
 
 
 def test_a_driver_killed_after_publishing_says_what_it_published(store):

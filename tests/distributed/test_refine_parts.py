@@ -11,23 +11,24 @@ from mvr_ray.core.refine_policy import RefineState
 from mvr_ray.distributed.refinement.fleet import LabelCache
 from mvr_ray.distributed.refinement.loop import least_harmful
 from mvr_ray.distributed.refinement.questions import arrange, read_feedback
-from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport
+from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.terminal import report_tables
 from mvr_ray.types import EmbeddingBlock, Question
 
 NUM_VIEWS, DIMENSION = 3, 4
 
 
 def random_blocks(seed: int, num_blocks: int = 3) -> list[EmbeddingBlock]:
-    """Blocks of random size; each passage has 1..3 own views, and one in three a feedback view."""
+    """Blocks of random size; each passage has 1..3 own views, and one in three up to three feedback views."""
     rng = np.random.default_rng(seed)
     blocks, row = [], 0
     for _ in range(num_blocks):
         numbers = []
         for _ in range(int(rng.integers(1, 6))):
             own = np.sort(rng.permutation(NUM_VIEWS)[: rng.integers(1, NUM_VIEWS + 1)])
-            numbers.append([*own, *([NUM_VIEWS] if rng.random() < 0.3 else [])])
+            numbers.append([*own, *(NUM_VIEWS + np.arange(rng.integers(1, 4) if rng.random() < 0.3 else 0))])
         row_ptr = np.cumsum([0, *map(len, numbers)])
         vectors_ND = rng.standard_normal((row_ptr[-1], DIMENSION)).astype(np.float16)
         ids = [f"p{row + i:04d}" for i in range(len(numbers))]
@@ -55,6 +56,7 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     moved = rng.permutation(len(views.keys_N))[: rng.integers(0, len(views.keys_N))]
     vectors = rng.standard_normal((len(moved), DIMENSION)).astype(np.float32)
     rows = rng.permutation(len(expected))[: rng.integers(0, len(expected))]
+    rows = rng.permutation(np.repeat(rows, rng.integers(1, 4, len(rows))))
     feedback = rng.standard_normal((len(rows), DIMENSION)).astype(np.float32)
     state = ShardState.untouched(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
 
@@ -62,8 +64,10 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     for slot, vector in zip(moved, vectors):
         row, view = slots[slot]
         expected[row][view] = vector.astype(np.float16).tobytes()
-    for row, vector in zip(rows, feedback):
-        expected[row][NUM_VIEWS] = vector.astype(np.float16).tobytes()
+    for row in set(rows.tolist()):
+        expected[row] = {view: data for view, data in expected[row].items() if view < NUM_VIEWS}
+        for number, vector in enumerate(feedback[rows == row]):
+            expected[row][NUM_VIEWS + number] = vector.astype(np.float16).tobytes()
     current = views.current(state, NUM_VIEWS)
     assert as_dicts(current) == expected
     assert all(np.array_equal(np.sort(c.view_numbers_N[a:b]), c.view_numbers_N[a:b])
@@ -115,6 +119,17 @@ def test_feedback_that_stays_the_same_has_not_changed():
     had = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
     assert had.feedback_changes(had).tolist() == []
     assert had.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
+
+
+def test_passages_with_another_number_or_order_of_feedback_views_have_changed():
+    one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
+    base = ShardState.untouched(DIMENSION)
+    had = base.with_feedback(np.array([3, 3, 5, 8, 8]), np.concatenate([one, two, one, one, two]))
+    now = base.with_feedback(np.array([8, 5, 5, 3, 8]), np.concatenate([two, one, two, one, one]))
+    assert now.feedback_F.tolist() == [3, 5, 5, 8, 8]
+    assert had.feedback_changes(had).tolist() == []
+    assert had.feedback_changes(now).tolist() == now.feedback_changes(had).tolist() == [3, 5, 8]
+    assert ShardState.from_bytes(now.to_bytes()).feedback_changes(now).tolist() == []
 
 
 def question(text: str, number: int = 0) -> Question:
@@ -210,5 +225,11 @@ def test_a_report_survives_the_disk():
         rewritten_shards=2,
         published=None,
         reason="1 of 1 rounds done",
+        settings={"feedback_weight": 0.7, "feedback_clusters": 2},
+        weights=(WeightReport(0.7, 0.9, 0.8, 0.7, 0.6, -0.5), WeightReport(0.8, 0.95, 0.85, 0.6, 0.5, 10.0)),
     )
+    assert "weight 0.8: top-1 95.0 labelled, 60.0 gate (gold 85.0, 50.0), costs 10.0" in report.lines()
+    shown = report_tables("refine", json.loads(report.to_json()))
+    columns = {str(drawn.title): [column.header for column in drawn.columns] for drawn in shown}
+    assert columns["weights"] == sorted(name.replace("_", " ") for name in WeightReport._fields)
     assert RefineReport.from_json(report.to_json()) == report

@@ -3,25 +3,29 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from scipy import stats
 
 from mvr_ray.config import load_run
+from mvr_ray.core.workbench import Asked, Setting, Workbench, _State
+from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
 from mvr_ray.errors import ConfigError, StudyError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import DoneStep, run_plan
-from mvr_ray.studies.refinement import expanded, refinement_grid
+from mvr_ray.studies.refinement import _load, expanded, refinement_grid
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
 from mvr_ray.studies.tables import measured_variants, retrieval_table
-from mvr_ray.types import no_progress
+from mvr_ray.types import Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if path.stem != "common")
@@ -222,6 +226,34 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     assert (folder / "attention-kl-snippets.png").is_file()
 
 
+def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]) -> dict[str, np.ndarray]:
+    """What the workbench adds to version 1: feedback views by passage, in order."""
+    described = manifest.read(store, "index", 1)
+    loaded, texts = _load(store, described), Corpus.open(store, described.corpus)
+    bench = Workbench(
+        loaded.vectors_ND,
+        loaded.row_ptr,
+        loaded.view_numbers_N,
+        described.num_views,
+        lambda row: texts.get([loaded.ids[row]])[loaded.ids[row]].text,
+    )
+    encoder = open_encoder(store, described.encoder_name, described.encoder_fingerprint)
+    queries = encoder.embed_queries([question.text for question in questions])
+    asked = Asked("known", queries, [question.answers for question in questions], [set()] * len(questions))
+    none = np.empty(0, np.int64), np.empty((0, described.dimension), np.float32)
+    state = _State(bench.vectors_ND, queries, *none)
+    made = bench._step(setting, state, bench.label(setting, asked, state, bench.search(state, queries, 20)))
+    return {loaded.ids[row]: made.feedback_FD[made.feedback_P == row] for row in np.unique(made.feedback_P)}
+
+
+def feedback_at_rest(store: Store, published: Manifest) -> dict[str, np.ndarray]:
+    loaded = _load(store, published)
+    extra_N = loaded.view_numbers_N >= published.num_views
+    spans = zip(loaded.ids, loaded.row_ptr, loaded.row_ptr[1:])
+    found = {passage_id: loaded.vectors_ND[low:high][extra_N[low:high]] for passage_id, low, high in spans}
+    return {passage_id: views for passage_id, views in found.items() if len(views)}
+
+
 @pytest.mark.data
 @pytest.mark.ray
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
@@ -245,22 +277,34 @@ def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
     settings = [
         {"method": "linear", "positives": "all", "depth": 20},
         {"method": "passage", "positives": "all", "depth": 20, "step_size": 0.05},
-        {"method": "feedback_views", "depth": 20},
+        {"method": "feedback_views", "depth": 20, "weight": 0.8},
+        {"method": "feedback_views", "depth": 20, "weight": 0.7, "clusters": 2},
+        {"method": "feedback_views", "depth": 20, "weight": 0.9, "clusters": 4, "positives": "all"},
     ]
     report = refinement_grid(run, options={"settings": settings})
     assert manifest.list_versions(store, "index") == [1]
     for tried in report.tried:
         asked = {"method": tried.setting["method"], "positives": tried.setting["positives"]}
         sections["refine"] |= asked | {"step_size": tried.setting["step_size"]}
+        sections["refine"] |= {f"feedback_{name}": tried.setting[name] for name in ("weight", "clusters")}
         refined = refine(run_over(own_index, **sections))
         rows = {(row.kind, row.protocol): row for row in refined.accuracy}
-        for kind in ("answer", "gold"):
-            row = rows[kind, "transductive"]
-            before, after = (getattr(each.sets[0], kind) for each in (tried.rounds[0], tried.rounds[1]))
+        sets = [(kind, *one) for kind in ("answer", "gold") for one in enumerate(("transductive", "gate"))]
+        for kind, number, protocol in sets:
+            row = rows[kind, protocol]
+            before, after = (getattr(each.sets[number], kind) for each in (tried.rounds[0], tried.rounds[1]))
             assert (before[1], before[5]) == pytest.approx((row.top_1_before, row.top_5_before))
             assert (after[1], after[5], after[20]) == pytest.approx(
                 (row.top_1_after, row.top_5_after, row.top_20_after)
             )
+        setting = Setting(**tried.setting)
+        if setting.method == "feedback_views":
+            known = feedback_in_memory(store, setting, questions[:28])
+            stored = feedback_at_rest(store, refined.published)
+            assert known.keys() == stored.keys()
+            for passage_id, views in known.items():
+                np.testing.assert_allclose(stored[passage_id], views, atol=1e-3)
+            assert min(2, setting.clusters) <= max(map(len, known.values())) <= setting.clusters
         if refined.published:
             manifest.rollback(store, "index", 1)
 

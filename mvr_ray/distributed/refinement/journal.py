@@ -1,6 +1,8 @@
 """What a refinement has at rest while it runs, so that the same command continues it.
 
-    <staging>/refine-<key>/journal.json            ranks before, held-out accuracy and report of each round done
+    <staging>/refine-<key>/journal.json            ranks before, held-out accuracy and report of each round done, and of
+                                                   each weight tried
+    <staging>/refine-<key>/weight-<i>/shard-*.npz  what the i-th weight of feedback views would change in each shard
     <staging>/refine-<key>/round-<r>/shard-*.npz   what round r has changed in each shard
     <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, where they move
     <staging>/refine-<key>/report.json             the outcome, from just before the publish
@@ -20,8 +22,8 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions
-from mvr_ray.distributed.refinement.report import RefineReport, RoundReport
-from mvr_ray.distributed.refinement.shards import round_dir
+from mvr_ray.distributed.refinement.report import RefineReport, RoundReport, WeightReport
+from mvr_ray.distributed.refinement.shards import round_dir, trial
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -36,6 +38,14 @@ class DoneRound(NamedTuple):
     num_moved: int
 
 
+class DoneWeight(NamedTuple):
+    """A weight that has been tried; `labelled` and `heldout` in points, as they decide."""
+
+    report: WeightReport
+    labelled: float
+    heldout: tuple[float, ...]
+
+
 class Journal:
     """The record of one refinement of one version. Empty where nothing has been done yet."""
 
@@ -47,6 +57,7 @@ class Journal:
         self.before: Ranks | None = None
         self.heldout_before: tuple[float, ...] = ()
         self.rounds: list[DoneRound] = []
+        self.weights: list[DoneWeight] = []
         if store.exists(self._path):
             kept = json.loads(store.read_bytes(self._path))
             self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
@@ -54,6 +65,10 @@ class Journal:
             self.rounds = [
                 DoneRound(RoundReport(**row["report"]), tuple(row["heldout"]), row["num_moved"])
                 for row in kept["rounds"]
+            ]
+            self.weights = [
+                DoneWeight(WeightReport(**row["report"]), row["labelled"], tuple(row["heldout"]))
+                for row in kept["weights"]
             ]
 
     @property
@@ -72,6 +87,10 @@ class Journal:
         self.rounds.append(done)
         self._write()
 
+    def commit_weight(self, done: DoneWeight) -> None:
+        self.weights.append(done)
+        self._write()
+
     def _write(self) -> None:
         assert self.before is not None, "a round before the beginning"
         kept = {
@@ -79,12 +98,13 @@ class Journal:
             "gold_ranks": self.before.gold_T.tolist(),
             "heldout_before": self.heldout_before,
             "rounds": [{**done._asdict(), "report": done.report._asdict()} for done in self.rounds],
+            "weights": [{**done._asdict(), "report": done.report._asdict()} for done in self.weights],
         }
         self.store.write_bytes(self._path, json.dumps(kept).encode())
 
     def keep_only(self, rounds: set[int]) -> None:
-        """Drop the states of other rounds."""
-        for number in range(1, len(self.rounds) + 1):
+        """Drop the states of other rounds, and of weights that were tried."""
+        for number in [*range(1, len(self.rounds) + 1), *map(trial, range(len(self.weights)))]:
             if number not in rounds and self.store.exists(round_dir(self.folder, number)):
                 self.store.delete_dir(round_dir(self.folder, number))
 

@@ -1,5 +1,8 @@
 """The rounds of one refinement: act as `refine_policy` decides, and keep the journal.
 
+Where several weights of feedback views are given, each is tried from the labels of the first round before it is made;
+what was found stands in the journal, so a run that is continued chooses alike.
+
 Shapes: T questions in the table, L labelled ones (the first of the table), K hits, D dimension.
 """
 
@@ -14,14 +17,23 @@ import numpy as np
 from mvr_ray.config import RefineConfig
 from mvr_ray.core import aopt
 from mvr_ray.core.pseudo_labels import Labels
-from mvr_ray.core.refine_policy import Continue, RefineState, Reject, Stop, next_action
+from mvr_ray.core.refine_policy import (
+    Continue,
+    RefineState,
+    Reject,
+    Stop,
+    TriedWeight,
+    choose_weight,
+    next_action,
+    worst_loss,
+)
 from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners
-from mvr_ray.distributed.refinement.journal import DoneRound, Journal
+from mvr_ray.distributed.refinement.journal import DoneRound, DoneWeight, Journal
 from mvr_ray.distributed.refinement.labels import label_round
-from mvr_ray.distributed.refinement.measure import Judge, Ranks, gate_sets
+from mvr_ray.distributed.refinement.measure import Judge, Ranks, deciding_kind, gate_sets
 from mvr_ray.distributed.refinement.questions import RefineQuestions
-from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport
-from mvr_ray.distributed.refinement.shards import LinearSettings, ShardMoved, StepSettings
+from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
+from mvr_ray.distributed.refinement.shards import FeedbackSettings, LinearSettings, ShardMoved, StepSettings, trial
 from mvr_ray.types import FloatArray, IntArray, Progress
 
 logger = logging.getLogger(__name__)
@@ -48,6 +60,7 @@ class RefinementLoop:
         self.gates = gate_sets(self.judge, refine)
         self.depth = max(refine.depth, *REPORT_DEPTHS)
         self.labelled = np.arange(questions.num_labelled)
+        self.weights = weights_to_try(refine)
 
     def run(self, first: HitTable | None) -> Stop | Reject:
         """All rounds that are still to do. `first` is what the published version answers, where that is exact."""
@@ -65,6 +78,8 @@ class RefinementLoop:
             match next_action(self.state()):
                 case Continue():
                     labels = label_round(self.refine, self.judge, self.refiners, self.views_at(done), queries_LD, hits)
+                    if done == 0 and len(self.weights) > 1:
+                        self.try_weights(labels, queries_LD)
                     queries_LD, moved = self.step(done, labels, queries_LD)
                     done += 1
                     hits = self.search(done, self.labelled, queries_LD, f"refine round {done}: retrieve")
@@ -82,6 +97,42 @@ class RefinementLoop:
             max_heldout_loss=self.refine.max_heldout_loss,
             last_moved=rounds[-1].num_moved if rounds else None,
         )
+
+    def try_weights(self, labels: Labels, queries_LD: FloatArray) -> None:
+        """Make, search and judge what a first round with each weight would publish; weights that were tried are not
+        tried again."""
+        handed = {shard: (part,) for shard, part in self.refiners.split(labels).items()}
+        known = self.questions.groups[0]
+        kind = deciding_kind(self.judge, self.refine, known)
+        for number in range(len(self.journal.weights), len(self.weights)):
+            at, settings = trial(number), FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
+            self.refiners.each("add_feedback", 0, handed, queries_LD, settings, at)
+            hits = self.search(at, self.labelled, queries_LD, f"refine weight {settings.weight:g}: retrieve")
+            ranks = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+            ranks = self.rank_others(at, ranks, self.questions.gate_rows(), "gate")
+            heldout = tuple(self.heldout(ranks))
+            report = WeightReport(
+                weight=settings.weight,
+                **self.top1s(ranks),
+                lost_points=worst_loss(self.journal.heldout_before, heldout),
+            )
+            labelled = 100 * self.judge.top1([known], kind, ranks) if kind else 0.0
+            self.journal.commit_weight(DoneWeight(report, labelled, heldout))
+            logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
+
+    def weight(self) -> float:
+        """The weight of feedback views in force: the only one, or the one chosen when all had been tried."""
+        if len(self.weights) == 1:
+            return self.weights[0]
+        tried = [TriedWeight(done.report.weight, done.labelled, done.heldout) for done in self.journal.weights]
+        assert len(tried) == len(self.weights), "a weight has not been tried yet"
+        return choose_weight(self.journal.heldout_before, tried, self.refine.max_heldout_loss)
+
+    def settings(self) -> dict[str, float]:
+        """What a manifest says about the feedback views of this refinement, if it makes any."""
+        if not self.weights:
+            return {}
+        return {"feedback_weight": self.weight(), "feedback_clusters": self.refine.feedback_clusters}
 
     def queries_at(self, number: int) -> FloatArray:
         """Labelled queries after a round."""
@@ -101,11 +152,22 @@ class RefinementLoop:
     def rank_others(self, at: int, ranks: Ranks, rows: list[int], what: str) -> Ranks:
         """`ranks` with those of questions that are not labelled filled in, after round `at`."""
         where = np.array(rows, np.int64)
-        hits = self.search(at, where, self.queries_TD[where], f"refine round {at}: {what}")
+        state = f"round {at}" if at >= 0 else f"weight {self.weights[trial(at)]:g}"
+        hits = self.search(at, where, self.queries_TD[where], f"refine {state}: {what}")
         return self.judge.rank(ranks, where, hits) if len(where) else ranks
 
     def heldout(self, ranks: Ranks) -> list[float]:
         return [100 * self.judge.top1([gate.group], gate.kind, ranks) for gate in self.gates]
+
+    def top1s(self, ranks: Ranks) -> dict[str, Any]:
+        """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
+        known, gate = self.questions.groups[:1], self.questions.gates
+        return {
+            "labelled_top1": self.judge.top1(known, "answer", ranks),
+            "labelled_gold_top1": self.judge.top1(known, "gold", ranks),
+            "gate_top1": self.judge.top1(gate, "answer", ranks),
+            "gate_gold_top1": self.judge.top1(gate, "gold", ranks),
+        }
 
     def step(self, at: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "Moved"]:
         """One step from the state after round `at` to the next: queries first where both move (AOpt, hybrid)."""
@@ -119,7 +181,8 @@ class RefinementLoop:
             case "query":
                 shards_moved = []
             case "feedback_views":
-                shards_moved = self.refiners.each("add_feedback", at, handed, queries_LD, refine.feedback_weight)
+                made_with = FeedbackSettings(self.weight(), refine.feedback_clusters)
+                shards_moved = self.refiners.each("add_feedback", at, handed, queries_LD, made_with, at + 1)
             case "linear":
                 settings = LinearSettings(refine.alpha, refine.beta, refine.gamma)
                 shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
@@ -172,14 +235,10 @@ class RefinementLoop:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
         else:
             ranks = self.rank_others(number, ranks, self.questions.gate_rows(), "gate")
-        known, gate = self.questions.groups[0], self.questions.gates
         report = RoundReport(
             number=number,
             **moved.summary(self.refiners.num_passages, len(self.labelled)),
-            labelled_top1=self.judge.top1([known], "answer", ranks),
-            labelled_gold_top1=self.judge.top1([known], "gold", ranks),
-            gate_top1=self.judge.top1(gate, "answer", ranks),
-            gate_gold_top1=self.judge.top1(gate, "gold", ranks),
+            **self.top1s(ranks),
         )
         self.journal.commit(DoneRound(report, tuple(self.heldout(ranks)), moved.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
@@ -215,6 +274,14 @@ class RefinementLoop:
         for now_T, before_T in zip(ranks, self.journal.before):
             now_T[rows] = before_T[rows]
         return ranks
+
+
+def weights_to_try(refine: RefineConfig) -> tuple[float, ...]:
+    """The weights that feedback views may get, ascending, each once."""
+    if refine.method != "feedback_views":
+        return ()
+    given = refine.feedback_weight
+    return tuple(sorted(set(given))) if isinstance(given, list) else (given,)
 
 
 def least_harmful(state: RefineState) -> int:

@@ -121,6 +121,12 @@ class GateSet(NamedTuple):
     kind: Kind
 
 
+def deciding_kind(judge: Judge, refine: RefineConfig, group: QuestionGroup) -> Kind | None:
+    """What a group is judged by: what the labels are made from, else the other; None where it can not be judged."""
+    wanted: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
+    return next((kind for kind in wanted if len(judge.members(group, kind))), None)
+
+
 def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
     """What the rounds are judged by.
 
@@ -128,10 +134,9 @@ def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
     by the labelled questions themselves.
     """
     groups = judge.questions.groups[:1] if refine.method == "query" else judge.questions.gates
-    wanted: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
     sets = []
     for group in groups:
-        kind = next((kind for kind in wanted if len(judge.members(group, kind))), None)
+        kind = deciding_kind(judge, refine, group)
         if kind is None:
             raise ConfigError(
                 f"question set {group.name!r} decides about refinement, but its questions have neither answers nor "

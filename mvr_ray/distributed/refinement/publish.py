@@ -4,7 +4,7 @@ Shapes: L labelled questions, D dimension.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,12 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, Question
 
 
 def describe(
-    run: RunConfig, base: Manifest, refiners: Refiners, at: int, accuracy: Sequence[Accuracy]
+    run: RunConfig,
+    base: Manifest,
+    refiners: Refiners,
+    at: int,
+    accuracy: Sequence[Accuracy],
+    settings: Mapping[str, float],
 ) -> tuple[Manifest, int]:
     """The manifest of the version as it stands after round `at`, its changed shards written, and how many changed."""
     written = refiners.each("write", at, {entry.shard: () for entry in base.shards}, run.index.recall_sample)
@@ -34,6 +39,7 @@ def describe(
         metrics={**{name: value for name, value in base.metrics.items() if "/" not in name}, **as_metrics(accuracy)},
         config_digest=run.digest("refine"),
         dirty_share=dirty / max(base.num_passages, 1),
+        refinement=dict(settings),
     )
     return refined, sum(shard.dirty_passages > 0 for shard in written)
 

@@ -7,7 +7,7 @@ with held-out ones.
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mvr_ray.distributed.refinement.questions import Protocol
@@ -67,9 +67,23 @@ class RoundReport(NamedTuple):
     gate_gold_top1: float
 
 
+class WeightReport(NamedTuple):
+    """A weight of feedback views as tried in the first round: top-1 shares, and what it costs the worst gate set."""
+
+    weight: float
+    labelled_top1: float
+    labelled_gold_top1: float
+    gate_top1: float
+    gate_gold_top1: float
+    lost_points: float
+
+
 @dataclass(frozen=True)
 class RefineReport:
-    """`published` is None where nothing was published; `reason` says why, or why the rounds ended."""
+    """`published` is None where nothing was published; `reason` says why, or why the rounds ended.
+
+    `settings` are those that feedback views were made with, as in the manifest; `weights` what was tried, if several.
+    """
 
     index: str
     base_version: int
@@ -81,11 +95,14 @@ class RefineReport:
     rewritten_shards: int
     published: Manifest | None
     reason: str
+    settings: dict[str, float] = field(default_factory=dict)
+    weights: tuple[WeightReport, ...] = ()
 
     def to_json(self) -> str:
         """Plain JSON; the manifest is named by its version."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rounds"] = [row._asdict() for row in self.rounds]
+        plain["weights"] = [row._asdict() for row in self.weights]
         plain["accuracy"] = [row._asdict() for row in self.accuracy]
         plain["published"] = self.published.version if self.published else None
         return json.dumps(plain, indent=1, sort_keys=True)
@@ -96,11 +113,12 @@ class RefineReport:
         plain = json.loads(text)
         rows = [Accuracy(**row) for row in plain.pop("accuracy")]
         rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
+        weights = tuple(WeightReport(**row) for row in plain.pop("weights"))
         plain["published"] = None
-        return cls(accuracy=tuple(rows), rounds=rounds, **plain)
+        return cls(accuracy=tuple(rows), rounds=rounds, weights=weights, **plain)
 
     def lines(self) -> list[str]:
-        """What a user reads: one line per group and kind, then the outcome."""
+        """What a user reads: one line per group and kind, one per weight tried, then the outcome."""
         width = max((len(row.group) for row in self.accuracy), default=0)
         said = [
             f"{row.protocol:<12} {row.group:<{width}} {row.kind:<6} n={row.num_questions:<6} "
@@ -111,4 +129,9 @@ class RefineReport:
             for row in self.accuracy
         ]
         end = f"published version {self.published.version}" if self.published else "not published"
+        said += [
+            f"weight {row.weight:g}: top-1 {100 * row.labelled_top1:.1f} labelled, {100 * row.gate_top1:.1f} gate "
+            f"(gold {100 * row.labelled_gold_top1:.1f}, {100 * row.gate_gold_top1:.1f}), costs {row.lost_points:.1f}"
+            for row in self.weights
+        ]
         return [*said, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.core import aopt
+from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
@@ -59,6 +59,13 @@ class LinearSettings(NamedTuple):
     alpha: float
     beta: float
     gamma: float
+
+
+class FeedbackSettings(NamedTuple):
+    """Feedback views: their norm over that of the passage's own views, and how many a passage at most."""
+
+    weight: float
+    clusters: int
 
 
 class FoundInShard(NamedTuple):
@@ -172,15 +179,21 @@ class ShardRefiner:
             num_drifted=len(drift_M),
         )
 
-    def add_feedback(self, at: int, shard: int, labels: Labels, queries_QD: FloatArray, weight: float) -> ShardMoved:
-        """Give every positively labelled passage one feedback view; those of earlier rounds go."""
+    def add_feedback(
+        self, at: int, shard: int, labels: Labels, queries_QD: FloatArray, settings: FeedbackSettings, to: int
+    ) -> ShardMoved:
+        """Give every positively labelled passage its feedback views, and keep the state as that after round `to`.
+
+        They replace what the passage has of earlier rounds, or of the version that is refined.
+        """
         state, views = self._state(at, shard), self.views[shard]
         rows_F, inverse_L = np.unique(labels.passage_L, return_inverse=True)
         own = views.gather(rows_F)
-        norms_F = aopt.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
-        made = aopt.feedback_views(queries_QD, labels._replace(passage_L=inverse_L), norms_F, weight=weight)
+        norms_F = feedback.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
+        labels = labels._replace(passage_L=inverse_L)
+        made = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
         now = ShardState.untouched(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
-        self._keep(at + 1, shard, now)
+        self._keep(to, shard, now)
         changed = state.feedback_changes(now)
         return ShardMoved(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
 
@@ -236,8 +249,13 @@ class ShardRefiner:
         return FoundInShard(shard, self.views[shard].ids(rows), hits)
 
 
+def trial(number: int) -> int:
+    """Stands for a round where a weight is only tried: the first is trial 0. Real rounds are not below zero."""
+    return -1 - number
+
+
 def round_dir(staging: str, number: int) -> str:
-    return f"{staging}/round-{number}"
+    return f"{staging}/round-{number}" if number >= 0 else f"{staging}/weight-{trial(number)}"
 
 
 def state_path(staging: str, at: int, shard: int) -> str:

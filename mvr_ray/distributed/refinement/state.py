@@ -4,7 +4,7 @@ The embeddings of a version are never touched: a state holds only moved views (i
 up) and feedback views; the current blocks are the version's with these laid over, in the stored type, so that what
 is measured is what would be published.
 
-Shapes: P passages of the shard, N their view vectors, M moved views, F passages with a new feedback view, D dimension.
+Shapes: P passages of the shard, N their view vectors, M moved views, F new feedback views, D dimension.
 """
 
 import io
@@ -20,7 +20,8 @@ VIEW_BASE = 1 << 16  # above every view number (int16)
 
 @dataclass(frozen=True)
 class ShardState:
-    """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows."""
+    """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows, each as
+    often as its passage has new feedback views."""
 
     moved_M: IntArray
     moved_MD: FloatArray
@@ -41,15 +42,16 @@ class ShardState:
         return ShardState(slots[order], vectors[order], self.feedback_F, self.feedback_FD)
 
     def with_feedback(self, rows_F: IntArray, vectors_FD: FloatArray) -> "ShardState":
-        """Exactly these passages have a new feedback view; rows are distinct."""
+        """Exactly these passages have new feedback views; a passage's keep the order in which they are given."""
         order = np.argsort(rows_F, kind="stable")
         return ShardState(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
 
     def feedback_changes(self, other: "ShardState") -> IntArray:
-        """Passages whose feedback view differs between two states: there in one only, or another vector."""
-        common, mine, theirs = np.intersect1d(self.feedback_F, other.feedback_F, True, return_indices=True)
+        """Passages whose feedback views differ between two states: there in one only, or another vector."""
+        keys, other_keys = (state.feedback_F * VIEW_BASE + ordinals(state.feedback_F) for state in (self, other))
+        common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
         differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
-        return np.union1d(np.setxor1d(self.feedback_F, other.feedback_F, True), common[differs])
+        return np.unique(np.concatenate([np.setxor1d(keys, other_keys, True), common[differs]]) // VIEW_BASE)
 
     def to_bytes(self) -> bytes:
         buffer = io.BytesIO()
@@ -151,11 +153,11 @@ class ShardViews:
         kept_N = ~(np.isin(row_N, rows_F) & (block.view_numbers_N >= num_views))
         row_N = np.concatenate([row_N[kept_N], rows_F])
         numbers_N = np.concatenate(
-            [block.view_numbers_N[kept_N], np.full(len(rows_F), num_views, block.view_numbers_N.dtype)]
+            [block.view_numbers_N[kept_N], (num_views + ordinals(rows_F)).astype(block.view_numbers_N.dtype)]
         )
         extra_FD = state.feedback_FD[first:last].astype(vectors_ND.dtype)
         vectors_ND = np.concatenate([vectors_ND[kept_N], extra_FD])
-        order = np.argsort(row_N, kind="stable")  # a new view stands behind its passage's own, which are below V
+        order = np.argsort(row_N, kind="stable")  # new views stand behind their passage's own, which are below V
         counts_P = np.bincount(row_N, minlength=len(block.ids))
         return EmbeddingBlock(
             ids=block.ids,
@@ -174,6 +176,11 @@ class ShardViews:
             if not np.array_equal(before[0], after[0]) or before[1].tobytes() != after[1].tobytes():
                 changed[row] = after
         return changed
+
+
+def ordinals(rows_F: IntArray) -> IntArray:
+    """How many equal rows stand before each one, of rows that ascend."""
+    return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)
 
 
 def _passage(block: EmbeddingBlock, at: int) -> tuple[IntArray, FloatArray]:
