@@ -223,8 +223,9 @@ class Router:
 
     def _answer(self, hits: list[list[Hit]], searched: int, rounds: int, rescored: int) -> Answer:
         described, total = self.manifest, self.manifest.num_passages
-        kind = str(described.index_params["kind"])
-        method = f"faiss {described.index_params['factory']}" if kind == "faiss" else kind
+        params = described.index_params
+        kind, coded = str(params["kind"]), params.get("scan") == "int8"
+        method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         exactness = Exactness(kind == "flat" and searched == total, method, rounds, rescored)
         fingerprint = described.encoder_fingerprint
         return Answer(hits, described.index, described.version, fingerprint, searched, total, exactness)
