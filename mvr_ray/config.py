@@ -131,6 +131,9 @@ class IndexConfig(Section):
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
     exclude is scored with the vectors, so answers stay exact."""
+    prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
+    falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
     factory: str = "IVF256,SQfp16"
     """Faiss factory string, for kind faiss."""
     nprobe: Count = 32

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import ray
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.collapse import MAX_COSINE, MIN_LV
+from mvr_ray.core.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.encoders import LocalEncoder
@@ -43,12 +44,17 @@ BUILD_CPUS = 1.0
 
 
 class BuiltShard(NamedTuple):
-    """A shard at rest and what was measured on it; None where there is nothing to measure."""
+    """A shard at rest and what was measured on it; None where there is nothing to measure.
+
+    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`core.pruning`).
+    """
 
     entry: ShardEntry
     recall: float | None
     pair_cosine: float | None
     lv: float | None
+    dropped: int = 0
+    worst: float = 0.0
 
 
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
@@ -75,7 +81,7 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         todo = [shard for shard in wanted if _noted(store, draft, task.key, shard) is None]
         encode_corpus(task, corpus, todo, run.resources, progress)
         with own_errors("building the index"):
-            shards = _build(task, draft, corpus, kept, run.index.recall_sample, progress)
+            shards = _build(task, draft, corpus, kept, run.index, progress)
     finished = _described(draft, shards)
     require_all_rows(corpus, finished)
     repaired = _unchanged(store, draft, {entry.shard: entry for entry in finished.shards})
@@ -113,7 +119,7 @@ def _draft(
     store: Store, run: RunConfig, corpus: Corpus, encoder: LocalEncoder, params: IndexParams, task: EncodeTask
 ) -> Manifest:
     """The manifest to be, without shards; `config_digest` covers everything that decides their bytes."""
-    decides = [task.key, dataclasses.asdict(params), run.index.recall_sample]
+    decides = [task.key, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
     return Manifest(
         index=run.index.name,
         operation="index",
@@ -163,12 +169,15 @@ def _build(
     draft: Manifest,
     corpus: Corpus,
     kept: dict[int, ShardEntry],
-    sample: int,
+    cfg: IndexConfig,
     progress: Progress,
 ) -> list[BuiltShard]:
     """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
     remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
-    waiting = [remote.remote(task, draft, shard, kept.get(shard), sample) for shard in range(corpus.num_shards)]
+    shards = range(corpus.num_shards)
+    waiting = [
+        remote.remote(task, draft, shard, kept.get(shard), cfg.recall_sample, cfg.prune_views) for shard in shards
+    ]
     built: list[BuiltShard] = []
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
@@ -177,7 +186,9 @@ def _build(
     return sorted(built, key=lambda shard: shard.entry.shard)
 
 
-def build_one(task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | None, sample: int) -> BuiltShard:
+def build_one(
+    task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | None, sample: int, bound: float | None = None
+) -> BuiltShard:
     """One shard from its staged chunks, or as it is kept or noted already; measured either way."""
     store = Store(task.store)
     if kept is None and (noted := _noted(store, draft, task.key, shard)):
@@ -185,12 +196,13 @@ def build_one(task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | 
     entry = kept
     if entry is None:
         with _shard_folder(store) as folder:
-            _concatenate(store, task, shard, folder / layout.EMBEDDINGS)
+            _concatenate(store, task, shard, folder, bound)
             entry = build_shard(store, draft, shard, folder)
     recall = shard_recall(store, draft, entry, sample)
     folder = store.local_path(layout.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / layout.EMBEDDINGS))
-    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv)
+    pruned = json.loads((folder / layout.PRUNED_JSON).read_text()) if layout.PRUNED_JSON in entry.files else {}
+    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
     if kept is None:
         note = json.dumps({**built._asdict(), "entry": dataclasses.asdict(entry)})
         store.write_bytes(_note(draft, task.key, shard), note.encode())
@@ -219,17 +231,26 @@ def _shard_folder(store: Store) -> Iterator[Path]:
         yield folder
 
 
-def _concatenate(store: Store, task: EncodeTask, shard: int, path: Path) -> None:
-    """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there."""
+def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, bound: float | None) -> None:
+    """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there.
+
+    With a bound, views that their siblings can stand in for are left out, and a file says what that came to.
+    """
+    dropped, worst = 0, 0.0
     corpus = Corpus.open(store, task.corpus)
     part = corpus.part(shard)
     ids = part.ids()
-    with EmbeddingWriter(path, task.dimension, task.num_views, task.dtype) as writer:
+    with EmbeddingWriter(folder / layout.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
         for chunk in chunks_of(task, corpus, shard):
             staged = _staged(store, task.staged(chunk))
             _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
             for block in staged.blocks():
+                if bound is not None:
+                    block, own_dropped, own_worst = prune_block(block, bound)
+                    dropped, worst = dropped + own_dropped, max(worst, own_worst)
                 writer.write(block)
+    if bound is not None:
+        (folder / layout.PRUNED_JSON).write_text(json.dumps({"dropped": dropped, "worst": worst}) + "\n")
 
 
 def _staged(store: Store, path: str) -> EmbeddingShard:
@@ -247,6 +268,9 @@ def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
         "lv": _mean([(shard.lv, shard.entry.num_passages) for shard in shards]),
     }
     metrics = {name: value for name, value in measured.items() if value is not None}
+    if any(layout.PRUNED_JSON in shard.entry.files for shard in shards):
+        metrics |= {"pruned_views": float(sum(shard.dropped for shard in shards))}
+        metrics |= {"pruned_bound": max(shard.worst for shard in shards)}
     cosine, lv = measured["view_pair_cosine"], measured["lv"]
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)

@@ -18,6 +18,7 @@ Paths are strings relative to the store's root with `/` between parts; `files.St
 
 EMBEDDINGS = "embeddings.arrow"
 SHARD_JSON = "shard.json"
+PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
 

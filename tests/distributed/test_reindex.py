@@ -122,6 +122,36 @@ def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
     assert shard_recall(store, exact, entry, 20) is None
 
 
+def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_answer(own_index, run_over):
+    store = Store(str(own_index))
+    whole = manifest.read(store, "index", 1)
+    made = reindex.index(run_over(own_index, index={"prune_views": 0.6, "scan": "int8"}))
+    assert made.version == 2 and manifest.verify(store, made).problems == []
+    bound, lost = made.metrics["pruned_bound"], 0
+    assert 0 < bound <= 0.6
+    for before, after in zip(whole.shards, made.shards):
+        full, left = (embedded(own_index, "index", entry).blocks() for entry in (before, after))
+        for one, other in zip(full, left):
+            assert one.ids == other.ids
+            queries_QD = one.vectors_ND[::3].astype(np.float32)
+            for row in range(len(one.ids)):
+                mine, kept = (slice(*block.row_ptr[row : row + 2]) for block in (one, other))
+                numbers = one.view_numbers_N[mine].tolist()
+                at = [numbers.index(number) for number in other.view_numbers_N[kept].tolist()]
+                assert one.vectors_ND[mine][at].tobytes() == other.vectors_ND[kept].tobytes()
+                best, now = (
+                    (queries_QD @ block.vectors_ND[own].T.astype(np.float32)).max(1)
+                    for block, own in ((one, mine), (other, kept))
+                )
+                assert (best - now <= bound * 1.002 * np.linalg.norm(queries_QD, axis=1) + 1e-4).all()
+        lost += before.num_vectors - after.num_vectors
+        folder = own_index / layout.shard_dir("index", after.digest)
+        coded = open_index(IndexParams(**made.index_params), left, folder).search(queries_QD, 7)
+        plain = open_index(IndexParams(), left, folder).search(queries_QD, 7)
+        assert [column.tobytes() for column in coded] == [column.tobytes() for column in plain]
+    assert made.metrics["pruned_views"] == lost > 0
+
+
 def test_what_cannot_be_built_is_refused_before_any_work(own_index, run_over):
     with pytest.raises(ShardIndexError, match="Nonsense"):
         reindex.index(run_over(own_index, index={"kind": "faiss", "factory": "Nonsense"}))

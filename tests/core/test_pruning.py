@@ -1,0 +1,101 @@
+"""Dropping views costs no query more than the bound says, and drops what could be dropped."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core.pruning import hull_distance, prune_block, prune_views
+from mvr_ray.types import EmbeddingBlock
+
+SLOW = settings(max_examples=60, deadline=None)
+
+
+def drawn_views(seed: int, kind: str, num_views: int, dimension: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    views = rng.normal(size=(num_views, dimension))
+    if kind == "alike":
+        views = rng.normal(size=dimension) + 0.05 * views
+    if kind == "inside":  # the last half are mixtures of the others
+        half = max(1, num_views // 2)
+        views[half:] = rng.dirichlet(np.ones(half), num_views - half) @ views[:half]
+    if kind == "copies":
+        views = views[rng.integers(0, max(1, num_views // 2), num_views)]
+    return views.astype(np.float32).astype(np.float64)
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    kind=st.sampled_from(["apart", "alike", "inside", "copies"]),
+    num_views=st.integers(1, 8),
+    dimension=st.sampled_from([2, 5, 24]),
+    bound=st.sampled_from([0.0, 1e-3, 0.05, 0.5]),
+)
+@SLOW
+def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, bound):
+    """Random queries, and those that a dropped view likes best: along what its kept siblings lack of it."""
+    views = drawn_views(seed, kind, num_views, dimension)
+    kept, worst = prune_views(views, bound)
+    assert kept.any() and worst <= bound
+    rng = np.random.default_rng(seed + 1)
+    queries = [rng.normal(size=dimension) for _ in range(50)]
+    queries += [views[view] - views[kept].mean(0) for view in np.flatnonzero(~kept)]
+    norms = np.linalg.norm(views, axis=1)
+    for query in queries:
+        scores = views @ query
+        slack = 1e-9 * np.linalg.norm(query) * norms.max()
+        for view in np.flatnonzero(~kept):
+            assert scores[view] <= scores[kept].max() + np.linalg.norm(query) * worst * norms[view] + slack
+
+
+@given(seed=st.integers(0, 2**20), num_views=st.integers(2, 6), bound=st.sampled_from([0.0, 1e-3, 0.2]))
+@SLOW
+def test_copies_and_mixtures_are_dropped_and_nothing_that_stands_out(seed, num_views, bound):
+    copies = drawn_views(seed, "copies", num_views, 24)
+    kept, worst = prune_views(copies, bound)
+    assert len(np.unique(copies, axis=0)) == kept.sum() and worst == 0
+    firsts = {copies[at].tobytes(): at for at in reversed(range(num_views))}
+    assert sorted(firsts.values()) == np.flatnonzero(kept).tolist()
+    apart = np.eye(num_views)
+    assert prune_views(apart, bound)[0].all()
+    inside = drawn_views(seed, "inside", num_views, 24)
+    assert bool(prune_views(inside, 1e-5)[0][max(1, num_views // 2) :].any()) is False
+
+
+@given(seed=st.integers(0, 2**20), num_others=st.integers(2, 5))
+@SLOW
+def test_the_distance_is_never_below_the_true_one_and_close_to_it(seed, num_others):
+    """Against the projection onto every face, of which one is the true answer."""
+    rng = np.random.default_rng(seed)
+    others, view = rng.normal(size=(num_others, 7)), rng.normal(size=7)
+    true = np.inf
+    for size in range(1, num_others + 1):
+        for face in itertools.combinations(range(num_others), size):
+            base, *rest = others[list(face)]
+            edges = np.array([one - base for one in rest]).reshape(len(rest), 7)
+            steps = np.linalg.lstsq(edges.T, view - base, rcond=None)[0] if len(rest) else np.zeros(0)
+            if (steps >= -1e-12).all() and steps.sum() <= 1 + 1e-12:
+                true = min(true, float(np.linalg.norm(view - base - steps @ edges)))
+    found = hull_distance(view, others)
+    assert true - 1e-9 <= found <= true * (1 + 1e-4) + 1e-9
+
+
+def test_a_block_keeps_ids_order_and_view_numbers():
+    rng = np.random.default_rng(5)
+    first, second = rng.normal(size=(2, 8)).astype(np.float16)
+    vectors = np.stack([first, second, first, second, second])
+    block = EmbeddingBlock(["a", "b", "c"], np.array([0, 3, 3, 5]), np.array([0, 2, 5, 1, 7], np.int16), vectors)
+    pruned = prune_block(block, 0.0)
+    assert (pruned.num_dropped, pruned.worst) == (2, 0.0)
+    assert pruned.block.ids == block.ids
+    assert pruned.block.row_ptr.tolist() == [0, 2, 2, 3]
+    assert pruned.block.view_numbers_N.tolist() == [0, 2, 1]
+    assert pruned.block.vectors_ND.tobytes() == np.stack([first, second, second]).tobytes()
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.1])
+def test_of_zero_vectors_one_stays(bound):
+    assert prune_views(np.zeros((1, 4)), bound)[0].tolist() == [True]
+    assert prune_views(np.zeros((3, 4)), bound)[0].tolist() == [True, False, False]
