@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ def _budget(found: Sequence[Measured]) -> Plot | None:
 
 def _attention(name: str, table: list[list[float | None]]) -> Plot:
     values_VV = np.array([[np.nan if value is None else value for value in row] for row in table])
+    np.fill_diagonal(values_VV, 0.0)  # up to rounding, what a view has to itself
     figure, axes = plt.subplots(figsize=(4.6, 4))
     _heat(
         axes, values_VV, [str(view + 1) for view in range(len(table))], [str(v + 1) for v in range(len(table))], "%.2g"
@@ -179,13 +181,13 @@ def _trade_off(found: Sequence[Measured]) -> Plot | None:
 
 
 def _plot(figure: Figure, name: str, title: str) -> Plot:
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     figure.tight_layout()
     drawn, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
     plt.close(figure)
     # a palette takes a third of the bytes of true colours, and a page holds dozens of plots
-    Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return Plot(name, title, buffer.getvalue())
 
 
