@@ -23,7 +23,7 @@ check: $(STAMP)
 	$(BIN)/pyrefly check
 
 test: $(STAMP) check
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)

