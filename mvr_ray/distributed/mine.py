@@ -16,7 +16,7 @@ from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.cross_encoder import share_beside
 from mvr_ray.distributed.bm25 import BM25Hit, BM25Index
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray, IntArray, Passage, Progress, Question, no_progress
@@ -94,6 +94,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         ]
     else:
         results = [chosen(of, cfg, number=row) for row, of in enumerate(left)]
+    _not_all_answers(results, cfg)
     made = [
         question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
         for question, mined in zip(questions, results)
@@ -155,6 +156,17 @@ def denoised(left: Left, scores: FloatArray, cfg: MineConfig, *, number: int) ->
     kept = tuple(asked[row] for row in rows)
     told = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
     return Mined(kept, *left[1:], likely=len(asked) - len(clean), scores=told)
+
+
+def _not_all_answers(results: Sequence[Mined], cfg: MineConfig) -> None:
+    """A cross-encoder that takes everything for an answer knows nothing yet, and would leave nothing to learn from."""
+    likely = sum(mined.likely for mined in results)
+    if likely and not any(mined.ids for mined in results):
+        raise DataError(
+            f"cross-encoder {cfg.cross_encoder!r} took all {likely} passages that it was asked about for answers, each "
+            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
+            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
+        )
 
 
 def _first_in(held: Mapping[str, Passage], question: Question) -> bool:

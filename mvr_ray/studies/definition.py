@@ -6,7 +6,7 @@
       - {name: DPR, set: [encoder.strategy=cls, train.loss=dpr], paper: {answer/top-5: 0.55}}
 
 A variant is a chain of steps (stages, each with further overrides). Overrides are laid over the run file in the order
-size, variant, step, command line; so the command line wins.
+size, variant, step, the step at this size, command line; so the command line wins.
 """
 
 from pathlib import Path
@@ -31,6 +31,8 @@ class StepConfig(Section):
 
     stage: StepName
     set: list[str] = Field(default_factory=list)
+    sizes: dict[str, list[str]] = Field(default_factory=dict)
+    """Further overrides of this step, of one size only."""
     options: dict[str, Any] = Field(default_factory=dict)
     """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`)."""
 
@@ -103,7 +105,7 @@ class Study(NamedTuple):
         seeded = [f"train.seed={seed}", f"encoder.seed={seed}"]
         asked = ["evaluate.questions=[" + self.config.questions + "]"]
         size = self.config.sizes[self.size]
-        return [*asked, *seeded, *size.set, *variant.set, *step.set, *self.extra]
+        return [*asked, *seeded, *size.set, *variant.set, *step.set, *step.sizes.get(self.size, ()), *self.extra]
 
     def resolve(self, overrides: list[str]) -> RunConfig:
         data = runfile.read(self.run_file)
@@ -132,6 +134,12 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
     study = Study(config, size, file, extra)
     for variant in config.variants:
         for step in variant.steps or config.steps:
+            for other in step.sizes:
+                if other not in config.sizes:
+                    raise ConfigError(
+                        f"{file}: variant {variant.name!r}, step {step.stage}: no size {other!r}; there are "
+                        f"{', '.join(config.sizes)}"
+                    )
             try:
                 study.resolve(study.overrides(variant, step, study.seeds[0]))
             except ConfigError as error:

@@ -80,6 +80,12 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         getattr(report, f"dropped_{why}") for why in ("gold", "answer_bearing", "by_cross_encoder")
     )
 
+    strict = {**MINING, "output": "nothing", "cross_encoder": "judge", "denoise_share": 0, "denoise_depth": 1}
+    with pytest.raises(DataError, match=r"cross-encoder 'judge' took all \d+ passages .*train it longer"):
+        mine(configured(store_path, mine=strict))
+    with pytest.raises(MissingInputError):
+        read_questions(store, "nothing")
+
     taught = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
     plain, distilled = (
         train(configured(store_path, {**taught, "distil_weight": weight}, encoder={"name": f"w{weight}"}))

@@ -131,6 +131,14 @@ def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(
     assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
 
 
+def test_a_step_may_be_set_otherwise_in_one_size(write):
+    step = {"stage": "train", "set": ["train.lr=0.1", "train.epochs=2"], "sizes": {"large": ["train.lr=0.3"]}}
+    file = write({}, variants=[{"name": "a", "steps": [step]}], sizes={"quick": {}, "large": {}})
+    for size, lr in (("quick", 0.1), ("large", 0.3)):
+        _, made = plan_study(load_study(file, size)).steps.values()
+        assert (made.run.train.lr, made.run.train.epochs) == (lr, 2)
+
+
 def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     def refused(told: str, run: dict | None = None, size: str = "quick", **more) -> None:
         with pytest.raises(ConfigError, match=told):
@@ -141,6 +149,8 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     refused("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "m"}])
     refused("variant 'a' stands twice", variants=[{"name": "a"}, {"name": "a"}])
     refused("variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}])
+    elsewhere = {"stage": "train", "sizes": {"gigantic": ["train.lr=1"]}}
+    refused("variant 'a', step train: no size 'gigantic'; there are", variants=[{"name": "a", "steps": [elsewhere]}])
     with pytest.raises(ConfigError, match="unknown field 'betta'"):
         list(expanded([{"betta": 1}]))
 
