@@ -199,10 +199,10 @@ def search(
         return
     for rank, found in enumerate(response.results[0], 1):
         print_shown(hit_text(rank, found))
-    exact = "exact" if response.exact else f"approximate ({response.method})"
+    exact = "exact" if response.exact.certified else f"approximate ({response.exact.method})"
     print_shown(
-        f"index {response.index} version {response.version}, {response.passages_searched:,} of "
-        f"{response.passages_total:,} passages searched, {exact}"
+        f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
+        f"{response.coverage.passages_total:,} passages searched, {exact}"
     )
 
 

@@ -89,7 +89,11 @@ class ResourceError(MvrRayError, RuntimeError):
 
 
 class CoverageError(MvrRayError, RuntimeError):
-    """Some shards did not answer, and a full answer was asked for."""
+    """More passages were not searched than the asker allows. `shards` is the state of each (types.ShardState)."""
+
+    def __init__(self, message: str, shards: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.shards = shards
 
 
 class RefinementRejectedError(MvrRayError, RuntimeError):

@@ -71,16 +71,37 @@ class Exactness(NamedTuple):
     rescored: int
 
 
+SEARCHED = "searched"
+
+
+class ShardState(NamedTuple):
+    """What became of one shard in an answer: `searched`, or why it was not (`died`, `late`)."""
+
+    shard: int
+    passages: int
+    state: str
+
+
 class Answer(NamedTuple):
-    """What the router says to a batch of queries: hits per query, and what was searched to find them."""
+    """What the router says to a batch of queries: hits per query, and what was searched to find them.
+
+    `shards` are all of the version's, in order.
+    """
 
     hits: list[list[Hit]]
     index: str
     version: int
     encoder_fingerprint: str
-    passages_searched: int
-    passages_total: int
+    shards: tuple[ShardState, ...]
     exact: Exactness
+
+    @property
+    def passages_total(self) -> int:
+        return sum(shard.passages for shard in self.shards)
+
+    @property
+    def passages_searched(self) -> int:
+        return sum(shard.passages for shard in self.shards if shard.state == SEARCHED)
 
     @property
     def coverage_share(self) -> float:

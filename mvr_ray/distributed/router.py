@@ -14,6 +14,7 @@ Shapes: Q queries, K hits, D dimension.
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -41,7 +42,18 @@ from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, Exactness, FloatArray, Hit, IntArray, Passage, PassageScores, ShardHits
+from mvr_ray.types import (
+    SEARCHED,
+    Answer,
+    Exactness,
+    FloatArray,
+    Hit,
+    IntArray,
+    Passage,
+    PassageScores,
+    ShardHits,
+    ShardState,
+)
 
 __all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
 
@@ -69,18 +81,17 @@ class Router:
         described: Manifest,
         fleet: Fleet,
         *,
-        allow_partial: bool = False,
+        timeout_s: float = TIMEOUT_S,
         threads: int = 1,
         gpu: bool = False,
     ) -> None:
-        """`allow_partial`: give what the living shards found, with its coverage, instead of a CoverageError.
-
-        `threads` and `gpu` are for embedding questions in this process.
+        """`timeout_s`: for an answer, where a search does not say. `threads` and `gpu` are for embedding questions in
+        this process.
         """
         self.store = store
         self.manifest = described
         self.fleet = fleet
-        self.allow_partial = allow_partial
+        self.timeout_s = timeout_s
         self.threads = threads
         self.gpu = gpu
         self._lock = threading.Lock()
@@ -126,27 +137,38 @@ class Router:
         """queries_QD of the version's own encoder. Raises EncoderError for a text without a word."""
         return self.encoder.embed_queries(texts)
 
-    def search_text(self, texts: Sequence[str], k: int) -> Answer:
-        return self.search(self.embed(texts), k)
+    def search_text(
+        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
+        """`search` with the questions' embeddings; embedding them counts towards the time."""
+        began = time.monotonic()
+        allowed = self.timeout_s if timeout_s is None else timeout_s
+        queries_QD = self.embed(texts)
+        left = allowed - (time.monotonic() - began)
+        return self.search(queries_QD, k, timeout_s=left, min_coverage=min_coverage)
 
-    def search(self, queries_QD: FloatArray, k: int) -> Answer:
-        """The best k distinct passages a query, or all there are.
+    def search(
+        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
+        """The best k distinct passages a query, or all there are, of the shards that answer within `timeout_s`.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, CoverageError when a shard is silent.
+        Raises ShardIndexError for k below 1 or vectors of another dimension, CoverageError when fewer than
+        `min_coverage` of the manifest's passages were searched.
         """
         checked_k(k)
         queries_QD = checked_queries(queries_QD, self.dimension)
-        counts = {entry.shard: entry.num_passages for entry in self.manifest.shards}
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
-            return self._answer([], sum(counts.values()), 0, 0)
+            return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
-        first = first_depth(k, len(counts)) if exact else k
-        gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(counts))
+        first = first_depth(k, len(shards)) if exact else k
+        gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - time.monotonic())
         found = {answer.shard: answer for answer in gathered.found}
         merged, rounds = merge_hits(_in_order(found), k), 1
         again = needs_second_round(_in_order(found), merged, k) if exact else {}
         if again:
-            second = self.fleet.ask(queries_QD, k, again)
+            second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
             gathered = Gathered(gathered.found, gathered.unanswered + second.unanswered)
             for answer in second.found:
                 found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
@@ -154,10 +176,12 @@ class Router:
                 for shard in missing.shards:
                     del found[shard]
             merged, rounds = merge_hits(_in_order(found), k), 2
-        if gathered.unanswered:
-            self._told(gathered, sum(counts[shard] for shard in found))
         rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
-        return self._answer(merged or [[] for _ in queries_QD], sum(counts[s] for s in found), rounds, rescored)
+        silent = {shard: missing.reason for missing in gathered.unanswered for shard in missing.shards}
+        answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
+        if silent:
+            self._told(answer, min_coverage)
+        return answer
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold
@@ -171,7 +195,7 @@ class Router:
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
-        gathered = self.fleet.views(wanted)
+        gathered = self.fleet.views(wanted, self.timeout_s)
         for missing in gathered.unanswered:
             raise CoverageError(
                 f"shard {missing.shards[0]} of index {described.index!r} version {described.version}, which would hold "
@@ -221,26 +245,27 @@ class Router:
         blocks = EmbeddingShard.open(self.store.local_path(path)).blocks()
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
-    def _answer(self, hits: list[list[Hit]], searched: int, rounds: int, rescored: int) -> Answer:
-        described, total = self.manifest, self.manifest.num_passages
+    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, str], rounds: int, rescored: int) -> Answer:
+        described = self.manifest
         params = described.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
-        exactness = Exactness(kind == "flat" and searched == total, method, rounds, rescored)
-        fingerprint = described.encoder_fingerprint
-        return Answer(hits, described.index, described.version, fingerprint, searched, total, exactness)
-
-    def _told(self, gathered: Gathered, searched: int) -> None:
-        """CoverageError naming the silent shards, or a warning where partial answers are allowed."""
-        silent = {shard: missing.reason for missing in gathered.unanswered for shard in missing.shards}
-        names = ", ".join(f"{shard} ({reason})" for shard, reason in sorted(silent.items()))
-        told = (
-            f"{len(silent)} of {len(self.manifest.shards)} shards of index {self.manifest.index!r} version "
-            f"{self.manifest.version} did not answer: {names}; {searched} of {self.manifest.num_passages} passages "
-            f"were searched"
+        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored)
+        states = tuple(
+            ShardState(entry.shard, entry.num_passages, silent.get(entry.shard, SEARCHED)) for entry in described.shards
         )
-        if not self.allow_partial:
-            raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again")
+        return Answer(hits, described.index, described.version, described.encoder_fingerprint, states, exactness)
+
+    def _told(self, answer: Answer, min_coverage: float) -> None:
+        """CoverageError naming the silent shards, or a warning where so much is enough."""
+        silent = [shard for shard in answer.shards if shard.state != SEARCHED]
+        told = (
+            f"{len(silent)} of {len(answer.shards)} shards of index {answer.index!r} version {answer.version} did not "
+            f"answer: {', '.join(f'{shard.shard} ({shard.state})' for shard in silent)}; {answer.passages_searched} of "
+            f"{answer.passages_total} passages were searched"
+        )
+        if answer.coverage_share < min_coverage:
+            raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again", answer.shards)
         log.warning(told)
 
 
@@ -250,13 +275,14 @@ def open_router(
     version: int | None = None,
     *,
     local: bool = False,
-    allow_partial: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Router]:
     """A version of `index.name` (the live one when none is named), every shard open.
 
     `local` holds the shards in this process and needs no Ray. Else `resources.searchers` actors hold them until the
-    end; each is given `timeout_s` to answer. Raises MissingInputError, DigestError, ManifestError, ResourceError.
+    end; an answer is given `timeout_s`, where a search does not say otherwise.
+
+    Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
     described = manifest.read(store, run.index.name, version)
@@ -272,10 +298,10 @@ def open_router(
             count = min(resources.searchers, len(shards))
             cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
             session.require(info, [session.Need("searchers", count, cpus, gpus)])
-            fleet = RemoteFleet.start(task, resources, timeout_s)
+            fleet = RemoteFleet.start(task, resources)
             stack.callback(fleet.stop)
         fleet.ready()
-        yield Router(store, described, fleet, allow_partial=allow_partial, threads=resources.torch_threads)
+        yield Router(store, described, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
 
 
 def first_depth(k: int, num_shards: int) -> int:

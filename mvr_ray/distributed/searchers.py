@@ -152,13 +152,13 @@ class Fleet(Protocol):
         """Return when every shard is open."""
         ...
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered: ...
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered: ...
 
-    def views(self, wanted: Wanted) -> GatheredViews: ...
+    def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews: ...
 
 
 class LocalFleet:
-    """One searcher in this process."""
+    """One searcher in this process, which takes the time that it takes."""
 
     def __init__(self, task: SearcherTask) -> None:
         self.searcher = ShardSearcher(task)
@@ -166,23 +166,22 @@ class LocalFleet:
     def ready(self) -> None:
         self.searcher.open()
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered:
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
         return Gathered(self.searcher.search(queries_QD, k, asked), [])
 
-    def views(self, wanted: Wanted) -> GatheredViews:
+    def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         return GatheredViews(_joined(self.searcher.views(wanted)), [])
 
 
 class RemoteFleet:
     """Actors. May be sent to other processes, which then ask the same actors."""
 
-    def __init__(self, actors: Sequence[Any], shards: Sequence[tuple[int, ...]], timeout_s: float) -> None:
+    def __init__(self, actors: Sequence[Any], shards: Sequence[tuple[int, ...]]) -> None:
         self.actors = list(actors)
         self.shards = list(shards)
-        self.timeout_s = timeout_s
 
     @classmethod
-    def start(cls, task: SearcherTask, resources: ResourcesConfig, timeout_s: float) -> "RemoteFleet":
+    def start(cls, task: SearcherTask, resources: ResourcesConfig) -> "RemoteFleet":
         """Make the actors, shards spread over them by size; they restart by themselves, wherever there is room."""
         groups = share_out({entry.shard: entry.num_bytes for entry in task.manifest.shards}, resources.searchers)
         placed = _remote(concurrency_groups={"health": 1})(ShardSearcher).options(
@@ -192,7 +191,7 @@ class RemoteFleet:
             max_task_retries=0,
             scheduling_strategy="SPREAD",
         )
-        return cls([placed.remote(task._replace(shards=shards)) for shards in groups], groups, timeout_s)
+        return cls([placed.remote(task._replace(shards=shards)) for shards in groups], groups)
 
     def ready(self) -> None:
         try:
@@ -205,16 +204,16 @@ class RemoteFleet:
                 f"see whether the cluster has room for them (mvr-ray doctor)"
             ) from None
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked) -> Gathered:
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
         shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
-        return Gathered(*self._gathered(asked, lambda actor, here: actor.search.remote(shipped, k, here)))
+        return Gathered(*self._gathered(asked, lambda actor, here: actor.search.remote(shipped, k, here), timeout_s))
 
-    def views(self, wanted: Wanted) -> GatheredViews:
-        found, unanswered = self._gathered(wanted, lambda actor, here: actor.views.remote(here))
+    def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
+        found, unanswered = self._gathered(wanted, lambda actor, here: actor.views.remote(here), timeout_s)
         return GatheredViews(_joined(found), unanswered)
 
     def _gathered(
-        self, asked: Mapping[int, Any], send: Callable[[Any, dict[int, Any]], Any]
+        self, asked: Mapping[int, Any], send: Callable[[Any, dict[int, Any]], Any], timeout_s: float
     ) -> tuple[list[Any], list[Unanswered]]:
         """One call to each holder of a shard that is asked; every shard's answer, and who gave none in time."""
         waiting: dict[Any, tuple[int, ...]] = {}
@@ -224,7 +223,7 @@ class RemoteFleet:
                 waiting[send(actor, here)] = tuple(here)
         if not waiting:
             return [], []
-        done, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=self.timeout_s)
+        done, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(timeout_s, 0.0))
         found: list[Any] = []
         unanswered = [Unanswered(waiting[ref], "late") for ref in late]
         for ref in done:

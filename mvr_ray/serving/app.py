@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from ray import serve
 
 from mvr_ray import __version__
-from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, CoverageError, MvrRayError
 from mvr_ray.serving.service import RequestError, SearchRequest, SearchResponse, SearchService
 
@@ -62,11 +62,11 @@ def create_app(service: SearchService) -> FastAPI:
 
     @api.post("/v1/search")
     async def search(request: SearchRequest) -> SearchResponse:
-        return await _in_time(lambda: service.search(request), limits)
+        return await _in_time(lambda: service.search(request), request.timeout_ms or limits.timeout_ms)
 
     @api.get("/readyz")
     async def ready() -> Response:
-        answer = await _in_time(service.ready, limits)
+        answer = await _in_time(service.ready, limits.timeout_ms)
         whole = answer.passages_searched == answer.passages_total
         told = {"ready": whole, "index": answer.index, "version": answer.version, "coverage": answer.coverage_share}
         return JSONResponse(told, status_code=200 if whole else 503)
@@ -78,11 +78,11 @@ def create_app(service: SearchService) -> FastAPI:
     return api
 
 
-async def _in_time(work: Callable[[], T], limits: ServeConfig) -> T:
+async def _in_time(work: Callable[[], T], timeout_ms: int) -> T:
     try:
-        return await asyncio.wait_for(asyncio.to_thread(work), limits.timeout_ms / 1000)
+        return await asyncio.wait_for(asyncio.to_thread(work), timeout_ms / 1000)
     except TimeoutError:
-        message = f"no answer within {limits.timeout_ms} ms"
+        message = f"no answer within {timeout_ms} ms"
         raise RequestError(504, "timeout", "", message, "send fewer queries, or raise serve.timeout_ms") from None
 
 
@@ -110,7 +110,7 @@ class SearchIngress:
 
         config = RunConfig.model_validate(run)
         self._held = ExitStack()
-        opened = open_router(config, version, allow_partial=True, timeout_s=config.serve.timeout_ms / 1000)
+        opened = open_router(config, version, timeout_s=config.serve.timeout_ms / 1000)
         router = self._held.enter_context(opened)
         self.service = SearchService(router, config.serve)
 

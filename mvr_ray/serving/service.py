@@ -25,9 +25,13 @@ class Searchable(Protocol):
     @property
     def num_views(self) -> int: ...
 
-    def search(self, queries_QD: FloatArray, k: int) -> Answer: ...
+    def search(
+        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer: ...
 
-    def search_text(self, texts: Sequence[str], k: int) -> Answer: ...
+    def search_text(
+        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer: ...
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]: ...
 
@@ -43,6 +47,10 @@ class SearchRequest(BaseModel):
     """Distinct passages a query."""
     text: bool = True
     """Send passage texts and snippets with the hits."""
+    timeout_ms: int | None = None
+    """Time for the answer, at most the server's own (`serve.timeout_ms`), which is what absent means."""
+    min_coverage: float = 1.0
+    """The share of the passages that must be searched; with fewer there is an error, not a short answer."""
 
 
 class Snippet(BaseModel):
@@ -61,15 +69,36 @@ class FoundPassage(BaseModel):
     snippet: Snippet | None = None
 
 
+class Shard(BaseModel):
+    shard: int
+    passages: int
+    state: str
+
+
+class Coverage(BaseModel):
+    """How many of the manifest's passages were searched, and what became of each shard."""
+
+    share: float
+    passages_searched: int
+    passages_total: int
+    shards: list[Shard]
+
+
+class Exact(BaseModel):
+    """`certified`: the hits are those of exhaustive search over every passage, to the last tie."""
+
+    certified: bool
+    method: str
+    rounds: int
+    rescored: int
+
+
 class SearchResponse(BaseModel):
     index: str
     version: int
     encoder_fingerprint: str
-    passages_searched: int
-    passages_total: int
-    coverage: float
-    exact: bool
-    method: str
+    coverage: Coverage
+    exact: Exact
     took_ms: float
     results: list[list[FoundPassage]]
 
@@ -96,10 +125,12 @@ class SearchService:
         """Raises RequestError for what the limits forbid, before anything is searched."""
         began = time.perf_counter()
         texts, queries_QD = self._checked(request)
+        timeout_ms = self.limits.timeout_ms if request.timeout_ms is None else request.timeout_ms
+        timeout_s, least = timeout_ms / 1000, request.min_coverage
         answer = (
-            self.router.search_text(texts, request.k)
+            self.router.search_text(texts, request.k, timeout_s=timeout_s, min_coverage=least)
             if queries_QD is None
-            else self.router.search(queries_QD, request.k)
+            else self.router.search(queries_QD, request.k, timeout_s=timeout_s, min_coverage=least)
         )
         results = [[bare(hit, self.router.num_views) for hit in hits] for hits in answer.hits]
         if request.text:
@@ -111,11 +142,8 @@ class SearchService:
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
-            passages_searched=answer.passages_searched,
-            passages_total=answer.passages_total,
-            coverage=answer.coverage_share,
-            exact=answer.exact.certified,
-            method=answer.exact.method,
+            coverage=coverage(answer),
+            exact=Exact(**answer.exact._asdict()),
             took_ms=round(1000 * (time.perf_counter() - began), 3),
             results=results,
         )
@@ -124,7 +152,7 @@ class SearchService:
         """A real search with a fixed vector: a health check that passes while searches hang proves nothing."""
         probe_QD = np.zeros((1, self.router.dimension), dtype=np.float32)
         probe_QD[0, 0] = 1.0
-        return self.router.search(probe_QD, 1)
+        return self.router.search(probe_QD, 1, min_coverage=0.0)
 
     def _checked(self, request: SearchRequest) -> tuple[list[str], FloatArray | None]:
         check_request(request, self.limits)
@@ -158,6 +186,12 @@ def check_request(request: SearchRequest, limits: ServeConfig) -> None:
     if not 1 <= request.k <= limits.max_k:
         hint = f"ask for 1 to {limits.max_k} passages (serve.max_k)"
         raise RequestError(422, "k_out_of_range", "k", f"k is {request.k}", hint)
+    if request.timeout_ms is not None and not 1 <= request.timeout_ms <= limits.timeout_ms:
+        hint = f"give 1 to {limits.timeout_ms} ms (serve.timeout_ms), or leave it out"
+        raise RequestError(422, "timeout_out_of_range", "timeout_ms", f"timeout_ms is {request.timeout_ms}", hint)
+    if not 0 <= request.min_coverage <= 1:
+        said = f"min_coverage is {request.min_coverage:g}"
+        raise RequestError(422, "coverage_out_of_range", "min_coverage", said, "give a share from 0 to 1")
     if len(request.queries) > limits.max_batch:
         hint, said = (
             f"send at most {limits.max_batch} (serve.max_batch)",
@@ -176,6 +210,15 @@ def check_text(text: str, field: str, what: str, limits: ServeConfig) -> None:
     if len(text) > limits.max_query_chars:
         hint = f"send at most {limits.max_query_chars} (serve.max_query_chars)"
         raise RequestError(422, f"{what}_too_long", field, f"the {what} has {len(text)} characters", hint)
+
+
+def coverage(answer: Answer) -> Coverage:
+    return Coverage(
+        share=answer.coverage_share,
+        passages_searched=answer.passages_searched,
+        passages_total=answer.passages_total,
+        shards=[Shard(**shard._asdict()) for shard in answer.shards],
+    )
 
 
 def bare(hit: Hit, num_views: int) -> FoundPassage:

@@ -111,13 +111,15 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def ask(self, queries_QD, k, asked) -> Gathered:
-        found = self.whole.ask(queries_QD, k, {s: at for s, at in asked.items() if s not in self.silent}).found
+    def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
+        there = {shard: at for shard, at in asked.items() if shard not in self.silent}
+        found = self.whole.ask(queries_QD, k, there, timeout_s).found
         lost = tuple(shard for shard in asked if shard in self.silent)
         return Gathered(found, [Unanswered(lost, "late")] if lost else [])
 
-    def views(self, wanted) -> GatheredViews:
-        found = self.whole.views({s: ids for s, ids in wanted.items() if s not in self.silent}).found
+    def views(self, wanted, timeout_s) -> GatheredViews:
+        there = {shard: ids for shard, ids in wanted.items() if shard not in self.silent}
+        found = self.whole.views(there, timeout_s).found
         lost = tuple(shard for shard in wanted if shard in self.silent)
         return GatheredViews(found, [Unanswered(lost, "late")] if lost else [])
 
@@ -132,7 +134,12 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     missing = described.shards[1].num_passages
     with pytest.raises(CoverageError, match=rf"1 of 3 shards .*: 1 \(late\); {50 - missing} of 50 passages"):
         strict.search(query_QD, 5)
-    partial = Router(whole.store, described, fleet, allow_partial=True).search(query_QD, 5)
+    least = 1 - missing / 50
+    with pytest.raises(CoverageError) as refused:
+        strict.search(query_QD, 5, min_coverage=least + 1e-9)
+    assert [shard.state for shard in refused.value.shards] == ["searched", "late", "searched"]
+    partial = strict.search(query_QD, 5, min_coverage=least)
+    assert partial.shards == refused.value.shards
     assert (partial.passages_searched, partial.passages_total) == (50 - missing, 50)
     assert not partial.exact.certified
     there = {i: own for i, own in views.items() if shard_of(i, 3) != 1}
@@ -210,7 +217,7 @@ def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
     here = [passage_id for passage_id in sorted(views) if shard_of(passage_id, 3) == 1]
     alone = Router(whole.store, described, HalfDead(whole.fleet, {0, 2}))
     assert [one.passage_id for one in alone.explain(query_QD, here)] == here
-    silent = Router(whole.store, described, HalfDead(whole.fleet, {1}), allow_partial=True)
+    silent = Router(whole.store, described, HalfDead(whole.fleet, {1}))
     message = (
         f"shard 1 of index 'made' version 1, which would hold passage {here[0]!r}, did not answer (late). "
         "Searchers that died start again by themselves: ask again"

@@ -68,7 +68,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
 
 def test_a_question_finds_its_passage_and_the_snippet_is_part_of_it(chain: Chain) -> None:
     found = chain.json("search", "a city in Africa", "-k", "3")
-    assert (found["coverage"], found["exact"], len(found["results"][0])) == (1.0, True, 3)
+    assert (found["coverage"]["share"], found["exact"]["certified"], len(found["results"][0])) == (1.0, True, 3)
     for hit in found["results"][0]:
         snippet = hit["snippet"]
         assert snippet is None or hit["text"][snippet["start"] : snippet["stop"]] == snippet["text"]

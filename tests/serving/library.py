@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mvr_ray.errors import UnknownPassageError
-from mvr_ray.types import Answer, Exactness, FloatArray, Hit, Passage, PassageScores
+from mvr_ray.errors import CoverageError, UnknownPassageError
+from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState
 
 PASSAGES = [
     Passage("p1", "Rivers", "The Nile is long. The Rhine is shorter."),
@@ -34,7 +34,9 @@ class Library:
         self.gate = threading.Event()
         self.gate.set()
 
-    def search(self, queries_QD: FloatArray, k: int) -> Answer:
+    def search(
+        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
         self.gate.wait(10)
         rows = []
         for query_D in queries_QD:
@@ -47,10 +49,16 @@ class Library:
                     for p in order
                 ]
             )
-        return Answer(rows, "library", 3, "f" * 16, 3 - self.missing, 3, Exactness(True, "flat", 1, 0))
+        states = (ShardState(0, 3 - self.missing, SEARCHED), ShardState(1, self.missing, "died"))
+        answer = Answer(rows, "library", 3, "f" * 16, states, Exactness(not self.missing, "flat", 1, 0))
+        if answer.coverage_share < min_coverage:
+            raise CoverageError("1 of 2 shards did not answer: 1 (died)", states)
+        return answer
 
-    def search_text(self, texts: Sequence[str], k: int) -> Answer:
-        return self.search(self.embed(texts), k)
+    def search_text(
+        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
+        return self.search(self.embed(texts), k, timeout_s=timeout_s, min_coverage=min_coverage)
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
         counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]

@@ -18,8 +18,8 @@ def app(library: Library | None = None, **limits: int):
 def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() -> None:
     reply = call(app(), "POST", "/v1/search", {"queries": ["Where is the Rhine?"], "k": 1})
     assert reply.status == 200
-    assert (reply.body["index"], reply.body["version"], reply.body["coverage"]) == ("library", 3, 1.0)
-    assert reply.body["exact"] is True
+    assert (reply.body["index"], reply.body["version"], reply.body["coverage"]["share"]) == ("library", 3, 1.0)
+    assert reply.body["exact"] == {"certified": True, "method": "flat", "rounds": 1, "rescored": 0}
     [[found]] = reply.body["results"]
     assert (found["id"], found["title"], found["score"], found["view"]) == ("p1", "Rivers", 1.0, 1)
     assert found["snippet"] == {"start": 18, "stop": 39, "text": "The Rhine is shorter."}
@@ -107,5 +107,28 @@ def test_alive_says_so_without_a_search() -> None:
 
 
 def test_missing_passages_are_told_in_the_answer() -> None:
-    reply = call(app(Library(missing=2)), "POST", "/v1/search", {"queries": ["nile"]})
-    assert (reply.body["passages_searched"], reply.body["passages_total"]) == (1, 3)
+    asked = {"queries": ["nile"], "min_coverage": 0.3}
+    reply = call(app(Library(missing=2)), "POST", "/v1/search", asked)
+    told = reply.body["coverage"]
+    assert (told["passages_searched"], told["passages_total"], reply.body["exact"]["certified"]) == (1, 3, False)
+    assert told["shards"][1] == {"shard": 1, "passages": 2, "state": "died"}
+
+
+def test_too_few_passages_searched_is_an_error_unless_allowed() -> None:
+    for least in ({}, {"min_coverage": 0.4}):
+        reply = call(app(Library(missing=2)), "POST", "/v1/search", {"queries": ["nile"], **least})
+        assert (reply.status, reply.body["error"]["code"]) == (503, "not_covered")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("timeout_ms", 0, "timeout_out_of_range"),
+        ("timeout_ms", 10_001, "timeout_out_of_range"),
+        ("min_coverage", 1.5, "coverage_out_of_range"),
+        ("min_coverage", -0.1, "coverage_out_of_range"),
+    ],
+)
+def test_a_time_or_coverage_that_cannot_be_given_is_refused(field, value, code) -> None:
+    reply = call(app(), "POST", "/v1/search", {"queries": ["nile"], field: value})
+    assert (reply.status, reply.body["error"]["code"], reply.body["error"]["field"]) == (422, code, field)

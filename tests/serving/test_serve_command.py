@@ -53,7 +53,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             if line == "stopping\n":
                 server.send_signal(signal.SIGINT)
     assert server.returncode == 0, "".join(said)
-    assert len(answer["results"][0]) == 2 and answer["exact"] and answer["coverage"] == 1
+    assert len(answer["results"][0]) == 2 and answer["exact"]["certified"] and answer["coverage"]["share"] == 1
     assert "stopping\n" in said and not any("Traceback" in line for line in said)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
