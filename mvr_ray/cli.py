@@ -249,12 +249,12 @@ def serve(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer HTTP requests on Ray Serve until interrupted: POST /v1/search, GET /readyz, GET /livez."""
+    """Answer HTTP requests on Ray Serve until interrupted: POST /v1/search and others, see GET /openapi.json."""
     run = load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
-    from mvr_ray.serving.app import serve_until_interrupted
+    from mvr_ray.serving.replica import serve_until_interrupted
 
     serve_until_interrupted(run, version, _err)
 

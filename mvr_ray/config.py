@@ -245,8 +245,17 @@ class AnalyzeConfig(Section):
 
 class ServeConfig(Section):
     host: str = "127.0.0.1"
+    """Where to listen. Anything but the loopback needs tokens."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tokens_file: str | None = None
+    """File of `read TOKEN` and `admin TOKEN` lines, read where the command runs. Tokens of `MVR_RAY_READ_TOKEN` and
+    `MVR_RAY_ADMIN_TOKEN` count too. On the loopback they may be absent: then all may read, and nobody roll back."""
     timeout_ms: Count = 10_000
+    """Time from a request's arrival to its answer, at most."""
+    max_waiting: Count = 64
+    """Requests in a replica at the same time, waiting ones included; what comes beyond is told at once to come back."""
+    max_running: Count = 8
+    """Requests that a replica works on at the same time."""
     max_batch: Count = 256
     max_query_chars: Count = 100_000
     max_k: Count = 1000

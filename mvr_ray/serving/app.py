@@ -1,153 +1,210 @@
-"""HTTP for a search service, and its place on Ray Serve.
+"""HTTP for a search service; needs no Ray. `replica.py` puts it on Ray Serve.
 
-    POST /v1/search   {"queries": ["who ...?"], "k": 10}  ->  per query its hits (passage, score, view, snippet),
-                      and what answered: version, encoder, coverage, exact
-    GET  /readyz      200 once a real search has been answered over every passage of the manifest, else 503
-    GET  /livez       200 while the process answers
+    POST /v1/search                   {"queries": ["who ...?"], "k": 10}  ->  per query its hits (passage, score, view,
+                                      snippet), and what answered: version, encoder, coverage, exact
+    POST /v1/explain                  every view of some passages with every question
+    GET  /v1/passages/{id}            one passage; its id may hold anything, percent-encoded
+    GET  /v1/versions                 what is published, what is live, what is served
+    GET  /v1/versions/{n}             one of them, and how it was made
+    POST /v1/versions/{n}/rollback    its content as a new version (admin token)
+    GET  /readyz                      200 once a real search has covered every passage of the manifest, else 503
+    GET  /livez                       200 while the process answers
+    GET  /metrics                     Prometheus
 
-Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 503/504 status.
+Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 503/504 status, whoever raises them.
 """
 
 import asyncio
 import logging
-import signal
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from ray import serve
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from mvr_ray import __version__
-from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, CoverageError, MvrRayError
-from mvr_ray.serving.service import RequestError, SearchRequest, SearchResponse, SearchService
+from mvr_ray.errors import CoverageError, MvrRayError, PublishConflictError
+from mvr_ray.explanation import Explanation
+from mvr_ray.serving import gate, wire
+from mvr_ray.serving.admission import Admission, Place, late
+from mvr_ray.serving.explain import ExplainRequest
+from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
+from mvr_ray.serving.openapi import describe, documented, takes
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import Tokens
+from mvr_ray.serving.wire import (
+    Liveness,
+    PassageResponse,
+    Readiness,
+    RequestError,
+    SearchRequest,
+    SearchResponse,
+    VersionDetail,
+    VersionInfo,
+    VersionList,
+)
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-_CODES = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "not_json"}
+
+def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
+    """The ASGI app over one service. Without tokens everyone may read, and nobody change anything."""
+    limits, metrics = service.limits, Metrics()
+    timeout_s = limits.timeout_ms / 1000
+    places = Admission(limits.max_waiting, limits.max_running, timeout_s, lambda s: metrics.note_stage("queue", s))
+    probe = _Probe(service, timeout_s)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        places.close()
+
+    api = FastAPI(
+        title="mvr_ray",
+        version=__version__,
+        description="Multi-view passage retrieval. Every answer says how much was searched and whether it is exact.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    api.add_middleware(gate.Gate, limits=limits, tokens=tokens or Tokens(), admission=places, metrics=metrics)
+    _answer_errors(api)
+
+    async def run(request: Request, work: Callable[[float], T], own_s: float | None = None) -> T:
+        place: Place = request.state.place
+
+        def timed(left_s: float) -> T:
+            with metrics.stage_s.labels("search").time():
+                return work(left_s)
+
+        return await place.run(timed, own_s)
+
+    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(408, 409, 413, 415, 422))
+    async def search(request: Request) -> SearchResponse:
+        """The best passages of each query. Coverage and exactness are always told."""
+        asked = await _body(request, SearchRequest)
+        own_s = asked.timeout_ms / 1000 if asked.timeout_ms is not None and asked.timeout_ms > 0 else None
+        answer = await run(request, lambda left_s: service.search(asked, left_s), own_s)
+        metrics.note_answer(answer)
+        return answer
+
+    @api.post("/v1/explain", openapi_extra=takes(ExplainRequest), responses=documented(404, 408, 409, 413, 415, 422))
+    async def explain(request: Request) -> Explanation:
+        """Every view of the named passages, or of the questions' best hits, with every question."""
+        asked = await _body(request, ExplainRequest)
+        return await run(request, lambda _: service.explain(asked))
+
+    @api.get("/v1/passages/{id:path}", responses=documented(404, 413))
+    async def passage(request: Request, id: str) -> PassageResponse:
+        """One passage as it was indexed, and the parts of its text that its views stand for."""
+        return await run(request, lambda _: service.passage(id))
+
+    @api.get("/v1/versions", responses=documented(404, 413))
+    async def versions(request: Request) -> VersionList:
+        """All published versions, which of them is live, and which one this server answers from."""
+        return await run(request, lambda _: service.versions())
+
+    @api.get("/v1/versions/{n}", responses=documented(404, 413, 422))
+    async def version(request: Request, n: int) -> VersionDetail:
+        """One version, and what its manifest says about how it was made."""
+        return await run(request, lambda _: service.version(n))
+
+    @api.post("/v1/versions/{n}/rollback", responses=documented(403, 404, 408, 409, 413, 422))
+    async def rollback(request: Request, n: int) -> VersionInfo:
+        """Publish the content of version `n` as a new version. Needs an admin token."""
+        gate.require_admin(request.state.role)
+        done = await run(request, lambda _: service.rollback(n))
+        log.info("rolled back: request=%s to=%d published=%d", request.state.request_id, n, done.version)
+        return done
+
+    @api.get("/readyz", responses={503: {"model": Readiness, "description": "Not every passage was searched."}})
+    async def ready(response: Response) -> Readiness:
+        """Whether a real search has just covered every passage. Open to all."""
+        told = await probe.readiness()
+        metrics.note_served(told.index, told.version, told.coverage)
+        response.status_code = 200 if told.ready else 503
+        return told
+
+    @api.get("/livez")
+    async def live() -> Liveness:
+        """Whether the process answers. Open to all."""
+        return Liveness(live=True, version=__version__)
+
+    @api.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE: {}}}})
+    async def measured() -> Response:
+        """Counters of this replica for Prometheus."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    describe(api, (SearchRequest, ExplainRequest), limits, with_tokens=bool(tokens))
+    return api
 
 
-def create_app(service: SearchService) -> FastAPI:
-    """The ASGI app over one service; needs no Ray."""
-    api = FastAPI(title="mvr_ray", version=__version__)
-    limits = service.limits
+class _Probe:
+    """One readiness search at a time, however many ask: a flood of probes is not one more flood."""
 
-    @api.middleware("http")
-    async def bounded(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > limits.max_body_bytes:
-            hint = f"send at most {limits.max_body_bytes} bytes (serve.max_body_bytes)"
-            return _response(RequestError(413, "body_too_large", "", f"the body has {length} bytes", hint))
-        return await proceed(request)
+    def __init__(self, service: SearchService, timeout_s: float) -> None:
+        self._service = service
+        self._timeout_s = timeout_s
+        self._asked: asyncio.Task[Readiness] | None = None
 
-    @api.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        return _response(_explain(error))
+    async def readiness(self) -> Readiness:
+        if self._asked is None or self._asked.done() or self._asked.get_loop() is not asyncio.get_running_loop():
+            self._asked = asyncio.create_task(asyncio.to_thread(self._service.readiness))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._asked), self._timeout_s)
+        except TimeoutError:
+            raise late(self._timeout_s) from None
+
+
+async def _body(request: Request, model: type[M]) -> M:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = repr(kind[:80]) if kind else "missing"
+        hint = "send the header `Content-Type: application/json`"
+        raise RequestError(415, "wrong_content_type", "", f"the content type is {shown}", hint)
+    return wire.read(model, await request.body())
+
+
+def _answer_errors(api: FastAPI) -> None:
+    """Everything that is raised, in the one shape of errors."""
 
     @api.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> Response:
         return _response(error)
 
+    @api.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        field = ".".join(str(part) for part in problem["loc"][1:])
+        return _response(RequestError(422, "wrong_value", field, problem["msg"], "see GET /openapi.json"))
+
+    @api.exception_handler(HTTPException)
+    async def astray(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_route", 405: "wrong_method"}.get(error.status_code, "http_error")
+        told = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return _response(RequestError(error.status_code, code, "", told, "see GET /openapi.json", error.headers))
+
     @api.exception_handler(MvrRayError)
-    async def failed(_: Request, error: MvrRayError) -> Response:
-        log.warning("search failed", exc_info=error)
+    async def failed(request: Request, error: MvrRayError) -> Response:
+        log.warning("request failed: id=%s", request.state.request_id, exc_info=error)
+        if isinstance(error, PublishConflictError):
+            return _response(RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions"))
         code = "not_covered" if isinstance(error, CoverageError) else "unavailable"
-        return _response(RequestError(503, code, "", str(error), "try again; see GET /readyz"))
+        headers = {"retry-after": "1"}
+        return _response(RequestError(503, code, "", str(error), "try again; see GET /readyz", headers))
 
-    @api.post("/v1/search")
-    async def search(request: SearchRequest) -> SearchResponse:
-        return await _in_time(lambda: service.search(request), request.timeout_ms or limits.timeout_ms)
-
-    @api.get("/readyz")
-    async def ready() -> Response:
-        answer = await _in_time(service.ready, limits.timeout_ms)
-        whole = answer.passages_searched == answer.passages_total
-        told = {"ready": whole, "index": answer.index, "version": answer.version, "coverage": answer.coverage_share}
-        return JSONResponse(told, status_code=200 if whole else 503)
-
-    @api.get("/livez")
-    async def live() -> dict[str, Any]:
-        return {"live": True, "version": __version__}
-
-    return api
-
-
-async def _in_time(work: Callable[[], T], timeout_ms: int) -> T:
-    try:
-        return await asyncio.wait_for(asyncio.to_thread(work), timeout_ms / 1000)
-    except TimeoutError:
-        message = f"no answer within {timeout_ms} ms"
-        raise RequestError(504, "timeout", "", message, "send fewer queries, or raise serve.timeout_ms") from None
+    @api.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        log.error("request broke: path=%s", request.url.path[:200], exc_info=error)
+        hint = "this is a fault of the server; its log says more"
+        return _response(RequestError(500, "internal", "", f"an unexpected {type(error).__name__}", hint))
 
 
 def _response(error: RequestError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
-
-
-def _explain(error: RequestValidationError) -> RequestError:
-    """The first problem that pydantic names, in our words."""
-    problem = error.errors()[0]
-    place = [str(part) for part in problem["loc"][1:] if not str(part).startswith("list[")]
-    if place[:1] == ["queries"] and problem["type"] not in ("missing", "too_short"):
-        message = "queries is neither a list of texts nor a list of vectors"
-        return RequestError(422, "wrong_type", ".".join(place), message, 'send {"queries": ["a question"], "k": 10}')
-    code = _CODES.get(problem["type"], "wrong_type" if problem["type"].endswith("_type") else "wrong_value")
-    known = ", ".join(SearchRequest.model_fields)
-    return RequestError(422, code, ".".join(place), problem["msg"], f"a request holds: {known}")
-
-
-class SearchIngress:
-    """The replica: opens the live version when it starts and answers HTTP from it."""
-
-    def __init__(self, run: dict[str, Any], version: int | None = None) -> None:
-        from mvr_ray.distributed.router import open_router
-
-        config = RunConfig.model_validate(run)
-        self._held = ExitStack()
-        opened = open_router(config, version, timeout_s=config.serve.timeout_ms / 1000)
-        router = self._held.enter_context(opened)
-        self.service = SearchService(router, config.serve)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self.service)
-
-    def check_health(self) -> None:
-        self.service.ready()
-
-
-def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") -> str:
-    """Put the live version on HTTP at `serve.host:serve.port` of the connected cluster; returns the address."""
-    if run.serve.max_k < run.retrieve.k:
-        raise ConfigError(f"serve.max_k ({run.serve.max_k}) is below retrieve.k ({run.retrieve.k}); raise it")
-    serve.start(http_options={"host": run.serve.host, "port": run.serve.port})
-    replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
-        name="search", ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=64, health_check_period_s=10
-    )
-    serve.run(replica.bind(run.model_dump(mode="json"), version), name=name, route_prefix="/")
-    return f"http://{run.serve.host}:{run.serve.port}"
-
-
-def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
-    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing."""
-    from mvr_ray.distributed.session import connect
-
-    asked: list[int] = []
-    before: dict[int, Any] = {}
-    with connect(run.resources):
-        try:
-            say(f"serving on {deploy(run, version)}: POST /v1/search, GET /readyz, GET /livez; Ctrl-C stops")
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, lambda got, _: asked.append(got))
-            while not asked:
-                time.sleep(_POLL_S)
-            say("stopping")
-        finally:
-            serve.shutdown()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    return Response(error.encoded(), status_code=error.status, headers=error.headers, media_type="application/json")

@@ -6,35 +6,39 @@ Shapes: Q queries, D dimension.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
-from mvr_ray.serving.service import RequestError, Searchable, check_text
-from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+from mvr_ray.serving.limits import check_text
+from mvr_ray.serving.ports import Explainable as Explainable
+from mvr_ray.serving.wire import RequestError, WireModel
+from mvr_ray.types import Answer, Passage, PassageScores
 
 Ranks = list[dict[str, int]]
 """For each question, the rank of its hits by passage id, counted from 1."""
 
 
-class Explainable(Searchable, Protocol):
-    """The part of a router that explaining needs."""
-
-    def embed(self, texts: Sequence[str]) -> FloatArray: ...
-
-    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> Sequence[PassageScores]: ...
-
-
-class ExplainRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ExplainRequest(WireModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"questions": ["Who built it?", "When was it built?"], "k": 3},
+                {"questions": ["Who built it?"], "passages": ["tower_4"]},
+            ]
+        }
+    )
 
     questions: Annotated[list[str], Field(min_length=1)]
     passages: list[str] = Field(default_factory=list)
     """Passage ids; where there are none, the questions are searched and the best `k` hits of each explained."""
     k: int = 3
+    """Hits a question that are explained, where no passages are named."""
+    encoder_fingerprint: str | None = None
+    """The encoder that the questions are meant for; another index encoder is a 409."""
 
 
 def check_explain(request: ExplainRequest, limits: ServeConfig) -> None:

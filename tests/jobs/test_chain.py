@@ -176,7 +176,7 @@ def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Ch
 def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain) -> None:
     from ray import serve
 
-    from mvr_ray.serving.app import deploy
+    from mvr_ray.serving.replica import deploy
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,42 +2,86 @@
 
 import asyncio
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 
 class Reply(NamedTuple):
     status: int
     body: Any
+    headers: dict[str, str]
+    read: int
+    """How many of the sent chunks were taken."""
 
 
-def call(app: Any, method: str, path: str, body: Any = None, raw: bytes | None = None) -> Reply:
-    """Send `body` as JSON, or `raw` as it is."""
+def call(
+    app: Any,
+    method: str,
+    path: str,
+    body: Any = None,
+    raw: bytes | None = None,
+    *,
+    token: str | None = None,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    chunks: Sequence[bytes] | None = None,
+) -> Reply:
+    """Send `body` as JSON, `raw` as it is, or `chunks` without a content-length."""
+    return asyncio.run(
+        ask(app, method, path, body, raw, token=token, headers=headers, chunks=chunks),
+    )
+
+
+async def ask(
+    app: Any,
+    method: str,
+    path: str,
+    body: Any = None,
+    raw: bytes | None = None,
+    *,
+    token: str | None = None,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    chunks: Sequence[bytes] | None = None,
+) -> Reply:
     sent = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
+    told_headers = [*headers]
+    if "content-type" not in {name.decode() for name, _ in told_headers}:
+        told_headers.append((b"content-type", b"application/json"))
+    if chunks is None:
+        told_headers.append((b"content-length", str(len(sent)).encode()))
+    if token is not None:
+        told_headers.append((b"authorization", f"Bearer {token}".encode()))
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "method": method,
-        "path": path,
+        "path": unquote(path),
         "raw_path": path.encode(),
         "root_path": "",
         "scheme": "http",
         "query_string": b"",
-        "headers": headers,
+        "headers": told_headers,
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }
     told: list[dict[str, Any]] = []
-    waiting = [{"type": "http.request", "body": sent, "more_body": False}]
+    parts = [sent] if chunks is None else list(chunks)
+    taken = 0
 
     async def receive() -> dict[str, Any]:
-        return waiting.pop() if waiting else {"type": "http.disconnect"}
+        nonlocal taken
+        taken += 1
+        if taken > len(parts):
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts[taken - 1], "more_body": taken < len(parts)}
 
     async def send(message: dict[str, Any]) -> None:
         told.append(message)
 
-    asyncio.run(app(scope, receive, send))
-    status = next(m["status"] for m in told if m["type"] == "http.response.start")
+    await app(scope, receive, send)
+    start = next(m for m in told if m["type"] == "http.response.start")
     text = b"".join(m.get("body", b"") for m in told if m["type"] == "http.response.body")
-    return Reply(status, json.loads(text) if text else None)
+    found = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+    plain = json.loads(text) if text and found.get("content-type") == "application/json" else text.decode()
+    return Reply(start["status"], plain, found, taken)

@@ -1,0 +1,89 @@
+"""The versions of one index: what is published, what each was made of, and rolling back.
+
+Reads manifests only. Rolling back publishes; of two who publish on the same version one wins and the other is told.
+"""
+
+from typing import Any, Protocol
+
+from mvr_ray.errors import PublishConflictError
+from mvr_ray.serving.wire import RequestError, ShardContent, VersionDetail, VersionInfo
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.versions import version_line
+
+
+class Catalog(Protocol):
+    """The versions behind a service."""
+
+    def all(self) -> list[VersionInfo]: ...
+
+    def one(self, version: int) -> VersionDetail: ...
+
+    def rollback(self, version: int) -> VersionInfo: ...
+
+
+class StoreCatalog:
+    """The versions of `index` in a store."""
+
+    def __init__(self, store: Store, index: str) -> None:
+        self.store = store
+        self.index = index
+
+    def all(self) -> list[VersionInfo]:
+        """Every version, ascending; the last is live."""
+        numbers = manifest.list_versions(self.store, self.index)
+        lines = [version_line(manifest.read(self.store, self.index, n), n == numbers[-1]) for n in numbers]
+        return [VersionInfo(**line._asdict()) for line in lines]
+
+    def one(self, version: int) -> VersionDetail:
+        """Raises RequestError (404) for a version that is not there."""
+        live = self._known(version)
+        described = manifest.read(self.store, self.index, version)
+        told: dict[str, Any] = version_line(described, version == live)._asdict()
+        shards = [
+            ShardContent(
+                shard=entry.shard,
+                digest=entry.digest,
+                passages=entry.num_passages,
+                vectors=entry.num_vectors,
+                bytes=entry.num_bytes,
+            )
+            for entry in described.shards
+        ]
+        return VersionDetail(
+            **told,
+            similarity=described.similarity,
+            num_views=described.num_views,
+            dimension=described.dimension,
+            dtype=described.dtype,
+            corpus=described.corpus,
+            index_params=described.index_params,
+            recall=described.recall,
+            metrics=described.metrics,
+            dirty_share=described.dirty_share,
+            shard_list=shards,
+        )
+
+    def rollback(self, version: int) -> VersionInfo:
+        """Publish that version's content as a new version, which is then live.
+
+        Raises RequestError: 404 for a version that is not there, 409 when another publisher was first.
+        """
+        self._known(version)
+        try:
+            published = manifest.rollback(self.store, self.index, version)
+        except PublishConflictError as error:
+            told, _, _ = str(error).partition("; ")
+            hint = "look at GET /v1/versions, and roll back again if that is still wanted"
+            raise RequestError(409, "publish_conflict", "", told, hint) from None
+        return VersionInfo(**version_line(published, live=True)._asdict())
+
+    def _known(self, version: int) -> int:
+        """The live version's number, where `version` is there."""
+        numbers = manifest.list_versions(self.store, self.index)
+        if version not in numbers:
+            shown = f"{version}" if abs(version) < 10**12 else "of that number"
+            have = f"there are {', '.join(map(str, numbers[-20:]))}" if numbers else "there is none yet"
+            message = f"index {self.index!r} has no version {shown}"
+            raise RequestError(404, "unknown_version", "n", message, f"{have}; see GET /v1/versions")
+        return numbers[-1]

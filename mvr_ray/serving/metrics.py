@@ -1,0 +1,58 @@
+"""What a server counts about itself, in Prometheus' text format.
+
+Stages: `queue` from arrival to a free thread, `search` all that the service does (embedding, shards, merging, texts).
+Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from mvr_ray.serving.wire import SearchResponse
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """The counters of one replica, apart from those of any other in the process."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        self.requests = Counter("mvr_ray_requests", "Answered requests.", ("route", "method", "status"), registry=own)
+        self.request_s = Histogram(
+            "mvr_ray_request_seconds", "From arrival to the last byte.", ("route",), buckets=_SECONDS, registry=own
+        )
+        self.stage_s = Histogram(
+            "mvr_ray_stage_seconds", "Time in one stage of a request.", ("stage",), buckets=_SECONDS, registry=own
+        )
+        self.in_flight = Gauge("mvr_ray_requests_in_flight", "Requests waiting or at work.", registry=own)
+        self.queries = Counter("mvr_ray_queries", "Queries of answered searches.", registry=own)
+        self.answers = Counter("mvr_ray_answers", "Searches, by their certificate.", ("certified",), registry=own)
+        self.partial = Counter("mvr_ray_partial_answers", "Searches of less than every passage.", registry=own)
+        self.second_rounds = Counter("mvr_ray_second_rounds", "Searches that asked shards again.", registry=own)
+        self.coverage = Gauge("mvr_ray_coverage_share", "Passages searched for the newest answer.", registry=own)
+        self.version = Gauge("mvr_ray_index_version", "Version of the newest answer.", ("index",), registry=own)
+        for certified in ("true", "false"):
+            self.answers.labels(certified)
+
+    def note_stage(self, stage: str, seconds: float) -> None:
+        self.stage_s.labels(stage).observe(seconds)
+
+    def note_request(self, route: str, method: str, status: int, seconds: float) -> None:
+        self.requests.labels(route, method, str(status)).inc()
+        self.request_s.labels(route).observe(seconds)
+
+    def note_answer(self, answer: SearchResponse) -> None:
+        self.queries.inc(len(answer.results))
+        self.answers.labels(str(answer.exact.certified).lower()).inc()
+        if answer.coverage.share < 1:
+            self.partial.inc()
+        if answer.exact.rounds > 1:
+            self.second_rounds.inc()
+        self.note_served(answer.index, answer.version, answer.coverage.share)
+
+    def note_served(self, index: str, version: int, coverage_share: float) -> None:
+        self.coverage.set(coverage_share)
+        self.version.labels(index).set(version)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,36 @@
+"""What serving needs from a router, so that anything of this shape can stand in for one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+
+
+class Searchable(Protocol):
+    """The part of a router that answering needs."""
+
+    @property
+    def dimension(self) -> int: ...
+
+    @property
+    def num_views(self) -> int: ...
+
+    def search(
+        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer: ...
+
+    def search_text(
+        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer: ...
+
+    def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]: ...
+
+    def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]: ...
+
+
+class Explainable(Searchable, Protocol):
+    """The part of a router that explaining needs."""
+
+    def embed(self, texts: Sequence[str]) -> FloatArray: ...
+
+    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> Sequence[PassageScores]: ...

@@ -1,0 +1,94 @@
+"""The app's place on Ray Serve: one replica over the live version, and a command that stays with it."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ConfigError
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import KnownToken, Tokens, read_tokens, require_tokens
+from mvr_ray.store.files import Store
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_REFUSALS = 1024
+"""Requests that a replica may be turning away while its places are taken: refusing is the app's, not Serve's."""
+
+
+class SearchIngress:
+    """The replica: opens the live version when it starts and answers HTTP from it."""
+
+    def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
+        from mvr_ray.distributed.router import open_router
+
+        config = RunConfig.model_validate(run)
+        self._held = ExitStack()
+        opened = open_router(config, version, timeout_s=config.serve.timeout_ms / 1000)
+        router = self._held.enter_context(opened)
+        catalog = StoreCatalog(Store(config.store.path), config.index.name)
+        self.service = SearchService(router, config.serve, catalog)
+        self._tokens = Tokens(tuple(tokens))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self.service, self._tokens)
+
+    def check_health(self) -> None:
+        self.service.ready()
+
+
+def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") -> str:
+    """Put the live version on HTTP at `serve.host:serve.port` of the connected cluster; returns the address.
+
+    Raises ConfigError where others could reach it without a token. Replicas get the tokens' digests, not the tokens.
+    """
+    tokens = checked_tokens(run)
+    serve.start(http_options={"host": run.serve.host, "port": run.serve.port})
+    replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
+        name="search",
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=run.serve.max_waiting + _REFUSALS,
+        health_check_period_s=10,
+    )
+    serve.run(replica.bind(run.model_dump(mode="json"), version, tokens.known), name=name, route_prefix="/")
+    return f"http://{run.serve.host}:{run.serve.port}"
+
+
+def checked_tokens(run: RunConfig) -> Tokens:
+    """The tokens to serve with. Raises ConfigError for settings that no server may start with."""
+    if run.serve.max_k < run.retrieve.k:
+        raise ConfigError(f"serve.max_k ({run.serve.max_k}) is below retrieve.k ({run.retrieve.k}); raise it")
+    tokens = read_tokens(run.serve.tokens_file, os.environ)
+    require_tokens(run.serve.host, tokens)
+    return tokens
+
+
+def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
+    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing."""
+    from mvr_ray.distributed.session import connect
+
+    checked_tokens(run)
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+    with connect(run.resources):
+        try:
+            say(f"serving on {deploy(run, version)}: POST /v1/search, GET /readyz, GET /openapi.json; Ctrl-C stops")
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, lambda got, _: asked.append(got))
+            while not asked:
+                time.sleep(_POLL_S)
+            say("stopping")
+        finally:
+            serve.shutdown()
+            for number, handler in before.items():
+                signal.signal(number, handler)

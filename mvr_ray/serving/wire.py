@@ -1,0 +1,253 @@
+"""What goes over HTTP, and into the same calls made within a process: requests, answers and refusals.
+
+A request is read from bytes strictly: UTF-8, finite numbers, no field that is not known. What is wrong with one is told
+as {"error": {"code", "field", "message", "hint"}}, the code for programs, the field by its dotted place.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+M = TypeVar("M", bound=BaseModel)
+
+_CODES = {
+    "missing": "missing_field",
+    "extra_forbidden": "unknown_field",
+    "json_invalid": "not_json",
+    "finite_number": "not_finite",
+}
+
+
+class WireModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class SearchRequest(WireModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"queries": ["Who built the tower?"], "k": 5},
+                {"queries": [[0.1, -0.2, 0.3]], "k": 10, "text": False, "timeout_ms": 500, "min_coverage": 0.9},
+            ]
+        }
+    )
+
+    queries: Annotated[list[str] | list[list[float]], Field(min_length=1)]
+    """Texts, or query vectors of the index's dimension; one kind a request."""
+    k: int = 10
+    """Distinct passages a query."""
+    text: bool = True
+    """Send passage texts and snippets with the hits."""
+    timeout_ms: int | None = None
+    """Time for the answer, at most the server's own (`serve.timeout_ms`), which is what absent means."""
+    min_coverage: float = 1.0
+    """The share of the passages that must be searched; with fewer there is an error, not a short answer."""
+    encoder_fingerprint: str | None = None
+    """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
+
+
+class Snippet(BaseModel):
+    start: int
+    stop: int
+    text: str
+
+
+class FoundPassage(BaseModel):
+    id: str
+    score: float
+    view: int
+    feedback: bool
+    title: str | None = None
+    text: str | None = None
+    snippet: Snippet | None = None
+
+
+class Shard(BaseModel):
+    shard: int
+    passages: int
+    state: str
+
+
+class Coverage(BaseModel):
+    """How many of the manifest's passages were searched, and what became of each shard."""
+
+    share: float
+    passages_searched: int
+    passages_total: int
+    shards: list[Shard]
+
+
+class Exact(BaseModel):
+    """`certified`: the hits are those of exhaustive search over every passage, to the last tie."""
+
+    certified: bool
+    method: str
+    rounds: int
+    rescored: int
+
+
+class SearchResponse(BaseModel):
+    index: str
+    version: int
+    encoder_fingerprint: str
+    coverage: Coverage
+    exact: Exact
+    took_ms: float
+    results: list[list[FoundPassage]]
+
+
+class PassageView(Snippet):
+    """The part of a passage's text that one view stands for."""
+
+    view: int
+
+
+class PassageResponse(BaseModel):
+    """A passage as it was indexed. `views` are those that stand for a part of its text."""
+
+    index: str
+    version: int
+    id: str
+    title: str
+    text: str
+    views: list[PassageView]
+
+
+class Readiness(BaseModel):
+    """`ready`: a real search has just covered every passage of the version."""
+
+    ready: bool
+    index: str
+    version: int
+    coverage: float
+
+
+class Liveness(BaseModel):
+    """`version` is the program's."""
+
+    live: bool
+    version: str
+
+
+class VersionInfo(BaseModel):
+    """One version of the index. `live` is the newest one; a server says in `serving` which one it answers from."""
+
+    version: int
+    parent: int
+    operation: str
+    created: str
+    passages: int
+    vectors: int
+    shards: int
+    encoder: str
+    content: str
+    live: bool
+
+
+class VersionList(BaseModel):
+    index: str
+    live: int
+    serving: int
+    versions: list[VersionInfo]
+
+
+class ShardContent(BaseModel):
+    shard: int
+    digest: str
+    passages: int
+    vectors: int
+    bytes: int
+
+
+class VersionDetail(VersionInfo):
+    """A version with what its manifest says about how it was made."""
+
+    similarity: str
+    num_views: int
+    dimension: int
+    dtype: str
+    corpus: str
+    index_params: dict[str, Any]
+    recall: float | None
+    metrics: dict[str, float]
+    dirty_share: float | None
+    shard_list: list[ShardContent]
+
+
+class Refusal(BaseModel):
+    code: str
+    """For programs; it does not change."""
+    field: str
+    """The part of the request that is wrong, empty where it is none."""
+    message: str
+    hint: str
+    """What to do."""
+
+
+class ErrorAnswer(BaseModel):
+    error: Refusal
+
+
+class RequestError(Exception):
+    """A request that cannot be answered as asked: HTTP status, a code for programs, the field, and what to do."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        field: str,
+        message: str,
+        hint: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{field}: {message}; {hint}" if field else f"{message}; {hint}")
+        self.status = status
+        self.code = code
+        self.field = field
+        self.message = message
+        self.hint = hint
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, dict[str, str]]:
+        told = Refusal(code=self.code, field=self.field, message=self.message, hint=self.hint)
+        return ErrorAnswer(error=told).model_dump()
+
+    def encoded(self) -> bytes:
+        """The body as JSON, escaped to ASCII: a message that quotes half a surrogate pair is still written."""
+        return json.dumps(self.body()).encode("ascii")
+
+
+def read(model: type[M], body: bytes) -> M:
+    """A request from the bytes of its body. Raises RequestError."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(model, error) from None
+
+
+def make(model: type[M], values: Mapping[str, Any]) -> M:
+    """A request from Python values. Raises RequestError."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise refusal(model, error) from None
+
+
+def refusal(model: type[BaseModel], error: ValidationError) -> RequestError:
+    """The first problem that pydantic names, in our words."""
+    problems = error.errors(include_url=False, include_input=False)
+    problem = next((one for one in problems if one["type"] == "finite_number"), problems[0])
+    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
+    known = f"a request holds: {', '.join(model.model_fields)}"
+    kind = problem["type"]
+    if kind == "finite_number":
+        return RequestError(422, "not_finite", place, "the number is not finite", "send finite numbers")
+    if kind == "json_invalid":
+        return RequestError(422, "not_json", "", problem["msg"], "send one JSON object in UTF-8")
+    if place.split(".")[0] == "queries" and kind not in ("missing", "too_short"):
+        message = "queries is neither a list of texts nor a list of vectors"
+        return RequestError(422, "wrong_type", place, message, 'send {"queries": ["a question"], "k": 10}')
+    code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
+    return RequestError(422, code, place, problem["msg"], known)
