@@ -10,6 +10,7 @@
     GET  /readyz                      200 once a real search has covered every passage of the manifest, else 503
     GET  /livez                       200 while the process answers
     GET  /metrics                     Prometheus
+    GET  /                            the search page
 
 Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 503/504 status, whoever raises them.
 """
@@ -33,6 +34,7 @@ from mvr_ray.serving.admission import Admission, Place, late
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
 from mvr_ray.serving.openapi import describe, documented, takes
+from mvr_ray.serving.pages import add_page
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import Tokens
 from mvr_ray.serving.wire import (
@@ -141,6 +143,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         """Counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    add_page(api)
     describe(api, (SearchRequest, ExplainRequest), limits, with_tokens=bool(tokens))
     return api
 

@@ -17,6 +17,7 @@ from typing import Any
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.admission import Admission, Place
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.serving.pages import PATHS
 from mvr_ray.serving.tokens import VARIABLES, Role, Tokens
 from mvr_ray.serving.wire import RequestError
 
@@ -27,7 +28,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-OPEN = ("/livez", "/readyz")
+OPEN = ("/livez", "/readyz", *PATHS)
 """Answered without a token: they say nothing about the passages."""
 _BOUNDED = "/v1/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
