@@ -3,6 +3,7 @@
 The page asks the same routes as every other client, so it needs a token where the server does; its own files do not.
 """
 
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from fastapi import FastAPI, Response
@@ -28,7 +29,7 @@ def add_page(api: FastAPI) -> None:
         api.add_api_route(path, _sender((folder / name).read_bytes(), TYPES[name]), include_in_schema=False)
 
 
-def _sender(content: bytes, kind: str):
+def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
     async def send() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
 

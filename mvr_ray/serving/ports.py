@@ -1,6 +1,7 @@
 """What serving needs from a router, so that anything of this shape can stand in for one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
@@ -34,3 +35,9 @@ class Explainable(Searchable, Protocol):
     def embed(self, texts: Sequence[str]) -> FloatArray: ...
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> Sequence[PassageScores]: ...
+
+
+Pin = Callable[[int | None], AbstractContextManager[Explainable]]
+"""A router of one version (None: the one that is answered from now), which stays that version's until the block ends.
+
+Raises MissingInputError for a version that is not published."""

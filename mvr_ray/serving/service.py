@@ -7,18 +7,20 @@ Shapes: Q queries, D dimension.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import explain as explaining
 from mvr_ray.serving.catalog import Catalog
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.limits import check_request as check_request
 from mvr_ray.serving.limits import checked_vectors
-from mvr_ray.serving.ports import Explainable
+from mvr_ray.serving.ports import Explainable, Pin
 from mvr_ray.serving.wire import (
     Coverage,
     Exact,
@@ -35,7 +37,7 @@ from mvr_ray.serving.wire import (
     VersionInfo,
     VersionList,
 )
-from mvr_ray.types import Answer, FloatArray, Hit, Passage
+from mvr_ray.types import Answer, Hit, Passage
 
 __all__ = ["FoundPassage", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
 
@@ -50,32 +52,41 @@ class SearchService:
     answered as asked.
     """
 
-    def __init__(self, router: Explainable, limits: ServeConfig, catalog: Catalog | None = None) -> None:
-        """Without a catalog nothing is known about other versions than the router's."""
+    def __init__(
+        self, router: Explainable, limits: ServeConfig, catalog: Catalog | None = None, pin: Pin | None = None
+    ) -> None:
+        """Without a catalog nothing is known about other versions than the router's; without `pin` there is no other
+        one to ask.
+        """
         self.router = router
         self.limits = limits
         self.catalog = catalog
+        self.pin = pin
 
     def search(self, request: SearchRequest, timeout_s: float | None = None) -> SearchResponse:
         """What the limits forbid is refused before anything is searched."""
         began = time.perf_counter()
-        texts, queries_QD = self._checked(request)
+        check_request(request, self.limits)
+        texts = [query for query in request.queries if isinstance(query, str)]
+        vectors = [query for query in request.queries if not isinstance(query, str)]
         own_ms = self.limits.timeout_ms if request.timeout_ms is None else request.timeout_ms
         own_s, least = own_ms / 1000, request.min_coverage
         left_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
-        self._same_encoder(request.encoder_fingerprint, None)
-        answer = (
-            self.router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
-            if queries_QD is None
-            else self.router.search(queries_QD, request.k, timeout_s=left_s, min_coverage=least)
-        )
-        self._same_encoder(request.encoder_fingerprint, answer)
-        results = [[bare(hit, self.router.num_views) for hit in hits] for hits in answer.hits]
-        if request.text:
-            wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})
-            passages = self.router.passages(wanted)
-            spans = {i: self.router.view_spans(passages[i]) for i in wanted}
-            results = [[with_text(found, passages[found.id], spans[found.id]) for found in row] for row in results]
+        with self._at(request.version) as router:
+            same_encoder(request.encoder_fingerprint, served(router))
+            answer = (
+                router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
+                if texts
+                else router.search(
+                    checked_vectors(vectors, router.dimension), request.k, timeout_s=left_s, min_coverage=least
+                )
+            )
+            results = [[bare(hit, router.num_views) for hit in hits] for hits in answer.hits]
+            if request.text:
+                wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})
+                passages = router.passages(wanted)
+                spans = {i: router.view_spans(passages[i]) for i in wanted}
+                results = [[with_text(found, passages[found.id], spans[found.id]) for found in row] for row in results]
         return SearchResponse(
             index=answer.index,
             version=answer.version,
@@ -88,31 +99,32 @@ class SearchService:
 
     def explain(self, request: ExplainRequest) -> Explanation:
         """Every view of some passages with every question."""
-        self._same_encoder(request.encoder_fingerprint, None)
-        return explaining.explain(self.router, request, self.limits)
+        with self._at(request.version) as router:
+            same_encoder(request.encoder_fingerprint, served(router))
+            return explaining.explain(router, request, self.limits)
 
     def passage(self, passage_id: str) -> PassageResponse:
         """One passage as it was indexed."""
-        served = self.served()
-        found = self.router.passages([passage_id]) if _is_text(passage_id) else {}
-        if passage_id not in found:
-            message = f"index {served.index!r} version {served.version} holds no passage of this id"
-            hint = "give an id as a search shows it, percent-encoded as a part of the path"
-            raise RequestError(404, "unknown_passage", "id", message, hint)
-        passage = found[passage_id]
-        views = [
-            PassageView(view=view, start=span[0], stop=span[1], text=passage.text[span[0] : span[1]])
-            for view, span in enumerate(self.router.view_spans(passage))
-            if span is not None
-        ]
-        return PassageResponse(index=served.index, version=served.version, **passage._asdict(), views=views)
+        with self._at(None) as router:
+            of = served(router)
+            found = router.passages([passage_id]) if _is_text(passage_id) else {}
+            if passage_id not in found:
+                message = f"index {of.index!r} version {of.version} holds no passage of this id"
+                hint = "give an id as a search shows it, percent-encoded as a part of the path"
+                raise RequestError(404, "unknown_passage", "id", message, hint)
+            passage = found[passage_id]
+            views = [
+                PassageView(view=view, start=span[0], stop=span[1], text=passage.text[span[0] : span[1]])
+                for view, span in enumerate(router.view_spans(passage))
+                if span is not None
+            ]
+        return PassageResponse(index=of.index, version=of.version, **passage._asdict(), views=views)
 
     def versions(self) -> VersionList:
         """The versions that are published, and the one that is answered from."""
-        served = self.served()
-        known = self._catalog().all()
+        of, known = self.served(), self._catalog().all()
         live = max((one.version for one in known), default=0)
-        return VersionList(index=served.index, live=live, serving=served.version, versions=known)
+        return VersionList(index=of.index, live=live, serving=of.version, versions=known)
 
     def version(self, number: int) -> VersionDetail:
         return self._catalog().one(number)
@@ -138,35 +150,53 @@ class SearchService:
         )
 
     def served(self) -> Answer:
-        """The answer to no query at all: index, version and encoder of now, and no shard is asked."""
-        return self.router.search(np.zeros((0, self.router.dimension), dtype=np.float32), 1, min_coverage=0.0)
+        """What is answered from now."""
+        return served(self.router)
 
-    def _checked(self, request: SearchRequest) -> tuple[list[str], FloatArray | None]:
-        check_request(request, self.limits)
-        texts = [query for query in request.queries if isinstance(query, str)]
-        if texts:
-            return texts, None
-        vectors = [query for query in request.queries if not isinstance(query, str)]
-        return [], checked_vectors(vectors, self.router.dimension)
-
-    def _same_encoder(self, wanted: str | None, answer: Answer | None) -> None:
-        """Asked before a search, and of its answer: the version may have changed between the two."""
-        if wanted is None:
+    @contextmanager
+    def _at(self, version: int | None) -> Iterator[Explainable]:
+        """The router of one version, for all that one request asks of it."""
+        if self.pin is None:
+            of = served(self.router)
+            if version not in (None, of.version):
+                raise RequestError(
+                    404,
+                    "unknown_version",
+                    "version",
+                    f"this service answers from version {of.version} of index {of.index!r} alone, not from {version}",
+                    "leave version out",
+                )
+            yield self.router
             return
-        served = self.served() if answer is None else answer
-        if wanted != served.encoder_fingerprint:
-            message = (
-                f"the request is for encoder {wanted[:80]!r}, index {served.index!r} version {served.version} was made "
-                f"by encoder {served.encoder_fingerprint!r}"
-            )
-            hint = "embed with the index's encoder, or send texts and leave encoder_fingerprint out"
-            raise RequestError(409, "encoder_mismatch", "encoder_fingerprint", message, hint)
+        with ExitStack() as stack:
+            try:
+                router = stack.enter_context(self.pin(version))
+            except MissingInputError as error:
+                told, _, hint = str(error).partition("; ")
+                raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None
+            yield router
 
     def _catalog(self) -> Catalog:
         if self.catalog is None:
             hint = "ask a server of `mvr-ray serve`"
             raise RequestError(404, "no_versions", "", "this service answers from one version alone", hint)
         return self.catalog
+
+
+def served(router: Explainable) -> Answer:
+    """The answer to no query at all: index, version and encoder, and no shard is asked."""
+    return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
+
+
+def same_encoder(wanted: str | None, of: Answer) -> None:
+    """Raises RequestError (409) where a request is meant for another encoder than the version's."""
+    if wanted is not None and wanted != of.encoder_fingerprint:
+        message = (
+            f"the request is for encoder {wanted[:80]!r}, index {of.index!r} version {of.version} was made by encoder "
+            f"{of.encoder_fingerprint!r}"
+        )
+        hint = "embed with the index's encoder, or send texts and leave encoder_fingerprint out"
+        raise RequestError(409, "encoder_mismatch", "encoder_fingerprint", message, hint)
 
 
 def coverage(answer: Answer) -> Coverage:

@@ -46,6 +46,8 @@ class SearchRequest(WireModel):
     """The share of the passages that must be searched; with fewer there is an error, not a short answer."""
     encoder_fingerprint: str | None = None
     """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
+    version: int | None = None
+    """An index version; absent: the one that the server answers from. Another one is opened beside it."""
 
 
 class Snippet(BaseModel):
