@@ -30,6 +30,7 @@ class Reporter:
         self._console = Console(file=stream or sys.stderr)
         self._interval_s = interval_s
         self._started: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, int] = {}
         self._said: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
@@ -52,8 +53,11 @@ class Reporter:
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now, work = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one work
-        if work not in self._started or done < self._started[work][1]:
+        if work not in self._started or done < self._last[work]:  # the same work once more, as in a study's steps
             self._started[work] = (now, done)
+            if work in self._tasks:
+                self._bars.reset(self._tasks[work], total=total or None)
+        self._last[work] = done
         since, first = self._started[work]
         rate = (done - first) / (now - since) if now > since else 0.0
         if self._console.is_terminal:

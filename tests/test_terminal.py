@@ -45,6 +45,16 @@ def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interva
     assert lines[1].startswith("train (loss 0.01): 100 of 100 (100 %)")
 
 
+def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 1000.0, 1010.0])
+    monkeypatch.setattr("mvr_ray.terminal.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with Reporter(stream, interval_s=0) as progress:
+        for done in (1, 3, 1, 3):
+            progress("train", done, 3)
+    assert stream.getvalue().splitlines()[1::2] == ["train: 3 of 3 (100 %), 0.2/s"] * 2
+
+
 def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     text = "The Nile is long. The Rhine is shorter. So it goes."
     found = FoundPassage(
