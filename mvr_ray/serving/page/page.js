@@ -192,20 +192,23 @@ async function poll() {
   }
 }
 
-async function begin() {
+function fill(settings, names) {
+  for (const [id, name] of names) {
+    if (settings.has(name)) place(id).value = settings.get(name);
+  }
+}
+
+async function begin(settings) {
+  fill(settings, [["question", "q"], ["k", "k"]]);
   try {
     await versions();
   } catch (error) {
     place("about").textContent = "";
     say(error.message, true);
-    return;
+    return false;
   }
-  const settings = new URLSearchParams(location.search);
-  for (const [id, name] of [["question", "q"], ["k", "k"], ["version", "version"], ["beside", "beside"]]) {
-    if (settings.has(name)) place(id).value = settings.get(name);
-  }
-  if (settings.get("q")) await search();
-  await poll();
+  fill(settings, [["version", "version"], ["beside", "beside"]]);
+  return true;
 }
 
 place("ask").addEventListener("submit", async (event) => {
@@ -215,9 +218,13 @@ place("ask").addEventListener("submit", async (event) => {
     sessionStorage.setItem("token", token);
     place("token").value = "";
     place("key").hidden = true;
-    await begin();
+    const settings = new URLSearchParams(location.search);
+    if (!(await begin(new URLSearchParams([...settings].filter(([name]) => name !== "q" && name !== "k"))))) return;
   }
   await search();
 });
 setInterval(poll, POLL_MS);
-begin();
+begin(new URLSearchParams(location.search)).then(async (known) => {
+  if (known && place("question").value) await search();
+  await poll();
+});

@@ -1,0 +1,234 @@
+"""The search page in a real browser, over the three-passage library: what is shown is what the library says."""
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+import uvicorn
+from library import Library
+
+from mvr_ray.config import ServeConfig
+from mvr_ray.errors import MissingInputError
+from mvr_ray.serving import pages
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import Tokens, read_tokens
+from mvr_ray.serving.wire import VersionInfo
+from mvr_ray.types import Passage
+
+PAGE = Path(pages.__file__).parent / "page"
+HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
+
+
+class Versions:
+    """Version 3 is live; version 2 was before the refinement that made it."""
+
+    def all(self) -> list[VersionInfo]:
+        told = {"created": "2026-11-21", "passages": 3, "vectors": 5, "shards": 2, "encoder": "made/f", "content": "c"}
+        return [
+            VersionInfo(version=2, parent=1, operation="index", live=False, **told),
+            VersionInfo(version=3, parent=2, operation="refine", live=True, **told),
+        ]
+
+
+class Named(Library):
+    """The library under another version's number, perhaps with its first passage's text replaced."""
+
+    def __init__(self, version: int, *, text: str | None = None, **options) -> None:
+        super().__init__(**options)
+        self.version, self.text = version, text
+
+    def search(self, queries_QD, k, **options):
+        answer = super().search(queries_QD if self.version == 3 else queries_QD[:, ::-1], k, **options)
+        return answer._replace(version=self.version)
+
+    def passages(self, ids):
+        found = dict(super().passages(ids))
+        if self.text and "p1" in found:
+            found["p1"] = Passage("p1", "Rivers", self.text)
+        return found
+
+
+@contextmanager
+def served(live: Library, tokens: Tokens | None = None) -> Iterator[str]:
+    @contextmanager
+    def pin(version: int | None) -> Iterator[Library]:
+        if version not in (None, 2, 3):
+            raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
+        yield Named(2) if version == 2 else live
+
+    app = create_app(SearchService(live, ServeConfig(), Versions(), pin), tokens)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium here; install one (Debian: apt-get install chromium)")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def tab(browser):
+    context = browser.new_context()
+    page = context.new_page()
+    page.wrong = []
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.on("console", lambda told: page.wrong.append(told.text) if told.type == "error" else None)
+    yield page
+    context.close()
+
+
+def rows(tab, column: int = 0) -> list[str]:
+    """The ids of one list, best first."""
+    lines = tab.locator(f"#answers > section:nth-child({column + 1}) li > p.soft").all_inner_texts()
+    return [re.search(r"id (\S+)", line)[1] for line in lines]
+
+
+def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
+    with served(Named(3)) as address:
+        tab.goto(address)
+        tab.locator("#question:focus").wait_for()
+        tab.keyboard.type("how long is the nile?")
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector(".hits li")
+        assert rows(tab) == ["p1", "p3", "p2"]
+        assert tab.locator(".hits li:first-child mark").inner_text() == "The Nile is long."
+        assert tab.locator(".badge").inner_text() == "exact"
+        assert tab.locator("#about").inner_text() == "Index library: 3 passages, 5 views, version 3"
+        assert "3 passages" in tab.locator("#status").inner_text()
+
+        tab.locator(".views button").first.focus()
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector("table")
+        told = [row.inner_text().split() for row in tab.locator("tbody tr").all()]
+        assert told[0][:3] == ["0", "(best)", "1.0000"] and told[1][:2] == ["1", "0.0000"]
+        button = tab.locator(".views button").first
+        assert button.get_attribute("aria-expanded") == "true"
+        button.click()
+        assert button.get_attribute("aria-expanded") == "false" and not tab.locator("table").is_visible()
+        assert tab.wrong == []
+
+
+def test_two_versions_stand_side_by_side_and_a_link_asks_them_again(tab):
+    with served(Named(3)) as address:
+        tab.goto(f"{address}?q=nile&k=2&beside=2")
+        tab.wait_for_selector("#answers > section:nth-child(2) li")
+        assert tab.locator("#answers h2").all_inner_texts() == ["Version 3", "Version 2"]
+        assert (rows(tab, 0), rows(tab, 1)) == (["p1", "p3"], ["p2", "p3"])
+        assert tab.locator(".moved").all_inner_texts() == ["not in the other list"] * 2
+        tab.fill("#question", "hill")
+        tab.click("button[type=submit]")
+        tab.locator(".hits li:first-child h3", has_text="Hills").wait_for()
+        assert "beside=2" in tab.url
+        tab.reload()
+        tab.wait_for_selector("#answers > section:nth-child(2) li")
+        assert tab.locator("#question").input_value() == "hill"
+        assert tab.wrong == []
+
+
+def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
+    with served(Named(3, missing=2)) as address:
+        tab.goto(f"{address}?q=nile")
+        tab.wait_for_selector(".badge")
+        assert tab.locator(".badge").inner_text() == "partial: 1 of 3 passages"
+        assert tab.locator("#shards li").all_inner_texts() == ["0: searched, 1", "1: died, 2"]
+        assert tab.locator("#shards-told").inner_text() == "1 of 2 shards are not searched"
+
+
+def test_a_token_is_asked_for_and_stays_in_the_tab(tab, tmp_path):
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
+    with served(Named(3), tokens) as address:
+        tab.goto(f"{address}?q=nile")
+        tab.wait_for_selector("#token", state="visible")
+        tab.fill("#token", "read-" + "a" * 32)
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector(".hits li")
+        assert not tab.locator("#token").is_visible()
+        assert "aaaa" not in tab.url
+        assert tab.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+def test_texts_are_shown_as_they_are_and_never_run(tab):
+    with served(Named(3, text=HOSTILE)) as address:
+        tab.goto(f"{address}?q=rhine")
+        tab.wait_for_selector(".hits li")
+        assert HOSTILE in tab.locator(".hits").inner_text()
+        assert tab.title() != "taken" and tab.locator(".hits img").count() == 0
+        assert tab.locator(".hits mark").first.inner_text() == HOSTILE[18:39]
+
+
+def test_a_question_that_is_refused_says_why(tab):
+    with served(Named(3)) as address:
+        tab.goto(f"{address}?q=nile&version=3")
+        tab.wait_for_selector(".hits li")
+        tab.fill("#question", "   ")
+        tab.click("button[type=submit]")
+        tab.wait_for_selector("#status.refused")
+        assert tab.locator("#status").inner_text() == "the query is empty; send a text with words in it"
+
+
+def test_every_control_has_a_name(tab):
+    with served(Named(3)) as address:
+        tab.goto(f"{address}?q=nile")
+        tab.wait_for_selector(".hits li")
+        nameless = tab.evaluate(
+            "[...document.querySelectorAll('input, select, button')]"
+            ".filter((e) => !(e.labels && e.labels.length) && !e.textContent.trim()).map((e) => e.outerHTML)"
+        )
+        assert nameless == []
+        assert tab.evaluate("document.documentElement.lang") == "en"
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_is_readable_in_light_and_dark():
+    """WCAG 2.2, 1.4.3: a contrast of 4.5 : 1 for text."""
+    schemes = re.findall(r":root \{(.*?)\}", (PAGE / "page.css").read_text(), re.S)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
+        for ink, paper in [(one, "paper") for one in ("ink", "soft", "good", "warn", "bad", "focus")] + [
+            ("ink", "mark")
+        ]:
+            low, high = sorted((luminance(colours[ink]), luminance(colours[paper])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, paper)
+
+
+def test_the_page_and_its_files_need_no_token_and_load_nothing_from_elsewhere():
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
+    with served(Named(3), tokens) as address:
+        for path in pages.PATHS:
+            with urlopen(address + path[1:]) as reply:
+                assert "default-src 'self'" in reply.headers["content-security-policy"]
+                assert reply.read() == (PAGE / (path.split("/")[-1] or "index.html")).read_bytes()
+        for path in ("v1/versions", "page/index.html", "page/..%2fapp.py"):
+            with pytest.raises(HTTPError, match="401"):
+                urlopen(address + path)
+    for file in PAGE.iterdir():
+        assert "http://" not in file.read_text() and "https://" not in file.read_text()
