@@ -34,6 +34,7 @@ from mvr_ray.serving.wire import (
     VersionDetail,
     VersionInfo,
     VersionList,
+    is_text,
 )
 from mvr_ray.types import Answer, FloatArray, Hit, Passage
 
@@ -94,7 +95,7 @@ class SearchService:
     def passage(self, passage_id: str) -> PassageResponse:
         """One passage as it was indexed."""
         served = self.served()
-        found = self.router.passages([passage_id]) if _is_text(passage_id) else {}
+        found = self.router.passages([passage_id]) if is_text(passage_id) else {}
         if passage_id not in found:
             message = f"index {served.index!r} version {served.version} holds no passage of this id"
             hint = "give an id as a search shows it, percent-encoded as a part of the path"
@@ -187,12 +188,3 @@ def with_text(found: FoundPassage, passage: Passage, spans: Sequence[tuple[int, 
     span = spans[found.view] if found.view < len(spans) and not found.feedback else None
     snippet = Snippet(start=span[0], stop=span[1], text=passage.text[span[0] : span[1]]) if span else None
     return found.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
-
-
-def _is_text(passage_id: str) -> bool:
-    """Whether it can stand in a file at all: half of a surrogate pair cannot."""
-    try:
-        passage_id.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
