@@ -40,24 +40,24 @@ class Admission:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max_running, thread_name_prefix="answer")
 
-    def enter(self) -> "Place":
-        """A place, or RequestError when there is none."""
+    def enter(self, timeout_s: float | None = None) -> "Place":
+        """A place for at most `timeout_s`, or RequestError when there is none."""
         with self._lock:
             if self.in_flight >= self.max_waiting:
                 wait_s = retry_after_s(self.in_flight, self.max_running, self._mean_s)
                 raise overloaded(self.max_waiting, wait_s)
             self.in_flight += 1
-        return Place(self)
+        return Place(self, self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s))
 
-    def submit(self, work: Callable[[float], T], deadline: float) -> "Future[T]":
-        """Start `work(seconds left)` when a thread is free, unless its time is over by then."""
+    def submit(self, work: Callable[[float], T], deadline: float, timeout_s: float) -> "Future[T]":
+        """Start `work(seconds left)` when a thread is free, unless its time, `timeout_s` in all, is over by then."""
         entered = time.monotonic()
 
         def worked() -> T:
             began = time.monotonic()
             self._note_queue(began - entered)
             if began >= deadline:
-                raise late(self.timeout_s)
+                raise late(timeout_s)
             try:
                 return work(deadline - began)
             finally:
@@ -77,24 +77,25 @@ class Admission:
 class Place:
     """One request's place, given back when its answer has gone and its work has ended."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._admission = admission
         self._began = time.monotonic()
         self._work: Future[Any] | None = None
 
     def left_s(self, timeout_s: float | None = None) -> float:
         """Seconds until this request's time is over; `timeout_s` is what it asked for itself."""
-        allowed = self._admission.timeout_s if timeout_s is None else min(timeout_s, self._admission.timeout_s)
+        allowed = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         return self._began + allowed - time.monotonic()
 
     async def run(self, work: Callable[[float], T], timeout_s: float | None = None) -> T:
         """`work(seconds left)` on a thread. Raises RequestError (504) when its time is over."""
         left_s = self.left_s(timeout_s)
-        self._work = future = self._admission.submit(work, time.monotonic() + left_s)
+        self._work = future = self._admission.submit(work, time.monotonic() + left_s, self.timeout_s)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), left_s)
         except TimeoutError:
-            raise late(self._admission.timeout_s if timeout_s is None else timeout_s) from None
+            raise late(self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)) from None
 
     def leave(self) -> None:
         if self._work is None:

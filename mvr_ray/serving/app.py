@@ -27,13 +27,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from mvr_ray import __version__
-from mvr_ray.errors import CoverageError, MvrRayError, PublishConflictError
+from mvr_ray.errors import MvrRayError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import gate, wire
 from mvr_ray.serving.admission import Admission, Place, late
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
-from mvr_ray.serving.openapi import describe, documented, takes
+from mvr_ray.serving.openapi import describe, documented, documented_readiness, takes
 from mvr_ray.serving.pages import add_page
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import Tokens
@@ -87,7 +87,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
 
         return await place.run(timed, own_s)
 
-    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(408, 409, 413, 415, 422))
+    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(409, 415, 422))
     async def search(request: Request) -> SearchResponse:
         """The best passages of each query. Coverage and exactness are always told."""
         asked = await _body(request, SearchRequest)
@@ -96,28 +96,28 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         metrics.note_answer(answer)
         return answer
 
-    @api.post("/v1/explain", openapi_extra=takes(ExplainRequest), responses=documented(404, 408, 409, 413, 415, 422))
+    @api.post("/v1/explain", openapi_extra=takes(ExplainRequest), responses=documented(404, 409, 415, 422))
     async def explain(request: Request) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
         asked = await _body(request, ExplainRequest)
         return await run(request, lambda _: service.explain(asked))
 
-    @api.get("/v1/passages/{id:path}", responses=documented(404, 413))
+    @api.get("/v1/passages/{id:path}", responses=documented(404))
     async def passage(request: Request, id: str) -> PassageResponse:
         """One passage as it was indexed, and the parts of its text that its views stand for."""
         return await run(request, lambda _: service.passage(id))
 
-    @api.get("/v1/versions", responses=documented(404, 413))
+    @api.get("/v1/versions", responses=documented(404))
     async def versions(request: Request) -> VersionList:
         """All published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
 
-    @api.get("/v1/versions/{n}", responses=documented(404, 413, 422))
+    @api.get("/v1/versions/{n}", responses=documented(404, 422))
     async def version(request: Request, n: int) -> VersionDetail:
         """One version, and what its manifest says about how it was made."""
         return await run(request, lambda _: service.version(n))
 
-    @api.post("/v1/versions/{n}/rollback", responses=documented(403, 404, 408, 409, 413, 422))
+    @api.post("/v1/versions/{n}/rollback", responses=documented(403, 404, 409, 422))
     async def rollback(request: Request, n: int) -> VersionInfo:
         """Publish the content of version `n` as a new version. Needs an admin token."""
         gate.require_admin(request.state.role)
@@ -125,7 +125,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         log.info("rolled back: request=%s to=%d published=%d", request.state.request_id, n, done.version)
         return done
 
-    @api.get("/readyz", responses={503: {"model": Readiness, "description": "Not every passage was searched."}})
+    @api.get("/readyz", responses=documented_readiness())
     async def ready(response: Response) -> Readiness:
         """Whether a real search has just covered every passage. Open to all."""
         told = await probe.readiness()
@@ -133,12 +133,12 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         response.status_code = 200 if told.ready else 503
         return told
 
-    @api.get("/livez")
+    @api.get("/livez", responses=documented(place=False))
     async def live() -> Liveness:
         """Whether the process answers. Open to all."""
         return Liveness(live=True, version=__version__)
 
-    @api.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE: {}}}})
+    @api.get("/metrics", response_class=Response, responses=documented(401, place=False))
     async def measured() -> Response:
         """Counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
@@ -196,11 +196,7 @@ def _answer_errors(api: FastAPI) -> None:
     @api.exception_handler(MvrRayError)
     async def failed(request: Request, error: MvrRayError) -> Response:
         log.warning("request failed: id=%s", request.state.request_id, exc_info=error)
-        if isinstance(error, PublishConflictError):
-            return _response(RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions"))
-        code = "not_covered" if isinstance(error, CoverageError) else "unavailable"
-        headers = {"retry-after": "1"}
-        return _response(RequestError(503, code, "", str(error), "try again; see GET /readyz", headers))
+        return _response(wire.failure(error))
 
     @api.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ Reads manifests only. Rolling back publishes; of two who publish on the same ver
 
 from typing import Any, Protocol
 
-from mvr_ray.errors import PublishConflictError
 from mvr_ray.serving.wire import RequestError, ShardContent, VersionDetail, VersionInfo
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
@@ -67,15 +66,10 @@ class StoreCatalog:
     def rollback(self, version: int) -> VersionInfo:
         """Publish that version's content as a new version, which is then live.
 
-        Raises RequestError: 404 for a version that is not there, 409 when another publisher was first.
+        Raises RequestError (404) for a version that is not there, PublishConflictError if another was first.
         """
         self._known(version)
-        try:
-            published = manifest.rollback(self.store, self.index, version)
-        except PublishConflictError as error:
-            told, _, _ = str(error).partition("; ")
-            hint = "look at GET /v1/versions, and roll back again if that is still wanted"
-            raise RequestError(409, "publish_conflict", "", told, hint) from None
+        published = manifest.rollback(self.store, self.index, version)
         return VersionInfo(**version_line(published, live=True)._asdict())
 
     def _known(self, version: int) -> int:

@@ -69,7 +69,7 @@ class Gate:
             try:
                 role = allowed(scope, self.tokens)
                 if scope["path"].startswith(_BOUNDED):
-                    place = self.admission.enter()
+                    place = self.admission.enter(_asked_s(scope))
                     self.metrics.in_flight.set(self.admission.in_flight)
                 left_s = place.left_s() if place else self.admission.timeout_s
                 body = await _whole_body(scope, receive, self.limits.max_body_bytes, left_s)
@@ -169,6 +169,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _header(scope: Message, name: bytes) -> bytes:
     """The first header of this name, empty if there is none."""
     return next((value for key, value in scope["headers"] if key.lower() == name), b"")
+
+
+def _asked_s(scope: Message) -> float | None:
+    """Seconds after which the sender will have gone (X-Timeout-Ms), None where it does not say."""
+    told = _header(scope, b"x-timeout-ms")
+    return int(told) / 1000 if told.isdigit() and 0 < len(told) < 10 else None
 
 
 def _request_id(scope: Message) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.wire import RequestError, SearchRequest
+from mvr_ray.serving.wire import RequestError, SearchRequest, check_is_text
 from mvr_ray.types import FloatArray
 
 MAX_NORM = 1e16
@@ -43,6 +43,7 @@ def check_text(text: str, field: str, what: str, limits: ServeConfig) -> None:
     if len(text) > limits.max_query_chars:
         hint = f"send at most {limits.max_query_chars} (serve.max_query_chars)"
         raise RequestError(422, f"{what}_too_long", field, f"the {what} has {len(text)} characters", hint)
+    check_is_text(text, field)
     if not any(_is_readable(char) for char in text):
         raise RequestError(422, f"empty_{what}", field, f"the {what} is empty", "send a text with words in it")
 

@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.wire import ErrorAnswer
+from mvr_ray.serving.wire import ErrorAnswer, Readiness
 
 _SCHEMAS = "#/components/schemas/"
 _MEANINGS = {
@@ -23,14 +23,19 @@ _MEANINGS = {
     503: "Too busy, or too few passages could be searched; Retry-After says when to ask again.",
     504: "No answer in the time that was given.",
 }
-_ALWAYS = (401, 503, 504)
+_BODY = (408, 413)
+_PLACE = (401, 503, 504)
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route, besides those that every one has."""
-    return {
-        status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in sorted({*statuses, *_ALWAYS})
-    }
+def documented(*statuses: int, place: bool = True) -> dict[int | str, dict[str, Any]]:
+    """The refusals of a route: those named, those of any body, and those of one that needs a token and a place."""
+    told = sorted({*statuses, *_BODY, *(_PLACE if place else ())})
+    return {status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in told}
+
+
+def documented_readiness() -> dict[int | str, dict[str, Any]]:
+    told = {"model": Readiness | ErrorAnswer, "description": "Not every passage was searched."}
+    return documented(504, place=False) | {503: told}
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:

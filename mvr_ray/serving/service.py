@@ -36,6 +36,7 @@ from mvr_ray.serving.wire import (
     VersionDetail,
     VersionInfo,
     VersionList,
+    is_text,
 )
 from mvr_ray.types import Answer, Hit, Passage
 
@@ -107,7 +108,7 @@ class SearchService:
         """One passage as it was indexed."""
         with self._at(None) as router:
             of = served(router)
-            found = router.passages([passage_id]) if _is_text(passage_id) else {}
+            found = router.passages([passage_id]) if is_text(passage_id) else {}
             if passage_id not in found:
                 message = f"index {of.index!r} version {of.version} holds no passage of this id"
                 hint = "give an id as a search shows it, percent-encoded as a part of the path"
@@ -217,12 +218,3 @@ def with_text(found: FoundPassage, passage: Passage, spans: Sequence[tuple[int, 
     span = spans[found.view] if found.view < len(spans) and not found.feedback else None
     snippet = Snippet(start=span[0], stop=span[1], text=passage.text[span[0] : span[1]]) if span else None
     return found.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
-
-
-def _is_text(passage_id: str) -> bool:
-    """Whether it can stand in a file at all: half of a surrogate pair cannot."""
-    try:
-        passage_id.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mvr_ray.errors import CoverageError, MvrRayError, PublishConflictError
+
 M = TypeVar("M", bound=BaseModel)
 
 _CODES = {
@@ -221,6 +223,14 @@ class RequestError(Exception):
         return json.dumps(self.body()).encode("ascii")
 
 
+def failure(error: MvrRayError) -> RequestError:
+    """A request that failed in our hands: what it means for the one who asked."""
+    if isinstance(error, PublishConflictError):
+        return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
+    code = "not_covered" if isinstance(error, CoverageError) else "unavailable"
+    return RequestError(503, code, "", str(error), "try again; see GET /readyz", {"retry-after": "1"})
+
+
 def read(model: type[M], body: bytes) -> M:
     """A request from the bytes of its body. Raises RequestError."""
     try:
@@ -232,9 +242,30 @@ def read(model: type[M], body: bytes) -> M:
 def make(model: type[M], values: Mapping[str, Any]) -> M:
     """A request from Python values. Raises RequestError."""
     try:
-        return model.model_validate(dict(values))
+        request = model.model_validate(dict(values))
     except ValidationError as error:
         raise refusal(model, error) from None
+    for name, value in request:
+        for i, text in enumerate(value if isinstance(value, list) else ()):
+            check_is_text(text, f"{name}.{i}")
+        check_is_text(value, name)
+    return request
+
+
+def check_is_text(value: Any, field: str) -> None:
+    """Raises RequestError for a string that no bytes stand for."""
+    if isinstance(value, str) and not is_text(value):
+        hint = "decode the bytes that it came from as UTF-8"
+        raise RequestError(422, "not_text", field, "the text holds half of a surrogate pair", hint)
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be written in UTF-8: half of a surrogate pair cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refusal(model: type[BaseModel], error: ValidationError) -> RequestError:

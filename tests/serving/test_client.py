@@ -1,0 +1,347 @@
+"""The client, against a real server on the loopback, a scripted one that misbehaves, and a service in this process."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvicorn
+from library import PASSAGES, Library
+from shelf import shelf
+
+from mvr_ray.client import AsyncClient, Client, ClientError, RefusedError, UnavailableError, UnreachableError
+from mvr_ray.config import ServeConfig
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.links import next_pause_s
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import read_tokens
+from mvr_ray.types import Passage
+
+READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
+ODD = ["a/b", "..", ".", "../../etc/passwd", "a b?c#d&e", "é漢🙂", "%2e%2e", "100%", "a//b/", "\x00"]
+
+
+class Odd(Library):
+    """Holds its own passages, and one under every id of ODD."""
+
+    def passages(self, ids):
+        return super().passages(ids) | {one: Passage(one, "Odd", PASSAGES[0].text) for one in ids if one in ODD}
+
+    def view_spans(self, passage):
+        return super().view_spans(PASSAGES[0] if passage.id in ODD else passage)
+
+
+@contextmanager
+def running(service: SearchService) -> Iterator[str]:
+    """The address of a uvicorn server over the service."""
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
+    config = uvicorn.Config(create_app(service, tokens), host="127.0.0.1", port=0, log_level="error", ws="none")
+    server, began = uvicorn.Server(config), threading.Event()
+    startup = server.startup
+
+    async def told(sockets=None) -> None:
+        await startup(sockets)
+        began.set()
+
+    server.startup = told
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert began.wait(20)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> SearchService:
+    return SearchService(Odd(), ServeConfig(max_k=20), shelf(tmp_path_factory.mktemp("shelf")))
+
+
+@pytest.fixture(scope="module")
+def address(service) -> Iterator[str]:
+    with running(service) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=["http", "inside"])
+def client(request, service, address) -> Iterator[Client]:
+    made = Client(address, token=ADMIN) if request.param == "http" else Client.over(service)
+    with made:
+        yield made
+
+
+def untimed(answer) -> dict:
+    return answer.model_dump(exclude={"took_ms"})
+
+
+def test_a_search_gives_what_the_service_gives(client, service) -> None:
+    answer = client.search(["Where is the Rhine?", "hill"], k=2)
+    assert untimed(answer) == untimed(Client.over(service).search(["Where is the Rhine?", "hill"], k=2))
+    assert answer.exact.certified and answer.results[0][0].snippet.text == "The Rhine is shorter."
+    vectors = np.array([[0, 1, 0], [0, 0, 1]], dtype=np.float32)
+    for queries in (vectors, vectors.tolist(), vectors.astype(np.float64)):
+        assert client.search(queries, k=2).results == answer.results
+
+
+@pytest.mark.parametrize("passage_id", ODD)
+def test_a_passage_is_found_by_its_id_whatever_it_holds(client, passage_id) -> None:
+    assert client.passage(passage_id).id == passage_id
+
+
+def test_explain_versions_and_readiness_are_the_models_of_the_server(client) -> None:
+    [passage] = client.explain(["nile"], ["p1"]).passages
+    assert [view.scores for view in passage.views] == [[1.0], [0.0]]
+    listed = client.versions()
+    assert (listed.serving, listed.versions[0].version) == (3, 1)
+    assert client.version(1).vectors == 5
+    assert client.ready().ready
+    before = listed.live
+    assert client.rollback(1).version == before + 1
+
+
+REFUSED = [
+    (lambda c: c.search(["x"], k=0), 422, "k_out_of_range", "k"),
+    (lambda c: c.search([]), 422, "wrong_value", "queries"),
+    (lambda c: c.search([[1, 2]]), 422, "wrong_dimension", "queries.0"),
+    (lambda c: c.search([[float("nan"), 0, 0]]), 422, "not_finite", "queries.0.0"),
+    (lambda c: c.search(["\ud800"]), 422, "not_text", "queries.0"),
+    (lambda c: c.search(["x"], encoder_fingerprint="other"), 409, "encoder_mismatch", "encoder_fingerprint"),
+    (lambda c: c.explain(["x"], ["p9"]), 404, "unknown_passage", "passages.0"),
+    (lambda c: c.passage("p9"), 404, "unknown_passage", "id"),
+    (lambda c: c.passage("\ud800"), 404, "unknown_passage", "id"),
+    (lambda c: c.passage(""), 404, "unknown_passage", "id"),
+    (lambda c: c.version(99), 404, "unknown_version", "n"),
+]
+
+
+@pytest.mark.parametrize(("ask", "status", "code", "field"), REFUSED, ids=[f"{c}-{f}" for _, _, c, f in REFUSED])
+def test_a_refusal_is_the_same_error_inside_and_over_http(client, ask, status, code, field) -> None:
+    with pytest.raises(RefusedError) as refused:
+        ask(client)
+    error = refused.value
+    assert (error.status, error.code, error.field) == (status, code, field)
+    assert error.hint and error.message in str(error)
+
+
+def test_tokens_are_sent_and_their_refusals_told(address) -> None:
+    for token, status, code in ((None, 401, "no_token"), (READ[1:], 401, "wrong_token"), (READ, 403, "admin_needed")):
+        with Client(address, token=token) as client, pytest.raises(RefusedError) as refused:
+            client.rollback(1)
+        assert (refused.value.status, refused.value.code) == (status, code)
+        assert token is None or token not in str(refused.value)
+
+
+def test_too_few_passages_searched_is_asked_again_until_the_time_is_over() -> None:
+    short = SearchService(Library(missing=1), ServeConfig())
+    with running(short) as at, Client(at, token=READ) as client:
+        began = time.monotonic()
+        with pytest.raises(UnavailableError) as failed:
+            client.search(["nile"], timeout_s=1.5)
+        assert (failed.value.status, failed.value.code) == (503, "not_covered")
+        assert 1.0 <= time.monotonic() - began < 1.5
+        assert client.search(["nile"], min_coverage=0.5).coverage.passages_searched == 2
+        assert not client.ready().ready
+
+
+def test_many_async_searches_share_one_client(address) -> None:
+    async def story() -> list:
+        async with AsyncClient(address, token=READ) as client:
+            return await asyncio.gather(*(client.search(["nile"], k=1 + n % 3) for n in range(30)))
+
+    assert [len(answer.results[0]) for answer in asyncio.run(story())] == [1 + n % 3 for n in range(30)]
+
+
+def test_the_waiting_client_works_where_a_loop_is_running(service) -> None:
+    async def notebook() -> int:
+        with Client.over(service) as client:
+            return client.search(["nile"], k=1).version
+
+    assert asyncio.run(notebook()) == 3
+
+
+def test_an_inner_search_that_hangs_ends_with_the_callers_time() -> None:
+    stuck = Library()
+    stuck.gate.clear()
+    with Client.over(SearchService(stuck, ServeConfig())) as client:
+        with pytest.raises(UnreachableError, match=r"timeout: no answer within 0\.05 s"):
+            client.search(["nile"], timeout_s=0.05)
+        stuck.gate.set()
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers every request with the next line of a script: (status, headers, body)."""
+
+    def __init__(self, script: list[tuple[int, dict[str, str], bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.script = script
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        status, headers, body = self.server.script[min(len(self.server.asked), len(self.server.script)) - 1]
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def error(code: str) -> bytes:
+    return json.dumps({"error": {"code": code, "field": "", "message": "m", "hint": "h"}}).encode()
+
+
+FINE = Client.over(SearchService(Library(), ServeConfig())).search(["nile"]).model_dump_json().encode()
+READY = b'{"ready": true, "index": "i", "version": 1, "coverage": 1.0}'
+ROLLED = (
+    b'{"version": 3, "parent": 2, "operation": "rollback", "created": "", "passages": 1, "vectors": 1, "shards": 1, '
+    b'"encoder": "e", "content": "c", "live": true}'
+)
+
+
+def test_what_a_server_could_not_do_then_is_asked_again() -> None:
+    script = [(503, {}, error("overloaded")), (502, {}, b"<html>"), (504, {}, error("timeout")), (200, {}, FINE)]
+    with closing(Scripted(script)) as server, Client(server.address) as client:
+        assert client.search(["nile"]).version == 3
+        assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 302])
+def test_no_other_status_is_asked_again(status) -> None:
+    script = [(status, {"retry-after": "0"}, error("no")), (200, {}, FINE)]
+    with closing(Scripted(script)) as server, Client(server.address) as client:
+        with pytest.raises(RefusedError if 400 <= status < 500 else UnavailableError) as refused:
+            client.search(["nile"])
+        assert (refused.value.status, len(server.asked)) == (status, 1)
+
+
+def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
+    script = [(503, {"retry-after": "1"}, error("overloaded")), (200, {}, FINE)]
+    with closing(Scripted(script)) as server, Client(server.address) as client:
+        began = time.monotonic()
+        client.search(["nile"], timeout_s=5)
+        assert time.monotonic() - began >= 1
+    with closing(Scripted([(503, {"retry-after": "30"}, error("overloaded"))])) as server:
+        with Client(server.address) as client, pytest.raises(UnavailableError) as refused:
+            began = time.monotonic()
+            client.search(["nile"], timeout_s=5)
+        assert time.monotonic() - began < 1
+        assert (refused.value.code, len(server.asked)) == ("overloaded", 1)
+
+
+def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
+    script = [(503, {}, error("overloaded")), (200, {}, ROLLED)]
+    with closing(Scripted(script)) as server, Client(server.address) as client:
+        assert client.rollback(1).version == 3
+    for status, code in ((503, "unavailable"), (504, "timeout"), (502, "")):
+        with closing(Scripted([(status, {}, error(code)), (200, {}, ROLLED)])) as server:
+            with Client(server.address) as client, pytest.raises(UnavailableError):
+                client.rollback(1)
+            assert len(server.asked) == 1
+
+
+def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
+    for body in (b"<html>hello</html>", b"{}", b""):
+        with (
+            closing(Scripted([(200, {}, body)])) as server,
+            Client(server.address) as client,
+            pytest.raises(UnavailableError, match="is this a server of mvr_ray"),
+        ):
+            client.search(["nile"])
+
+
+def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
+    server = Scripted([])
+    server.close()
+    with Client(server.address) as client:
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match=r"was not reached|gave no answer"):
+            client.ready(timeout_s=0.4)
+        assert 0.1 < time.monotonic() - began < 2
+
+
+def test_a_server_that_starts_late_is_found() -> None:
+    waiting = Scripted([])
+    port = waiting.server_port
+    waiting.close()
+    found = []
+
+    def late() -> None:
+        _Late = type("_Late", (ThreadingHTTPServer,), {"script": [(200, {}, READY)], "asked": []})
+        found.append(_Late(("127.0.0.1", port), _Answers))
+        found[0].serve_forever(0.01)
+
+    timer = threading.Timer(0.3, late)
+    timer.start()
+    with Client(f"http://127.0.0.1:{port}") as client:
+        assert client.ready(timeout_s=15).ready
+    timer.join(0)
+    found[0].shutdown()
+    found[0].server_close()
+
+
+@pytest.mark.parametrize(
+    ("tries", "retry_after", "spread", "seconds"),
+    [
+        (1, "", 0, 0.05),
+        (2, "", 0, 0.1),
+        (4, "", 1, 0.5),
+        (60, "", 0, 2),
+        (1, "3", 0, 3),
+        (9, "0", 1, 0),
+        (1, "3", 1, 3.75),
+        (1, "soon", 0, 0.05),
+        (1, "-1", 0, 0.05),
+        (1, "Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+        (1, "9" * 30, 0, 0.05),
+    ],
+)
+def test_pauses_grow_and_never_undercut_the_server(tries, retry_after, spread, seconds) -> None:
+    assert next_pause_s(tries, retry_after, spread) == pytest.approx(seconds)
+
+
+def test_what_is_no_address_is_refused() -> None:
+    for wrong in ("localhost:8000", "ftp://x", ""):
+        with pytest.raises(ValueError, match="no address of a server"):
+            Client(wrong)
+
+
+def test_the_client_imports_without_ray_and_torch() -> None:
+    program = "import sys, mvr_ray.client; sys.exit(len({'ray', 'torch', 'transformers'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_error_of_the_client_is_one_of_the_packages() -> None:
+    from mvr_ray.errors import MvrRayError
+
+    assert all(issubclass(one, ClientError) for one in (RefusedError, UnavailableError, UnreachableError))
+    assert issubclass(ClientError, MvrRayError)

@@ -1,0 +1,59 @@
+"""What `mvr-ray serve` refuses to start with, before any cluster is touched, and an index behind a client."""
+
+import pytest
+
+from mvr_ray.client import Client, RefusedError
+from mvr_ray.config import RunConfig
+from mvr_ray.errors import ConfigError
+from mvr_ray.serving.replica import checked_tokens, deploy
+
+READ = "read-" + "r" * 20
+
+
+@pytest.fixture(autouse=True)
+def no_tokens_around(monkeypatch) -> None:
+    for name in ("MVR_RAY_READ_TOKEN", "MVR_RAY_ADMIN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(**serve) -> RunConfig:
+    return RunConfig.model_validate({"serve": serve})
+
+
+def test_a_host_that_others_reach_is_not_deployed_without_tokens(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.host 0\.0\.0\.0 .* no token"):
+        deploy(run(host="0.0.0.0"))
+    monkeypatch.setenv("MVR_RAY_READ_TOKEN", READ)
+    assert checked_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
+
+
+def test_an_empty_file_of_tokens_does_not_open_the_door(tmp_path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="no token"):
+        checked_tokens(run(host="10.1.2.3", tokens_file=str(file)))
+
+
+def test_on_the_loopback_tokens_are_taken_where_there_are_any(tmp_path) -> None:
+    assert not checked_tokens(run())
+    file = tmp_path / "tokens"
+    file.write_text(f"read {READ}\n")
+    assert checked_tokens(run(tokens_file=str(file)))
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_client_in_this_process_answers_from_the_index_and_its_store(small_index, run_over) -> None:
+    with Client.in_process(run_over(small_index)) as client:
+        answer = client.search(["What was the oil crisis?"], k=3, timeout_s=60)
+        assert answer.exact.certified and client.ready(timeout_s=60).ready
+        first = answer.results[0][0]
+        passage = client.passage(first.id, timeout_s=60)
+        assert passage.text == first.text
+        assert first.snippet is None or first.snippet.text in [view.text for view in passage.views]
+        assert client.versions().serving == client.versions().live == answer.version == 1
+        assert client.version(1).encoder.endswith(answer.encoder_fingerprint)
+        [explained] = client.explain(["What was the oil crisis?"], [first.id], timeout_s=60).passages
+        assert explained.winners[0].score == pytest.approx(first.score, abs=1e-5)
+        with pytest.raises(RefusedError, match="encoder_mismatch"):
+            client.search(["x"], encoder_fingerprint="0" * 16)

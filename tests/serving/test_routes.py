@@ -1,0 +1,223 @@
+"""Passages by any id, versions, explanations, the encoder asked for, numbers that cannot be, and what is counted."""
+
+import pytest
+from asgi import call
+from library import PASSAGES, Library
+from prometheus_client.parser import text_string_to_metric_families
+from shelf import shelf
+
+from mvr_ray.config import ServeConfig
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import read_tokens
+from mvr_ray.types import Passage
+
+ADMIN = "admin-" + "a" * 20
+ODD = [
+    "a/b",
+    "wiki:1",
+    "..",
+    "../../etc/passwd",
+    "a b?c#d&e",
+    "é漢🙂",
+    "%2e%2e",
+    "100%",
+    "a//b/",
+    "\x00",
+    "-",
+    "search",
+]
+
+
+class Odd(Library):
+    """Holds a passage under every id of ODD."""
+
+    def passages(self, ids):
+        return {one: Passage(one, "Odd", PASSAGES[0].text) for one in ids if one in ODD}
+
+    def view_spans(self, passage):
+        return super().view_spans(PASSAGES[0])
+
+
+def quoted(passage_id: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in passage_id.encode())
+
+
+def app(library: Library | None = None, catalog=None, **limits: int):
+    tokens = read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
+    return create_app(SearchService(library or Library(), ServeConfig(**limits), catalog), tokens)
+
+
+def get(served, path: str):
+    return call(served, "GET", path, token=ADMIN)
+
+
+@pytest.mark.parametrize("passage_id", ODD)
+def test_a_passage_is_found_by_its_id_whatever_it_holds(passage_id) -> None:
+    reply = get(app(Odd()), f"/v1/passages/{quoted(passage_id)}")
+    assert (reply.status, reply.body["id"], reply.body["text"]) == (200, passage_id, PASSAGES[0].text)
+    assert reply.body["views"][1] == {"view": 1, "start": 18, "stop": 39, "text": "The Rhine is shorter."}
+
+
+@pytest.mark.parametrize(
+    "path", ["p9", "", "..%2F..%2Fetc%2Fpasswd", "../../etc/passwd", "%FF%FE", "%00", "p1/", "x" * 9000]
+)
+def test_an_id_that_the_index_lacks_is_unknown_and_reaches_no_file(path) -> None:
+    reply = get(app(), f"/v1/passages/{path}")
+    assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_passage")
+
+
+def test_versions_tell_what_is_published_live_and_served(tmp_path) -> None:
+    reply = get(app(catalog=shelf(tmp_path, versions=2)), "/v1/versions")
+    assert (reply.body["index"], reply.body["live"], reply.body["serving"]) == ("library", 2, 3)
+    assert [(one["version"], one["parent"], one["live"]) for one in reply.body["versions"]] == [
+        (1, 0, False),
+        (2, 1, True),
+    ]
+
+
+def test_one_version_tells_how_it_was_made(tmp_path) -> None:
+    catalog = shelf(tmp_path)
+    told = get(app(catalog=catalog), "/v1/versions/1").body
+    assert (told["version"], told["live"], told["vectors"], told["index_params"]) == (1, False, 5, {"kind": "flat"})
+    assert told["shard_list"][0]["bytes"] == len(b"vectors of version 1")
+
+
+@pytest.mark.parametrize("number", ["0", "3", "-1", "9" * 100])
+def test_a_version_that_is_not_there_is_unknown_to_show_and_to_roll_back(tmp_path, number) -> None:
+    served = app(catalog=shelf(tmp_path))
+    for reply in (
+        get(served, f"/v1/versions/{number}"),
+        call(served, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
+    ):
+        assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_version")
+
+
+def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) -> None:
+    catalog = shelf(tmp_path)
+    served = app(catalog=catalog)
+    before = [one.content for one in catalog.all()]
+    assert call(served, "POST", "/v1/versions/1/rollback", token=ADMIN).body["version"] == 3
+    told = get(served, "/v1/versions").body
+    assert told["live"] == 3
+    assert [one["content"] for one in told["versions"]] == [*before, before[0]]
+
+
+def test_of_two_publishers_the_second_is_told_of_the_conflict(tmp_path, monkeypatch) -> None:
+    catalog = shelf(tmp_path)
+    create_once = catalog.store.create_once
+
+    def late(path, data):
+        if catalog.all()[-1].version == 2:
+            monkeypatch.setattr(catalog.store, "create_once", create_once)
+            shelf_of_another = type(catalog)(catalog.store, "library")
+            shelf_of_another.rollback(2)
+        return create_once(path, data)
+
+    monkeypatch.setattr(catalog.store, "create_once", late)
+    reply = call(app(catalog=catalog), "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"]) == (409, "publish_conflict")
+    assert [one.version for one in catalog.all()] == [1, 2, 3]
+
+
+def test_explain_gives_every_view_of_the_passages_with_every_question() -> None:
+    reply = call(app(), "POST", "/v1/explain", {"questions": ["nile", "rhine"], "passages": ["p1"]}, token=ADMIN)
+    [passage] = reply.body["passages"]
+    assert [view["scores"] for view in passage["views"]] == [[1.0, 0.0], [0.0, 1.0]]
+    unknown = call(app(), "POST", "/v1/explain", {"questions": ["nile"], "passages": ["p9"]}, token=ADMIN)
+    assert (unknown.status, unknown.body["error"]["code"]) == (404, "unknown_passage")
+
+
+@pytest.mark.parametrize(("path", "key"), [("/v1/search", "queries"), ("/v1/explain", "questions")])
+def test_an_encoder_that_is_not_the_index_s_is_a_conflict_that_names_both(path, key) -> None:
+    right = {key: ["nile"], "encoder_fingerprint": "f" * 16}
+    assert call(app(), "POST", path, right, token=ADMIN).status == 200
+    reply = call(app(), "POST", path, right | {"encoder_fingerprint": "0123abcd"}, token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"]) == (409, "encoder_mismatch")
+    assert "0123abcd" in reply.body["error"]["message"] and "f" * 16 in reply.body["error"]["message"]
+
+
+def test_an_encoder_that_changes_between_asking_and_answering_is_a_conflict_too() -> None:
+    class Swapping(Library):
+        def search(self, queries_QD, k, **told):
+            answer = super().search(queries_QD, k, **told)
+            return answer._replace(encoder_fingerprint="e" * 16) if len(queries_QD) else answer
+
+    asked = {"queries": [[1, 0, 0]], "encoder_fingerprint": "f" * 16}
+    assert call(app(Swapping()), "POST", "/v1/search", asked, token=ADMIN).status == 409
+
+
+RAW = [
+    (b'{"queries": [[NaN, 0, 0]]}', "not_finite", "queries.0.0"),
+    (b'{"queries": [[1, -Infinity, 0]]}', "not_finite", "queries.0.1"),
+    (b'{"queries": [[1e999, 0, 0]]}', "not_finite", "queries.0.0"),
+    (b'{"queries": ["x"], "min_coverage": NaN}', "not_finite", "min_coverage"),
+    (b'{"queries": [[0, 0, 0]]}', "zero_vector", "queries.0"),
+    (b'{"queries": [[1, 0, 0], [1e-60, 0, 0]]}', "zero_vector", "queries.1"),
+    (b'{"queries": [[1e30, 0, 0]]}', "vector_too_long", "queries.0"),
+    (b'{"queries": ["x"], "k": 1' + b"0" * 5000 + b"}", "not_json", ""),
+    (b'{"queries": ["x"], "k": 1' + b"0" * 300 + b"}", "k_out_of_range", "k"),
+    (b'{"queries": ["\xff\xfe"]}', "not_json", ""),
+    (b'{"queries": ["\\ud800"]}', "not_json", ""),
+    (b'{"\\udfff": 1}', "not_json", ""),
+    (b"[" * 100_000, "not_json", ""),
+    (b"", "not_json", ""),
+    (b"null", "wrong_type", ""),
+    ('{"queries": ["\u200b\u0301\ufffd"]}'.encode(), "empty_query", "queries.0"),
+    (b'{"queries": ["' + b"y" * 1_000_000 + b'"]}', "query_too_long", "queries.0"),
+]
+
+
+@pytest.mark.parametrize(("raw", "code", "field"), RAW, ids=[f"{code}-{raw[:24]!r}" for raw, code, _ in RAW])
+def test_what_no_search_can_use_is_refused_by_name(raw, code, field) -> None:
+    reply = call(app(), "POST", "/v1/search", raw=raw, token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"], reply.body["error"]["field"]) == (422, code, field)
+
+
+def samples(served) -> dict:
+    text = get(served, "/metrics").body
+    return {
+        (one.name, *sorted(one.labels.values())): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_requests_answers_and_stages_are_counted() -> None:
+    served = app(Library(missing=1))
+    partly = {"queries": ["nile", "hill"], "min_coverage": 0.5}
+    for _ in range(3):
+        assert call(served, "POST", "/v1/search", partly, token=ADMIN).status == 200
+    assert call(served, "POST", "/v1/search", {"queries": ["nile"]}, token=ADMIN).status == 503
+    assert call(served, "POST", "/v1/search", {"queries": [""]}, token=ADMIN).status == 422
+    assert get(served, "/v1/passages/p1").status == get(served, "/v1/passages/p2").status == 200
+    assert call(served, "GET", "/nobody/knows").status == 401
+    seen = samples(served)
+    assert [seen["mvr_ray_requests_total", *sorted((s, "/v1/search", "POST"))] for s in ("200", "503", "422")] == [
+        3,
+        1,
+        1,
+    ]
+    assert seen["mvr_ray_requests_total", "/v1/passages/{id:path}", "200", "GET"] == 2
+    assert seen["mvr_ray_requests_total", "401", "GET", "none"] == 1
+    assert (seen["mvr_ray_answers_total", "false"], seen["mvr_ray_answers_total", "true"]) == (3, 0)
+    assert (seen["mvr_ray_partial_answers_total",], seen["mvr_ray_queries_total",]) == (3, 6)
+    assert (seen["mvr_ray_coverage_share",], seen["mvr_ray_index_version", "library"]) == (pytest.approx(2 / 3), 3)
+    assert seen["mvr_ray_stage_seconds_count", "queue"] == seen["mvr_ray_stage_seconds_count", "search"] == 7
+    assert seen["mvr_ray_requests_in_flight",] == 0
+
+
+def test_the_description_names_every_route_its_bodies_limits_and_token() -> None:
+    told = get(app(max_k=77), "/openapi.json").body
+    assert told["paths"].keys() >= {
+        "/v1/search",
+        "/v1/explain",
+        "/v1/passages/{id}",
+        "/v1/versions/{n}/rollback",
+        "/metrics",
+    }
+    assert told["components"]["schemas"]["SearchRequest"]["properties"]["k"]["maximum"] == 77
+    assert told["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    for path, methods in told["paths"].items():
+        for method in methods.values():
+            assert method["description"] and all(status in method["responses"] for status in ("200", "413")), path
