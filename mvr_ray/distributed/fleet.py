@@ -160,7 +160,7 @@ class RemoteSearchers:
     def drop(self, version: int) -> None:
         self.placed.pop(version, None)
         for actor in self.actors:
-            actor.drop.options(concurrency_group="load").remote(version)
+            actor.drop.options(concurrency_group="load", max_task_retries=-1).remote(version)
 
     def stop(self) -> None:
         for actor in self.actors:
