@@ -210,13 +210,17 @@ class RemoteFleet:
         return [holding for holding, actors in zip(self.holdings, self.searchers.groups) for _ in actors]
 
     def ready(self) -> None:
-        self.open(max_task_retries=-1)
-        for replicas in self.searchers.scatter.groups:
-            for replica in replicas:
-                self.searchers.scatter.up(replica)
+        scatter = self.searchers.scatter
+        replicas = [replica for group in scatter.groups for replica in group]
+        while any(replica.killed == born for replica, born in zip(replicas, self.open(max_task_retries=-1))):
+            log.info("a searcher that hung has not ended yet")
+        for replica in replicas:
+            scatter.up(replica)
 
-    def open(self, max_task_retries: int) -> None:
-        """Return when every searcher has opened its shards; without retries a searcher's death is an error."""
+    def open(self, max_task_retries: int) -> list[str]:
+        """Return when every searcher has opened its shards, with the lives that did; without retries a death is an
+        error.
+        """
         opened = [
             actor.open.options(concurrency_group="load", max_task_retries=max_task_retries).remote([holding])
             for actor, holding in zip(self.actors, self.of_actors)
@@ -228,27 +232,30 @@ class RemoteFleet:
                 f"see whether the cluster has room for them (mvr-ray doctor)"
             )
         with own_errors("opening the index"):
-            ray.get(opened)
+            return ray.get(opened)
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
         """OverloadedError where too many calls wait; a second round, which names queries, is let in always."""
         shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
         again = any(positions is not None for positions in asked.values())
         answers, silent = self._gathered(
-            asked, lambda actor, here: actor.search.remote(shipped, k, here, self.version), timeout_s, again
+            asked,
+            lambda actor, here, call: actor.search.remote(shipped, k, here, self.version, call),
+            timeout_s,
+            again,
         )
         return gathered(answers, silent)
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         answers, silent = self._gathered(
-            wanted, lambda actor, here: actor.views.remote(here, self.version), timeout_s, False
+            wanted, lambda actor, here, call: actor.views.remote(here, self.version, call), timeout_s, False
         )
         return gathered_views(answers, silent)
 
     def _gathered(
         self,
         asked: Mapping[int, Any],
-        send: Callable[[Any, dict[int, Any]], Any],
+        send: Callable[[Any, dict[int, Any], str], Any],
         timeout_s: float,
         admitted: bool,
     ) -> tuple[list[Any], list[Unanswered]]:
@@ -257,7 +264,7 @@ class RemoteFleet:
             for group, (_, shards) in enumerate(self.holdings)
             if (parts := {shard: asked[shard] for shard in shards if shard in asked})
         }
-        requests = {group: lambda actor, parts=parts: send(actor, parts) for group, parts in here.items()}
+        requests = {group: lambda actor, call, parts=parts: send(actor, parts, call) for group, parts in here.items()}
         answers, silent = self.searchers.scatter.gather(requests, timeout_s, admitted=admitted)
         unanswered = [Unanswered(tuple(here[group]), state) for group, state in silent.items()]
         return [one for group in sorted(answers) for one in answers[group]], unanswered

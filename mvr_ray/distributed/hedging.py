@@ -32,7 +32,7 @@ class Latencies:
         """When to ask another replica; None as long as too little is known."""
         if len(self._seconds) < ENOUGH:
             return None
-        return max(float(np.quantile(list(self._seconds), QUANTILE)), FLOOR_S)
+        return max(float(np.quantile(list(self._seconds), QUANTILE, method="higher")), FLOOR_S)
 
     def median_s(self) -> float:
         return float(np.median(list(self._seconds))) if self._seconds else 0.0

@@ -9,14 +9,16 @@ A replica that died or hung is not asked until it answers again: a call is sent 
 started and opened its shards. What is kept here (loads, latencies, who is down) is what this process knows itself.
 """
 
+import itertools
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayActorError, RayTaskError
 
 from mvr_ray.distributed.failures import unwrapped
 from mvr_ray.distributed.hedging import HedgeBudget, Latencies
@@ -28,8 +30,8 @@ QUEUE = 64
 CALM_S = 1.0
 """For so long after a refusal nobody is asked twice."""
 LEAST_RETRY_S = 0.1
-Send = Callable[[Any], Any]
-"""Sends one request to an actor and gives the reference of its answer."""
+Send = Callable[[Any, str], Any]
+"""Sends one request, as a call of this name, to an actor, and gives the reference of its answer."""
 
 
 class Replica:
@@ -52,6 +54,7 @@ class Replica:
 class _Call(NamedTuple):
     group: int
     replica: Replica
+    name: str
     began_s: float
 
 
@@ -99,6 +102,8 @@ class Scatter:
         self._restart = restart
         self._lock = threading.Lock()
         self._turns = 0
+        self._prefix = uuid.uuid4().hex
+        self._numbers = itertools.count()
         self._refused_s = -CALM_S
 
     def gather(self, requests: Mapping[int, Send], timeout_s: float, *, admitted: bool = False) -> Replies:
@@ -112,7 +117,7 @@ class Scatter:
         at = _Request(requests, {}, silent, {group: [replica] for group, replica in chosen.items()}, {})
         try:
             for group, replica in chosen.items():
-                at.calls[requests[group](replica.actor)] = _Call(group, replica, time.monotonic())
+                self._call(at, group, replica)
             hedge_s = {group: self._hedge_s(group, began_s) for group in chosen}
             while at.calls and at.waits:
                 now_s = time.monotonic()
@@ -192,8 +197,12 @@ class Scatter:
                 return False
             self._book(other)
         at.tried[group].append(other)
-        at.calls[at.requests[group](other.actor)] = _Call(group, other, time.monotonic())
+        self._call(at, group, other)
         return True
+
+    def _call(self, at: _Request, group: int, replica: Replica) -> None:
+        call = _Call(group, replica, f"{self._prefix}-{next(self._numbers)}", time.monotonic())
+        at.calls[at.requests[group](replica.actor, call.name)] = call
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
@@ -231,7 +240,7 @@ class Scatter:
 
     def _ended(self, at: _Request, ref: Any) -> None:
         """Take an answer, or where its searcher died ask another one."""
-        group, replica, began_s = at.calls.pop(ref)
+        group, replica, _, began_s = at.calls.pop(ref)
         with self._lock:
             replica.waiting -= 1
         answer = _fetched(ref, "searching")
@@ -245,9 +254,12 @@ class Scatter:
             at.silent[group] = replica.state or "died"
 
     def _leave(self, running: Mapping[Any, _Call]) -> None:
-        """Wait no longer for these: those still in a queue are taken out of it, those that run are let run."""
+        """Wait no longer for these: those still in a queue are passed by when their turn comes, those that run run.
+
+        Not by `ray.cancel`: it does not reach a call that waits in an actor's concurrency group.
+        """
         for ref, call in running.items():
-            ray.cancel(ref)
+            call.replica.actor.forget.options(concurrency_group="health").remote(call.name)
             with self._lock:
                 call.replica.left.append(ref)
                 self.latencies[call.group].add(time.monotonic() - call.began_s)
@@ -257,7 +269,7 @@ def _fetched(ref: Any, what: str) -> Any:
     """A finished call's answer; _Lost where its actor died: a dead actor's reference counts as ready."""
     try:
         return ray.get(ref)
-    except (RayActorError, TaskCancelledError) as error:
+    except RayActorError as error:
         log.warning("searcher lost: %s", str(error).partition("\n")[0])
         return _Lost()
     except RayTaskError as error:

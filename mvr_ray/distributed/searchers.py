@@ -37,6 +37,10 @@ Key = tuple[str, str]
 """What an open shard is: its digest, and how it was indexed."""
 
 
+FORGOTTEN = 4096
+"""Calls to pass by that are remembered; those that ended before they were to be forgotten make up most."""
+
+
 class SearcherTask(NamedTuple):
     """What a searcher is made of. `device` is cpu or cuda."""
 
@@ -134,6 +138,7 @@ class ShardSearcher:
         self._opening = threading.Lock()
         self._books = threading.Lock()
         self._finished = 0
+        self._forgotten: dict[str, None] = {}
 
     def open(self, holdings: Sequence[Holding] = ()) -> str:
         """Open every shard of these, beside what is held; of the task's where none are given. Gives `born`.
@@ -180,9 +185,14 @@ class ShardSearcher:
         return Room(node_name(), free_bytes(), held)
 
     def search(
-        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None
+        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
     ) -> list[ShardFound | Unanswered]:
-        """The best k passages of each shard asked, for its queries. Without a version: of the task's."""
+        """The best k passages of each shard asked, for its queries. Without a version: of the task's.
+
+        Nothing for a `call` that is to be forgotten.
+        """
+        if self._passed_by(call):
+            return []
         of = self._version(version)
         answers: list[ShardFound | Unanswered] = []
         for shard, positions in asked.items():
@@ -194,8 +204,10 @@ class ShardSearcher:
         self._finished += 1
         return answers
 
-    def views(self, wanted: Wanted, version: int | None = None) -> list[ShardViews | Unanswered]:
+    def views(self, wanted: Wanted, version: int | None = None, call: str = "") -> list[ShardViews | Unanswered]:
         """The stored views of these passages."""
+        if self._passed_by(call):
+            return []
         of = self._version(version)
         answers: list[ShardViews | Unanswered] = []
         for shard, ids in wanted.items():
@@ -203,6 +215,13 @@ class ShardSearcher:
             answers.append(ShardViews(shard, held.embedded.find(ids)) if isinstance(held, _Held) else held)
         self._finished += 1
         return answers
+
+    def forget(self, call: str) -> None:
+        """Nobody waits for this call any more: pass it by if it has not begun."""
+        with self._books:
+            self._forgotten[call] = None
+            while len(self._forgotten) > FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
 
     def canary(self, version: int | None = None) -> list[int]:
         """A real search for one query in what is open of one version, or of all; gives how many hits a shard found."""
@@ -216,6 +235,13 @@ class ShardSearcher:
                 found.append(int((_search(held, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
         self._finished += 1
         return found
+
+    def _passed_by(self, call: str) -> bool:
+        with self._books:
+            forgotten = call in self._forgotten
+            self._forgotten.pop(call, None)
+        self._finished += forgotten
+        return forgotten
 
     def _version(self, version: int | None) -> _Version:
         index, version = self.task.manifest.index, self.task.manifest.version if version is None else version

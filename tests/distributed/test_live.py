@@ -16,7 +16,7 @@ from made import D, brute_force, made_index, made_views
 
 from mvr_ray.distributed.live import LiveRouter, open_live
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import DamagedShardsError, DigestError, MissingInputError, ResourceError
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, ResourceError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
@@ -249,3 +249,15 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(t
     with open_live(run_of(tmp_path, run_over), canary_s=3600) as live:
         answer = live.search(QUERIES_QD, K, min_coverage=0.0)
         assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
+
+
+@pytest.mark.ray
+def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, run_over, ray_session):
+    made_index(tmp_path, FIRST, SHARDS)
+    with open_live(run_of(tmp_path, run_over, hung_s=2), canary_s=0.2) as live:
+        actor = live.searchers.actors[0]
+        actor.__ray_call__.remote(lambda _: threading.Event().wait())
+        with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
+            live.search(QUERIES_QD, K, timeout_s=120)
+        live.ready()
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
