@@ -282,6 +282,15 @@ class ResourcesConfig(Section):
     searchers: Count = 1
     cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
     gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
+    replicas: Count = 1
+    """Searchers that hold each shard: so many times `searchers` run. With two, answers stay whole when one is lost."""
+    searcher_queue: Count = 64
+    """Calls that one process lets wait for a searcher; above, a request is refused at once (ask again later)."""
+    searcher_bytes: Annotated[int, Field(ge=0)] = 0
+    """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
+    free on its machine."""
+    hung_s: Annotated[float, Field(gt=0)] = 60
+    """A searcher that ends no call for so long while a canary query waits for it is killed, and starts again."""
     refiners: Count = 1
 
     @model_validator(mode="after")

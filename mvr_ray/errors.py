@@ -16,6 +16,8 @@ MvrRayError
 │   └── DigestError          a file's content is not what its manifest says
 ├── ResourceError        the machine or cluster cannot place what was asked for
 ├── CoverageError        some shards did not answer
+│   └── DamagedShardsError   some could not, because a file of theirs is damaged (also a DigestError)
+├── OverloadedError      too many calls wait already (ask again after `retry_after_s`)
 ├── RefinementRejectedError  a refinement round cost too much held-out accuracy
 ├── StudyError           a step of a study failed (the message names its command)
 └── RowsLostError        passages read, embedded and indexed differ in number
@@ -94,6 +96,18 @@ class CoverageError(MvrRayError, RuntimeError):
     def __init__(self, message: str, shards: tuple[object, ...] = ()) -> None:
         super().__init__(message)
         self.shards = shards
+
+
+class DamagedShardsError(CoverageError, DigestError):
+    """Files of shards that were to be searched are damaged; the others could be searched."""
+
+
+class OverloadedError(MvrRayError, RuntimeError):
+    """Too many calls wait already. Nothing was done; ask again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RefinementRejectedError(MvrRayError, RuntimeError):

@@ -75,11 +75,16 @@ SEARCHED = "searched"
 
 
 class ShardState(NamedTuple):
-    """What became of one shard in an answer: `searched`, or why it was not (`died`, `late`)."""
+    """What became of one shard in an answer: `searched`, or why it was not.
+
+    `died` its searcher is starting again; `late` no answer in time; `hung` its searcher did not even answer the canary
+    and was replaced; `damaged` a file of it is not what its manifest says, and `reason` tells which.
+    """
 
     shard: int
     passages: int
     state: str
+    reason: str = ""
 
 
 class Answer(NamedTuple):

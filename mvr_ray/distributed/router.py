@@ -27,16 +27,17 @@ from mvr_ray.core.exact import checked_k, checked_queries, score_views
 from mvr_ray.core.scoring import merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.searchers import (
     Fleet,
     Gathered,
     LocalFleet,
-    RemoteFleet,
     SearcherTask,
     ShardFound,
     ShardSearcher,
+    Unanswered,
 )
-from mvr_ray.errors import CoverageError, DigestError, MissingInputError, UnknownPassageError
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, UnknownPassageError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
@@ -60,6 +61,7 @@ __all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
+DAMAGED = "damaged"
 T = TypeVar("T", bound=np.ndarray[Any, Any])
 
 
@@ -152,8 +154,9 @@ class Router:
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer within `timeout_s`.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, CoverageError when fewer than
-        `min_coverage` of the manifest's passages were searched.
+        Raises ShardIndexError for k below 1 or vectors of another dimension, OverloadedError when too many calls wait,
+        CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
+        of those, when damaged files are among the causes.
         """
         checked_k(k)
         queries_QD = checked_queries(queries_QD, self.dimension)
@@ -177,7 +180,7 @@ class Router:
                     del found[shard]
             merged, rounds = merge_hits(_in_order(found), k), 2
         rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
-        silent = {shard: missing.reason for missing in gathered.unanswered for shard in missing.shards}
+        silent = {shard: missing for missing in gathered.unanswered for shard in missing.shards}
         answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
             self._told(answer, min_coverage)
@@ -197,6 +200,8 @@ class Router:
             wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
         gathered = self.fleet.views(wanted, self.timeout_s)
         for missing in gathered.unanswered:
+            if missing.reason == DAMAGED:
+                raise DamagedShardsError(missing.told)
             raise CoverageError(
                 f"shard {missing.shards[0]} of index {described.index!r} version {described.version}, which would hold "
                 f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
@@ -210,6 +215,21 @@ class Router:
                     passage_id,
                 )
         return [score_views(queries_QD, passage_id, *gathered.found[passage_id]) for passage_id in passage_ids]
+
+    def take_over(self, before: "Router") -> None:
+        """Have open what the router before this one had open: its encoder and corpus where they are the same."""
+        with before._lock:
+            encoder, corpus = before._encoder, before._corpus
+        mine, other = self.manifest, before.manifest
+        same_encoder = (mine.encoder_name, mine.encoder_fingerprint) == (other.encoder_name, other.encoder_fingerprint)
+        same_corpus = (mine.corpus, mine.corpus_digest) == (other.corpus, other.corpus_digest)
+        with self._lock:
+            self._encoder = encoder if same_encoder else None
+            self._corpus = corpus if same_corpus else None
+        if encoder is not None:
+            _ = self.encoder
+        if corpus is not None:
+            _ = self.corpus
 
     def ready(self) -> None:
         """Return when every shard can be searched, also after a searcher has died and started again."""
@@ -245,14 +265,17 @@ class Router:
         blocks = EmbeddingShard.open(self.store.local_path(path)).blocks()
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
-    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, str], rounds: int, rescored: int) -> Answer:
+    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, Unanswered], rounds: int, rescored: int) -> Answer:
         described = self.manifest
         params = described.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored)
         states = tuple(
-            ShardState(entry.shard, entry.num_passages, silent.get(entry.shard, SEARCHED)) for entry in described.shards
+            ShardState(entry.shard, entry.num_passages, missing.reason, missing.told)
+            if (missing := silent.get(entry.shard))
+            else ShardState(entry.shard, entry.num_passages, SEARCHED)
+            for entry in described.shards
         )
         return Answer(hits, described.index, described.version, described.encoder_fingerprint, states, exactness)
 
@@ -265,6 +288,9 @@ class Router:
             f"{answer.passages_total} passages were searched"
         )
         if answer.coverage_share < min_coverage:
+            for shard in silent:
+                if shard.state == DAMAGED:
+                    raise DamagedShardsError(f"{told}. {shard.reason}", answer.shards)
             raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again", answer.shards)
         log.warning(told)
 
@@ -287,21 +313,25 @@ def open_router(
     store = Store(run.store.path)
     described = manifest.read(store, run.index.name, version)
     resources = run.resources
-    shards = tuple(entry.shard for entry in described.shards)
-    device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
-    task = SearcherTask(store.address, described, shards, resources.torch_threads, device)
+    task = searcher_task(run, described, local=local)
     with ExitStack() as stack:
         if local:
             fleet: Fleet = LocalFleet(task)
         else:
             info = stack.enter_context(session.connect(resources))
-            count = min(resources.searchers, len(shards))
-            cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
-            session.require(info, [session.Need("searchers", count, cpus, gpus)])
-            fleet = RemoteFleet.start(task, resources)
-            stack.callback(fleet.stop)
+            searchers = RemoteSearchers.start(task, resources, info)
+            stack.callback(searchers.stop)
+            fleet = searchers.fleet(described)
         fleet.ready()
         yield Router(store, described, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
+
+
+def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> SearcherTask:
+    """All shards of a version, as the run file wants them searched; `local`: in this process."""
+    resources = run.resources
+    shards = tuple(entry.shard for entry in described.shards)
+    device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
+    return SearcherTask(Store(run.store.path).address, described, shards, resources.torch_threads, device)
 
 
 def first_depth(k: int, num_shards: int) -> int:

@@ -1,42 +1,44 @@
-"""Searchers hold the shards of one index version and search them; a fleet of them is asked and gathered from.
+"""Searchers hold shards and search them; several versions of an index at once, each shard once.
 
 A searcher is a plain class built from names and digests, so an actor that died can start again anywhere and be the
-same. Its files are read once and compared with their digests before anything opens them. A fleet, of actors or inside
-this process, asks for some shards and tells answered, dead and late ones apart; it decides nothing. Besides searching,
+same: what it does not hold it opens when asked, and a version that it was not told of it reads from the store. A
+shard's files are read once and compared with their digests before anything opens them; versions that name the same
+shard (by its digest) share it. A damaged shard is told with the answer, and the others are searched. Besides searching,
 a shard can be asked for the stored views of some passages.
 
 Shapes: Q queries, K hits, D dimension.
 """
 
+import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import ray
-from ray.exceptions import RayActorError
 
-from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.failures import own_errors, unwrapped
-from mvr_ray.errors import ManifestError, ShardIndexError
+from mvr_ray.distributed.room import Room, free_bytes, node_name
+from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 100_000
-OPEN_TIMEOUT_S = 3600.0
-"""For starting searchers and reading every file of their shards once; an answer's own deadline is much shorter."""
-_remote: Any = ray.remote
 Asked = Mapping[int, IntArray | None]
 """Shard -> positions of the queries to ask it, None: all of them."""
 Wanted = Mapping[int, Sequence[str]]
 """Shard -> ids of the passages whose views are wanted of it."""
+Key = tuple[str, str]
+"""What an open shard is: its digest, and how it was indexed."""
+
+
+FORGOTTEN = 4096
+"""Calls to pass by that are remembered; those that ended before they were to be forgotten make up most."""
 
 
 class SearcherTask(NamedTuple):
@@ -49,6 +51,13 @@ class SearcherTask(NamedTuple):
     device: str = "cpu"
 
 
+class Holding(NamedTuple):
+    """Shards of one version that a searcher is to hold."""
+
+    manifest: Manifest
+    shards: tuple[int, ...]
+
+
 class ShardFound(NamedTuple):
     """What one shard answered. `ids` names the rows that were hit."""
 
@@ -57,11 +66,19 @@ class ShardFound(NamedTuple):
     hits: ShardHits
 
 
+class ShardViews(NamedTuple):
+    """The stored views that were wanted of one shard; ids that it does not hold are absent."""
+
+    shard: int
+    found: dict[str, Views]
+
+
 class Unanswered(NamedTuple):
-    """Shards that gave no answer, and why: `died` or `late`."""
+    """Shards that gave no answer, and why: `died`, `late`, `hung` or `damaged`; `told` says more where there is."""
 
     shards: tuple[int, ...]
     reason: str
+    told: str = ""
 
 
 class Gathered(NamedTuple):
@@ -76,59 +93,194 @@ class GatheredViews(NamedTuple):
     unanswered: list[Unanswered]
 
 
+class Pulse(NamedTuple):
+    """What a searcher says beside its work: `born` names its life, `finished` counts the calls that it ended.
+
+    While it is `opening` files it ends none.
+    """
+
+    born: str
+    finished: int
+    opening: bool
+
+
+class _Version(NamedTuple):
+    """A manifest, with its entries by shard and what each is when open."""
+
+    described: Manifest
+    entries: dict[int, ShardEntry]
+    keys: dict[int, Key]
+
+    @classmethod
+    def of(cls, described: Manifest) -> "_Version":
+        params = json.dumps(described.index_params, sort_keys=True)
+        entries = {entry.shard: entry for entry in described.shards}
+        return cls(described, entries, {shard: (entry.digest, params) for shard, entry in entries.items()})
+
+
 class _Held(NamedTuple):
     index: ShardIndex | None
     embedded: EmbeddingShard
     ids: list[str]
+    num_bytes: int
 
 
 class ShardSearcher:
-    """Some shards of one version. Opens them when first asked to."""
+    """Some shards of some versions. Opens them when told or first asked to. Safe to use from several threads."""
 
     def __init__(self, task: SearcherTask) -> None:
         self.task = task
-        self._held: dict[int, _Held] = {}
+        self.born = uuid.uuid4().hex
+        self._versions: dict[int, _Version] = {}
+        self._dropped: set[int] = set()
+        self._held: dict[Key, _Held] = {}
+        self._damaged: dict[Key, str] = {}
         self._opening = threading.Lock()
+        self._books = threading.Lock()
+        self._finished = 0
+        self._forgotten: dict[str, None] = {}
 
-    def open(self) -> list[int]:
-        """Open every shard, once; DigestError or ManifestError where its files are not what the manifest says."""
+    def open(self, holdings: Sequence[Holding] = ()) -> str:
+        """Open every shard of these, beside what is held; of the task's where none are given. Gives `born`.
+
+        Raises DigestError, ManifestError or another StorageError where a shard's files are not what the manifest says,
+        when all others are open. A shard that was found damaged is read again.
+        """
+        failed: MvrRayError | None = None
+        for described, shards in holdings or [Holding(self.task.manifest, self.task.shards)]:
+            of = _Version.of(described)
+            with self._books:
+                self._versions[described.version] = of
+                self._dropped.discard(described.version)
+            for shard in shards:
+                try:
+                    self._open(of, shard)
+                except MvrRayError as error:
+                    self._damaged[of.keys[shard]] = str(error)
+                    failed = failed or error
+        if failed:
+            raise failed
+        return self.born
+
+    def drop(self, version: int) -> None:
+        """Forget a version, and what of its shards no other one names. A search that runs over it ends well."""
+        with self._books:
+            self._dropped.add(version)
+            self._versions.pop(version, None)
+            named = {key for one in self._versions.values() for key in one.keys.values()}
+            for kept in (self._held, self._damaged):
+                for key in [key for key in kept if key not in named]:
+                    del kept[key]
+
+    def health(self) -> list[str]:
+        """Digests of the shards that are open now; answered even while a search runs."""
+        return sorted(digest for digest, _ in list(self._held))
+
+    def pulse(self) -> Pulse:
+        return Pulse(self.born, self._finished, self._opening.locked())
+
+    def room(self) -> Room:
+        """What is held here, and what is free on this machine."""
+        held = {key[0]: one.num_bytes for key, one in list(self._held.items())}
+        return Room(node_name(), free_bytes(), held)
+
+    def search(
+        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
+    ) -> list[ShardFound | Unanswered]:
+        """The best k passages of each shard asked, for its queries. Without a version: of the task's.
+
+        Nothing for a `call` that is to be forgotten.
+        """
+        if self._passed_by(call):
+            return []
+        of = self._version(version)
+        answers: list[ShardFound | Unanswered] = []
+        for shard, positions in asked.items():
+            held = self._opened(of, shard)
+            if isinstance(held, _Held):
+                answers.append(_search(held, shard, queries_QD if positions is None else queries_QD[positions], k))
+            else:
+                answers.append(held)
+        self._finished += 1
+        return answers
+
+    def views(self, wanted: Wanted, version: int | None = None, call: str = "") -> list[ShardViews | Unanswered]:
+        """The stored views of these passages."""
+        if self._passed_by(call):
+            return []
+        of = self._version(version)
+        answers: list[ShardViews | Unanswered] = []
+        for shard, ids in wanted.items():
+            held = self._opened(of, shard)
+            answers.append(ShardViews(shard, held.embedded.find(ids)) if isinstance(held, _Held) else held)
+        self._finished += 1
+        return answers
+
+    def forget(self, call: str) -> None:
+        """Nobody waits for this call any more: pass it by if it has not begun."""
+        with self._books:
+            self._forgotten[call] = None
+            while len(self._forgotten) > FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+
+    def canary(self, version: int | None = None) -> list[int]:
+        """A real search for one query in what is open of one version, or of all; gives how many hits a shard found."""
+        versions = list(self._versions.values()) if version is None else [self._version(version)]
+        wanted = {key: one.described.dimension for one in versions for key in one.keys.values()}
+        found = []
+        for key, dimension in wanted.items():
+            held = self._held.get(key)
+            if held is not None:
+                query_1D = np.eye(1, dimension, dtype=np.float32)
+                found.append(int((_search(held, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
+        self._finished += 1
+        return found
+
+    def _passed_by(self, call: str) -> bool:
+        with self._books:
+            forgotten = call in self._forgotten
+            self._forgotten.pop(call, None)
+        self._finished += forgotten
+        return forgotten
+
+    def _version(self, version: int | None) -> _Version:
+        index, version = self.task.manifest.index, self.task.manifest.version if version is None else version
+        of = self._versions.get(version)
+        if of is not None:
+            return of
+        if version in self._dropped:
+            raise ShardIndexError(f"index {index!r} version {version} was dropped here; ask the live one")
+        own = self.task.manifest
+        of = _Version.of(own if version == own.version else manifest.read(Store(self.task.store), index, version))
+        with self._books:
+            return self._versions.setdefault(version, of)
+
+    def _opened(self, of: _Version, shard: int) -> _Held | Unanswered:
+        key = of.keys[shard]
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        if key not in self._damaged:
+            try:
+                return self._open(of, shard)
+            except MvrRayError as error:
+                log.error("shard damaged: index=%s shard=%d reason=%s", of.described.index, shard, error)
+                self._damaged[key] = str(error)
+        return Unanswered((shard,), "damaged", self._damaged[key])
+
+    def _open(self, of: _Version, shard: int) -> _Held:
+        key = of.keys[shard]
         with self._opening:
-            for shard in self.task.shards:
-                if shard not in self._held:
-                    self._held[shard] = self._open(shard)
-        return list(self._held)
+            held = self._held.get(key)
+            if held is None:
+                held = self._read(of.described, of.entries[shard])
+                with self._books:
+                    self._held[key] = held
+                    self._damaged.pop(key, None)
+        return held
 
-    def health(self) -> list[int]:
-        """The shards that are open now; answered even while a search runs."""
-        return sorted(self._held)
-
-    def search(self, queries_QD: FloatArray, k: int, asked: Asked) -> list[ShardFound]:
-        """The best k passages of each shard asked, for its queries."""
-        self.open()
-        return [
-            self._search(shard, queries_QD if positions is None else queries_QD[positions], k)
-            for shard, positions in asked.items()
-        ]
-
-    def views(self, wanted: Wanted) -> list[dict[str, Views]]:
-        """The stored views of these passages, a shard each; ids that a shard does not hold are absent."""
-        self.open()
-        return [self._held[shard].embedded.find(ids) for shard, ids in wanted.items()]
-
-    def _search(self, shard: int, queries_QD: FloatArray, k: int) -> ShardFound:
-        index, _, ids = self._held[shard]
-        if index is None:
-            none_Q0 = np.zeros((len(queries_QD), 0))
-            frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
-            empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
-            return ShardFound(shard, {}, ShardHits(*empty))
-        hits = index.search(queries_QD, min(k, index.num_passages))
-        rows = np.unique(hits.rows_QK)
-        return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)
-
-    def _open(self, shard: int) -> _Held:
-        described = self.task.manifest
-        entry = next(entry for entry in described.shards if entry.shard == shard)
+    def _read(self, described: Manifest, entry: ShardEntry) -> _Held:
+        shard = entry.shard
         folder = manifest.open_shard(Store(self.task.store), described.index, entry)
         embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
         if (embedded.dimension, embedded.num_passages) != (described.dimension, entry.num_passages):
@@ -138,11 +290,11 @@ class ShardSearcher:
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
-            return _Held(None, embedded, [])
+            return _Held(None, embedded, [], entry.num_bytes)
         params = IndexParams(**described.index_params)
         index = open_index(params, embedded.blocks(), folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
-        return _Held(index, embedded, embedded.ids())
+        return _Held(index, embedded, embedded.ids(), entry.num_bytes)
 
 
 class Fleet(Protocol):
@@ -160,112 +312,38 @@ class Fleet(Protocol):
 class LocalFleet:
     """One searcher in this process, which takes the time that it takes."""
 
-    def __init__(self, task: SearcherTask) -> None:
-        self.searcher = ShardSearcher(task)
+    def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
+        """`searcher` is one that holds other versions too."""
+        self.task = task
+        self.searcher = searcher or ShardSearcher(task)
 
     def ready(self) -> None:
-        self.searcher.open()
+        self.searcher.open([Holding(self.task.manifest, self.task.shards)])
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
-        return Gathered(self.searcher.search(queries_QD, k, asked), [])
+        return gathered(self.searcher.search(queries_QD, k, asked, self.task.manifest.version), [])
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
-        return GatheredViews(_joined(self.searcher.views(wanted)), [])
+        return gathered_views(self.searcher.views(wanted, self.task.manifest.version), [])
 
 
-class RemoteFleet:
-    """Actors. May be sent to other processes, which then ask the same actors."""
-
-    def __init__(self, actors: Sequence[Any], shards: Sequence[tuple[int, ...]]) -> None:
-        self.actors = list(actors)
-        self.shards = list(shards)
-
-    @classmethod
-    def start(cls, task: SearcherTask, resources: ResourcesConfig) -> "RemoteFleet":
-        """Make the actors, shards spread over them by size; they restart by themselves, wherever there is room."""
-        groups = share_out({entry.shard: entry.num_bytes for entry in task.manifest.shards}, resources.searchers)
-        placed = _remote(concurrency_groups={"health": 1})(ShardSearcher).options(
-            num_cpus=resources.cpus_per_searcher,
-            num_gpus=resources.gpus_per_searcher,
-            max_restarts=-1,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )
-        return cls([placed.remote(task._replace(shards=shards)) for shards in groups], groups)
-
-    def ready(self) -> None:
-        try:
-            with own_errors("opening the index"):
-                opened = [actor.open.options(max_task_retries=-1).remote() for actor in self.actors]
-                ray.get(opened, timeout=OPEN_TIMEOUT_S)
-        except TimeoutError:
-            raise ShardIndexError(
-                f"the {len(self.actors)} searchers did not open their shards within {OPEN_TIMEOUT_S:g} s; "
-                f"see whether the cluster has room for them (mvr-ray doctor)"
-            ) from None
-
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
-        shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
-        return Gathered(*self._gathered(asked, lambda actor, here: actor.search.remote(shipped, k, here), timeout_s))
-
-    def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
-        found, unanswered = self._gathered(wanted, lambda actor, here: actor.views.remote(here), timeout_s)
-        return GatheredViews(_joined(found), unanswered)
-
-    def _gathered(
-        self, asked: Mapping[int, Any], send: Callable[[Any, dict[int, Any]], Any], timeout_s: float
-    ) -> tuple[list[Any], list[Unanswered]]:
-        """One call to each holder of a shard that is asked; every shard's answer, and who gave none in time."""
-        waiting: dict[Any, tuple[int, ...]] = {}
-        for actor, held in zip(self.actors, self.shards):
-            here = {shard: asked[shard] for shard in held if shard in asked}
-            if here:
-                waiting[send(actor, here)] = tuple(here)
-        if not waiting:
-            return [], []
-        done, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(timeout_s, 0.0))
-        found: list[Any] = []
-        unanswered = [Unanswered(waiting[ref], "late") for ref in late]
-        for ref in done:
-            answer = _fetched(ref)
-            if answer is None:
-                unanswered.append(Unanswered(waiting[ref], "died"))
-            else:
-                found += answer
-        return found, unanswered
-
-    def health(self, timeout_s: float) -> list[int]:
-        """The shards that are open now, as far as their searchers say so in time; asked beside running searches."""
-        waiting = [actor.health.options(concurrency_group="health").remote() for actor in self.actors]
-        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
-        return sorted(shard for ref in done for shard in _fetched(ref) or [])
-
-    def stop(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+def gathered(answers: Sequence[ShardFound | Unanswered], silent: Sequence[Unanswered]) -> Gathered:
+    found = [answer for answer in answers if isinstance(answer, ShardFound)]
+    return Gathered(found, [*silent, *(answer for answer in answers if isinstance(answer, Unanswered))])
 
 
-def share_out(num_bytes: Mapping[int, int], groups: int) -> list[tuple[int, ...]]:
-    """Shards over at most `groups` holders, largest first to the lightest one; none without a shard."""
-    held: list[list[int]] = [[] for _ in range(min(groups, len(num_bytes)))]
-    loads = [0] * len(held)
-    for shard in sorted(num_bytes, key=lambda shard: (-num_bytes[shard], shard)):
-        lightest = loads.index(min(loads))
-        held[lightest].append(shard)
-        loads[lightest] += num_bytes[shard] + 1
-    return [tuple(sorted(shards)) for shards in held]
+def gathered_views(answers: Sequence[ShardViews | Unanswered], silent: Sequence[Unanswered]) -> GatheredViews:
+    found = {i: views for answer in answers if isinstance(answer, ShardViews) for i, views in answer.found.items()}
+    return GatheredViews(found, [*silent, *(answer for answer in answers if isinstance(answer, Unanswered))])
 
 
-def _joined(parts: Sequence[dict[str, Views]]) -> dict[str, Views]:
-    return {passage_id: views for part in parts for passage_id, views in part.items()}
-
-
-def _fetched(ref: Any) -> list[Any] | None:
-    """A finished call's answer, None where its actor died: a dead actor's reference counts as ready."""
-    try:
-        return ray.get(ref)
-    except RayActorError as error:
-        log.warning("searcher lost: %s", str(error).splitlines()[0])
-        return None
-    except ray.exceptions.RayTaskError as error:
-        raise unwrapped(error, "searching") from error
+def _search(held: _Held, shard: int, queries_QD: FloatArray, k: int) -> ShardFound:
+    index, _, ids, _ = held
+    if index is None:
+        none_Q0 = np.zeros((len(queries_QD), 0))
+        frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
+        empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
+        return ShardFound(shard, {}, ShardHits(*empty))
+    hits = index.search(queries_QD, min(k, index.num_passages))
+    rows = np.unique(hits.rows_QK)
+    return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)

@@ -30,8 +30,10 @@ def made_views(num_passages: int, seed: int, levels: int = 3) -> Views:
     }
 
 
-def made_index(root: Path, views: Views, num_shards: int, params: IndexParams | None = None) -> Manifest:
-    """Publish an index `made` of these views."""
+def made_index(
+    root: Path, views: Views, num_shards: int, params: IndexParams | None = None, parent: int = 0
+) -> Manifest:
+    """Publish an index `made` of these views, after version `parent`."""
     store = Store(str(root))
     draft = Manifest(
         index="made",
@@ -46,6 +48,7 @@ def made_index(root: Path, views: Views, num_shards: int, params: IndexParams | 
         corpus_digest="",
         index_params=dataclasses.asdict(params or IndexParams()),
         shards=(),
+        parent=parent,
     )
     entries = []
     for shard in range(num_shards):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed.fleet import share_out
 from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
 from mvr_ray.distributed.searchers import (
     Gathered,
@@ -23,7 +24,6 @@ from mvr_ray.distributed.searchers import (
     SearcherTask,
     ShardFound,
     Unanswered,
-    share_out,
 )
 from mvr_ray.errors import (
     CoverageError,

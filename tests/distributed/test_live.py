@@ -1,0 +1,263 @@
+"""A router goes from version to version under load: each answer is one version's, whole, and none fails."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import ray
+from made import D, brute_force, made_index, made_views
+
+from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, ResourceError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+SHARDS, K = 3, 7
+FIRST = made_views(60, 1)
+SECOND = {i: {v: x + (shard_of(i, SHARDS) == 1) for v, x in own.items()} for i, own in FIRST.items()}
+"""Shard 1 is another, the other two are those of FIRST."""
+QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (12, D)).astype(np.float32)
+
+
+def run_of(root: Path, run_over, **resources):
+    return run_over(root, index={"name": "made"}, resources={"searchers": 2, "cpus_per_searcher": 0.25, **resources})
+
+
+def expected(views) -> list[list[tuple[str, float, int]]]:
+    return [brute_force(views, query_D, K) for query_D in QUERIES_QD]
+
+
+def answered(live, number: int) -> list[tuple[str, float, int]]:
+    return [(hit.passage_id, hit.score, hit.view) for hit in live.search(QUERIES_QD[number : number + 1], K).hits[0]]
+
+
+def digests(described: Manifest) -> list[str]:
+    return sorted(entry.digest for entry in described.shards)
+
+
+def damage(root: Path, digest: str) -> Path:
+    """Put another file, with a byte changed, in the place of a shard's embeddings; mapped ones stay as they are."""
+    file = root / layout.shard_dir("made", digest) / layout.EMBEDDINGS
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    shutil.copy(file, file.with_suffix(".whole"))
+    file.unlink()
+    file.write_bytes(data)
+    return file
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("local", [True, False], ids=["in this process", "actors"])
+def test_every_answer_is_one_versions_while_versions_come_and_go(tmp_path, run_over, ray_session, local):
+    """1,000 queries of eight threads over two publishes, a rollback, moves and collection."""
+    store, first = Store(str(tmp_path)), made_index(tmp_path, FIRST, SHARDS)
+    truth = {1: expected(FIRST), 2: expected(SECOND), 3: expected(FIRST), 4: expected(SECOND)}
+    done: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    wrong: list[tuple[int, int]] = []
+
+    def ask(live: LiveRouter, number: int) -> None:
+        at = number % len(QUERIES_QD)
+        answer = live.search(QUERIES_QD[at : at + 1], K)
+        hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
+        if hits != truth[answer.version][at] or not answer.exact.certified or answer.coverage_share < 1:
+            wrong.append((number, answer.version))
+        done.put((number, answer.version))
+
+    def publish_and_follow() -> None:
+        made_index(tmp_path, SECOND, SHARDS, parent=1)
+        assert live.follow()
+
+    def roll_back_and_follow() -> None:
+        manifest.rollback(store, "made", 1)
+        assert live.follow()
+
+    def go_back() -> None:
+        assert live.move_to(2) == 2
+        assert not live.follow()
+
+    def publish_move_and_collect() -> None:
+        made_index(tmp_path, SECOND, SHARDS, parent=3)
+        assert not live.follow()
+        assert live.move_to() == 4
+        removed = manifest.collect(store, "made", keep=1, grace_s=0)
+        assert layout.shard_dir("made", first.shards[1].digest) in removed
+
+    with open_live(run_of(tmp_path, run_over), local=local, follow_s=3600) as live, ThreadPoolExecutor(8) as threads:
+        asked, seen = [], []
+        for change in (publish_and_follow, roll_back_and_follow, go_back, publish_move_and_collect, None):
+            asked += [threads.submit(ask, live, len(asked) + number) for number in range(200)]
+            while change and len(seen) < len(asked) - 180:  # some were asked since the last change, the rest run
+                seen.append(done.get())
+            if change:
+                change()
+        for one in asked:
+            one.result()
+        seen += [done.get() for _ in range(len(asked) - len(seen))]
+        assert wrong == []
+        assert sorted(number for number, _ in seen) == list(range(1000))
+        assert {version for _, version in seen} == {1, 2, 3, 4}
+        assert live.following == (4, True, 0, "")
+        live.ready()
+        held = live.searchers.searcher.health() if local else live.searchers.actors
+        if not local:
+            held = sorted(digest for actor in held for digest in ray.get(actor.health.remote()))
+        assert held == digests(live.manifest)
+
+
+def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_path, run_over):
+    first, second = made_index(tmp_path, FIRST, SHARDS), made_index(tmp_path, SECOND, SHARDS, parent=1)
+    with open_live(run_of(tmp_path, run_over), 1, local=True) as live:
+        searcher = live.searchers.searcher
+        with live.pinned() as before:
+            assert live.move_to(2) == 2
+            assert (before.manifest.version, live.manifest.version) == (1, 2)
+            assert answered(before, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+            assert searcher.health() == sorted({*digests(first), *digests(second)})
+            with live.pinned():
+                assert live.move_to(1) == 1  # back while it is still open
+                assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert searcher.health() == digests(first)
+        assert searcher.health() == digests(first)
+        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+
+
+def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        assert live.dimension == D
+        second = made_index(tmp_path, SECOND, SHARDS, parent=1)
+        shared = {*digests(first)} & {*digests(second)}
+        assert len(shared) == 2
+        for digest in shared:
+            damage(tmp_path, digest)
+        assert live.move_to() == 2
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+
+
+def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    added = first.shards[1].num_bytes
+    limit = first.num_bytes + added - 1
+    with open_live(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
+        second = made_index(tmp_path, SECOND, SHARDS, parent=1)
+        assert second.shards[1].num_bytes == added
+        damage(tmp_path, second.shards[1].digest)
+        both = re.escape(f"holds {first.num_bytes:,} bytes and needs {added:,} more, {limit + 1:,} in all; ")
+        with pytest.raises(ResourceError, match=rf"'made' version 2 .*{both}.*searcher_bytes allows {limit:,}"):
+            live.move_to()
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+
+
+def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run_over):
+    made_index(tmp_path, FIRST, SHARDS)
+    with open_live(run_of(tmp_path, run_over), local=True, follow_s=3600) as live:
+        second = made_index(tmp_path, SECOND, SHARDS, parent=1)
+        file = damage(tmp_path, second.shards[1].digest)
+        with pytest.raises(DigestError, match="shard 1"):
+            live.move_to()
+        assert not live.follow()
+        assert live.following[:3] == (1, True, 2) and str(file) in live.following.failure
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert live.searchers.searcher.health() == digests(live.manifest)
+        file.with_suffix(".whole").replace(file)
+        assert live.follow()
+        assert live.following == (2, True, 0, "")
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+        with pytest.raises(MissingInputError, match="no version 9"):
+            live.move_to(9)
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+
+
+def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
+    made_index(tmp_path, FIRST, SHARDS)
+    moved = threading.Event()
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        follow = live.follow
+
+        def told() -> bool:
+            if follow():
+                moved.set()
+            return moved.is_set()
+
+        live.follow = told
+        with live.followed(0.01):
+            made_index(tmp_path, SECOND, SHARDS, parent=1)
+            assert moved.wait(30)
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+
+
+def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, run_over):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    file = damage(tmp_path, first.shards[2].digest)
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        with pytest.raises(DamagedShardsError, match=r"1 of 3 shards .*: 2 \(damaged\); .*mvr-ray index") as refused:
+            live.search(QUERIES_QD, K)
+        answer = live.search(QUERIES_QD, K, min_coverage=0.5)
+        assert answer.shards == refused.value.shards
+        assert [shard.state for shard in answer.shards] == ["searched", "searched", "damaged"]
+        assert str(file) in answer.shards[2].reason and not answer.exact.certified
+        there = {i: own for i, own in FIRST.items() if shard_of(i, SHARDS) != 2}
+        for query_D, hits in zip(QUERIES_QD, answer.hits):
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, K)
+        lost = next(i for i in FIRST if shard_of(i, SHARDS) == 2)
+        with pytest.raises(DamagedShardsError, match=re.escape(str(file))):
+            live.explain(QUERIES_QD, [lost])
+        file.with_suffix(".whole").replace(file)
+        live.ready()
+        assert live.search(QUERIES_QD, K).exact.certified
+
+
+@pytest.mark.ray
+def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(tmp_path, run_over, ray_session):
+    made_index(tmp_path, FIRST, SHARDS)
+    with open_live(run_of(tmp_path, run_over), canary_s=3600) as live:
+        second = made_index(tmp_path, SECOND, SHARDS, parent=1)
+        actor = live.searchers.actors[0]
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        with pytest.raises(ResourceError, match="opening index 'made' version 2 stopped"):
+            live.move_to()
+        live.ready()
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        file = damage(tmp_path, second.shards[1].digest)
+        with pytest.raises(DigestError, match="shard 1"):
+            live.move_to()
+        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+        file.with_suffix(".whole").replace(file)
+        assert live.move_to() == 2
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        live.ready()  # started with version 1, it comes back with version 2
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+
+
+@pytest.mark.ray
+def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(tmp_path, run_over, ray_session):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    damage(tmp_path, first.shards[0].digest)
+    with pytest.raises(DigestError, match="shard 0"), open_router(run_of(tmp_path, run_over)):
+        pass
+    with open_live(run_of(tmp_path, run_over), canary_s=3600) as live:
+        answer = live.search(QUERIES_QD, K, min_coverage=0.0)
+        assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
+
+
+@pytest.mark.ray
+def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, run_over, ray_session):
+    made_index(tmp_path, FIRST, SHARDS)
+    with open_live(run_of(tmp_path, run_over, hung_s=2), canary_s=0.2) as live:
+        actor = live.searchers.actors[0]
+        actor.__ray_call__.remote(lambda _: threading.Event().wait())
+        with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
+            live.search(QUERIES_QD, K, timeout_s=120)
+        live.ready()
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)

@@ -1,0 +1,264 @@
+"""Replicas, second calls, bounded queues, canaries: what a slow, dead, hung or flooded searcher may cost an answer."""
+
+import dataclasses
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from made import D, brute_force, made_index, made_views
+
+from mvr_ray.distributed.canary import Sign, Watch
+from mvr_ray.distributed.fleet import place, share_out
+from mvr_ray.distributed.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
+from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searchers import Pulse
+from mvr_ray.errors import CoverageError, OverloadedError
+
+SHARDS, K = 3, 7
+VIEWS = made_views(60, 1)
+QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (4, D)).astype(np.float32)
+TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
+
+
+@pytest.fixture
+def opened(tmp_path, run_over, ray_session):
+    """Opens a router over two groups of searchers."""
+    made_index(tmp_path, VIEWS, SHARDS)
+
+    def open_with(**resources):
+        small = {"searchers": 2, "cpus_per_searcher": 0.25, **resources}
+        return open_router(run_over(tmp_path, index={"name": "made"}, resources=small))
+
+    return open_with
+
+
+def is_whole(answer) -> bool:
+    found = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+    return found == TRUTH and answer.exact.certified and answer.coverage_share == 1.0
+
+
+def shut(actor, gate: str = "gate") -> None:
+    """Close the request path of a searcher, which goes on living, to all calls after this one."""
+    actor.__ray_call__.remote(lambda searcher: searcher.__dict__.setdefault(gate, threading.Event()).wait())
+
+
+def reopen(actor, gate: str = "gate") -> None:
+    ray.get(beside(actor, lambda searcher: searcher.__dict__.setdefault(gate, threading.Event()).set()))
+
+
+def beside(actor, ask):
+    return actor.__ray_call__.options(concurrency_group="health").remote(ask)
+
+
+def kill(actor, number: int = signal.SIGKILL) -> None:
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), number)
+
+
+@given(st.lists(st.booleans(), max_size=600), st.sampled_from([0.05, 0.1, 0.5]), st.integers(10, 60))
+def test_second_calls_stay_within_their_share_of_every_window(wants, share, window):
+    """Each call is followed by the wish for a second one, or not."""
+    budget = HedgeBudget(share, window)
+    hedged = []
+    for wish in wants:
+        budget.call()
+        hedged.append(bool(wish and budget.take()))
+    assert budget.hedges == sum(hedged)
+    for end in range(1, len(hedged) + 1):
+        last = hedged[max(0, end - window) : end]
+        assert sum(last) <= share * len(last)
+    if all(wants):
+        assert sum(hedged) >= int(share * len(wants)) - 1
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=ENOUGH, max_size=200))
+def test_a_second_call_waits_for_all_but_the_slowest_twentieth(seconds):
+    latencies = Latencies()
+    for one in seconds[: ENOUGH - 1]:
+        latencies.add(one)
+    assert latencies.hedge_after_s() is None
+    for one in seconds[ENOUGH - 1 :]:
+        latencies.add(one)
+    after_s = latencies.hedge_after_s()
+    assert after_s >= FLOOR_S
+    assert sum(one > after_s for one in seconds) <= 0.05 * len(seconds)
+    assert after_s <= max(FLOOR_S, *seconds)
+
+
+@pytest.mark.parametrize(
+    ("heard", "works"),
+    [
+        (Pulse("a", 7, False), False),
+        (None, False),
+        (Pulse("a", 8, False), True),
+        (Pulse("a", 7, True), True),
+        (Pulse("b", 7, False), True),
+    ],
+    ids=["same", "nothing", "a call ended", "opens files", "another life"],
+)
+def test_only_work_is_a_sign_of_life(heard, works):
+    last = Sign(Pulse("a", 7, False), 10.0)
+    assert last.after(heard, 50.0) == (Sign(heard, 50.0) if works else last)
+
+
+@pytest.fixture(scope="module")
+def six_shards(tmp_path_factory):
+    return made_index(tmp_path_factory.mktemp("six"), made_views(12, 1), 6)
+
+
+@given(st.data())
+def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_shards, data):
+    groups = data.draw(st.integers(1, 4))
+    entries = six_shards.shards[: data.draw(st.integers(1, 6))]
+    held = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
+    placed = place(dataclasses.replace(six_shards, shards=entries), held, groups)
+    assert sorted(shard for shards in placed for shard in shards) == [one.shard for one in entries]
+    assert all(one.shard in placed[held[one.digest]] for one in entries if one.digest in held)
+    if not held:
+        first = share_out({one.shard: one.num_bytes for one in entries}, groups)
+        assert placed == first + [()] * (groups - len(first))
+
+
+@pytest.mark.ray
+def test_with_a_replica_lost_answers_stay_whole_and_certified(opened):
+    with opened(replicas=2) as router:
+        groups, (first, second, *_) = router.fleet.searchers.scatter.groups, router.fleet.actors
+        kill(first)
+        assert all(is_whole(router.search(QUERIES_QD, K)) for _ in range(10))
+        if groups[0][0].state:
+            ray.wait([groups[0][0].again], timeout=60)
+        kill(second)  # now the first one is asked again
+        assert all(is_whole(router.search(QUERIES_QD, K)) for _ in range(10))
+        router.ready()
+        assert [one.state for many in groups for one in many] == [""] * 4
+        assert is_whole(router.search(QUERIES_QD, K))
+
+
+@pytest.mark.ray
+def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(opened, monkeypatch):
+    with opened(replicas=2) as router:
+        scatter, (first, second, *_) = router.fleet.searchers.scatter, router.fleet.actors
+        for _ in range(ENOUGH + 1):
+            assert is_whole(router.search(QUERIES_QD, K))
+        scatter.budget = HedgeBudget()
+        for _ in range(100):
+            scatter.budget.call()
+        shut(first)
+        for _ in range(10):
+            assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+        hedges = scatter.budget.hedges
+        assert 1 <= hedges <= 0.05 * scatter.budget.calls
+        assert 1 <= scatter.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
+        monkeypatch.setattr("mvr_ray.distributed.scatter.CALM_S", 1e9)
+        scatter.queue = 0
+        with pytest.raises(OverloadedError):
+            router.search(QUERIES_QD, K)
+        scatter.queue = 64
+        shut(second)
+        answer = router.search(QUERIES_QD, K, timeout_s=1, min_coverage=0.0)
+        assert {answer.shards[shard].state for shard in router.fleet.shards[0]} == {"late"}
+        assert scatter.budget.hedges == hedges
+        reopen(first)
+        reopen(second)
+
+
+@pytest.mark.ray
+def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(opened):
+    with opened(searcher_queue=2) as router, ThreadPoolExecutor(2) as threads:
+        actor, waiting = router.fleet.actors[0], router.fleet.searchers.scatter.groups[0][0]
+        shut(actor)
+        let_in = [threads.submit(router.search, QUERIES_QD, K, timeout_s=120) for _ in range(2)]
+        while waiting.waiting < 2:
+            pass
+        message = r"^2 calls wait .* group 0, .*searcher_queue=2\); ask again in \d+\.\d s, "
+        with pytest.raises(OverloadedError, match=message) as refused:
+            router.search(QUERIES_QD, K)
+        assert refused.value.retry_after_s > 0
+        assert router.fleet.searchers.scatter.groups[1][0].waiting <= 2
+        reopen(actor)
+        assert all(is_whole(one.result()) for one in let_in)
+        assert is_whole(router.search(QUERIES_QD, K))
+
+
+@pytest.mark.ray
+def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
+    with opened(searcher_queue=3) as router:
+        actor, replica = router.fleet.actors[0], router.fleet.searchers.scatter.groups[0][0]
+        shut(actor)
+        for _ in range(3):
+            answer = router.search(QUERIES_QD, K, timeout_s=0.5, min_coverage=0.0)
+            assert {shard.state for shard in answer.shards} <= {"searched", "late"}
+        with pytest.raises(OverloadedError):
+            router.search(QUERIES_QD, K, min_coverage=0.0)
+        left = list(replica.left)
+        reopen(actor)
+        assert ray.get(left) == [[], [], []]
+        assert is_whole(router.search(QUERIES_QD, K))
+        assert replica.waiting == 0
+
+
+def looked(watch: Watch, at_s: float, *well) -> int:
+    """What a look finds; then these searchers, which are well, get the time to answer their canaries."""
+    hung = watch.look(at_s)
+    ray.get([actor.canary.remote() for actor in well])
+    return hung
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
+def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen):
+    with opened() as router:
+        scatter, (actor, other) = router.fleet.searchers.scatter, router.fleet.actors
+        watch = Watch(scatter, hung_s=30)
+        assert [looked(watch, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
+        before = ray.get(actor.pulse.remote()).born
+        if frozen:
+            kill(actor, signal.SIGSTOP)
+        else:
+            shut(actor)
+        assert [looked(watch, at_s, other) for at_s in (100, 129.9)] == [0, 0]
+        assert looked(watch, 140, other) == 1
+        assert scatter.groups[0][0].state == "hung"
+        answer = router.search(QUERIES_QD, K, min_coverage=0.0)
+        told = {shard.shard: shard.state for shard in answer.shards}
+        assert {told[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
+        assert {told[shard] for shard in router.fleet.shards[1]} == {"searched"}
+        router.ready()
+        assert is_whole(router.search(QUERIES_QD, K))
+        assert ray.get(actor.pulse.remote()).born != before
+        assert looked(watch, 150, actor, other) == 0
+
+
+@pytest.mark.ray
+def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
+    """The canary waits behind another's call and a second gate: as long as calls end, it may."""
+    with opened() as router:
+        watch, (actor, other) = Watch(router.fleet.searchers.scatter, hung_s=30), router.fleet.actors
+        shut(actor, "first")
+        others = actor.search.remote(QUERIES_QD, K, {router.fleet.shards[0][0]: None})
+        shut(actor, "second")
+        assert looked(watch, 0, other) == 0
+        reopen(actor, "first")
+        ray.get(others)
+        assert [looked(watch, at_s, other) for at_s in (40, 69, 71)] == [0, 0, 1]
+        router.ready()
+        assert is_whole(router.search(QUERIES_QD, K))
+
+
+@pytest.mark.ray
+def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened):
+    with opened() as router:
+        kill(router.fleet.actors[1])
+        with pytest.raises(CoverageError):
+            router.search(QUERIES_QD, K)
+        answer = router.search(QUERIES_QD, K, min_coverage=0.0)
+        told = {shard.shard: shard.state for shard in answer.shards}
+        assert {told[shard] for shard in router.fleet.shards[0]} == {"searched"}
+        assert {told[shard] for shard in router.fleet.shards[1]} <= {"died", "searched"}
+        ray.wait([router.fleet.searchers.scatter.groups[1][0].again], timeout=60)
+        assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
