@@ -256,6 +256,8 @@ class ServeConfig(Section):
     """Requests in a replica at the same time, waiting ones included; what comes beyond is told at once to come back."""
     max_running: Count = 8
     """Requests that a replica works on at the same time."""
+    follow_s: Annotated[float, Field(ge=0)] = 5
+    """Look so often for a newer version and answer from it; 0 stays with the one at the start."""
     max_batch: Count = 256
     max_query_chars: Count = 100_000
     max_k: Count = 1000

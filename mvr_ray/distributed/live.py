@@ -2,6 +2,7 @@
 
     move     the next version is opened beside the live one, sharing unchanged shards; it answers a canary; the flip
     finish   calls under way end on the version that they began with; its own shards go when the last one has ended
+    guest    a version that a call names is opened in the same way, and stays until another one is named
     refuse   no room, a damaged shard, a searcher that died: the live version stays, and the reason is told
     follow   the newest published version, looked for every so many seconds
 
@@ -82,6 +83,7 @@ class LiveRouter:
         self._moving = threading.Lock()
         self._live = _Served(self._router(described, searchers.fleet(described)))
         self._open = {described.version: self._live}
+        self._guest = self._live
         self._state = Following(described.version, True)
 
     @property
@@ -89,11 +91,12 @@ class LiveRouter:
         return self._state
 
     @contextmanager
-    def pinned(self) -> Iterator[Router]:
-        """The live version's own router, which stays open until the block ends, whatever becomes live meanwhile."""
-        with self._lock:
-            served = self._live
-            served.calls += 1
+    def pinned(self, version: int | None = None) -> Iterator[Router]:
+        """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
+
+        Raises MissingInputError, StorageError or ResourceError where another version cannot be opened beside.
+        """
+        served = self._called(version) or self._invited(version)
         try:
             yield served.router
         finally:
@@ -161,6 +164,31 @@ class LiveRouter:
         for one in (served, before):
             self._ended(one)
         return described.version
+
+    def _called(self, version: int | None) -> _Served | None:
+        """A version that is open, held by one more call."""
+        with self._lock:
+            served = self._live if version is None else self._open.get(version)
+            if served is not None:
+                served.calls += 1
+            return served
+
+    def _invited(self, version: int | None) -> _Served:
+        """A version opened beside the live one, held by one call and in the one guest's place."""
+        with self._moving:
+            found = self._called(version)
+            if found is not None:
+                return found
+            live, served = self._live, self._beside(manifest.read(self.store, self.index, version))
+            with self._lock:
+                before, self._guest = self._guest, served
+                leaves = before is not live and self._open.get(before.router.manifest.version) is before
+                if leaves:
+                    before.retired = True
+                    before.calls += 1
+        for one in (live, before) if leaves else (live,):
+            self._ended(one)
+        return served
 
     def _beside(self, described: Manifest) -> _Served:
         """A version open beside the live one, held by one call; the live one is held by one more, too."""

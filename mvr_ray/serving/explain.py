@@ -39,7 +39,7 @@ class ExplainRequest(WireModel):
     """Hits a question that are explained, where no passages are named."""
     encoder_fingerprint: str | None = None
     """The encoder that the questions are meant for; another index encoder is a 409."""
-    version: int | None = None
+    version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
 
 

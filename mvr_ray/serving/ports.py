@@ -1,6 +1,6 @@
 """What serving needs from a router, so that anything of this shape can stand in for one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -37,7 +37,16 @@ class Explainable(Searchable, Protocol):
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> Sequence[PassageScores]: ...
 
 
-Pin = Callable[[int | None], AbstractContextManager[Explainable]]
-"""A router of one version (None: the one that is answered from now), which stays that version's until the block ends.
+class Moving(Protocol):
+    """What goes from version to version."""
 
-Raises MissingInputError for a version that is not published."""
+    def pinned(self, version: int | None = None) -> AbstractContextManager[Explainable]:
+        """A router of one version (None: the one that is answered from now), that version's until the block ends.
+
+        Raises MissingInputError for a version that is not published.
+        """
+        ...
+
+    def follow(self) -> bool:
+        """Look for a newer version now; whether it is answered from."""
+        ...

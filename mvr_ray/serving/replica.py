@@ -27,17 +27,17 @@ _REFUSALS = 1024
 
 
 class SearchIngress:
-    """The replica: opens the live version when it starts and answers HTTP from it."""
+    """The replica: answers HTTP from the live version, and from newer ones as they are published."""
 
     def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
-        from mvr_ray.distributed.router import open_router
+        from mvr_ray.distributed.live import open_live
 
         config = RunConfig.model_validate(run)
         self._held = ExitStack()
-        opened = open_router(config, version, timeout_s=config.serve.timeout_ms / 1000)
-        router = self._held.enter_context(opened)
+        timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None
+        router = self._held.enter_context(open_live(config, version, timeout_s=timeout_s, follow_s=follow_s))
         catalog = StoreCatalog(Store(config.store.path), config.index.name)
-        self.service = SearchService(router, config.serve, catalog)
+        self.service = SearchService(router, config.serve, catalog, router)
         self._tokens = Tokens(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

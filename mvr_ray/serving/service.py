@@ -20,7 +20,7 @@ from mvr_ray.serving.catalog import Catalog
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.limits import check_request as check_request
 from mvr_ray.serving.limits import checked_vectors
-from mvr_ray.serving.ports import Explainable, Pin
+from mvr_ray.serving.ports import Explainable, Moving
 from mvr_ray.serving.wire import (
     Coverage,
     Exact,
@@ -54,15 +54,15 @@ class SearchService:
     """
 
     def __init__(
-        self, router: Explainable, limits: ServeConfig, catalog: Catalog | None = None, pin: Pin | None = None
+        self, router: Explainable, limits: ServeConfig, catalog: Catalog | None = None, moving: Moving | None = None
     ) -> None:
-        """Without a catalog nothing is known about other versions than the router's; without `pin` there is no other
-        one to ask.
+        """Without a catalog nothing is known about other versions than the router's; without `moving` there is no
+        other one to ask.
         """
         self.router = router
         self.limits = limits
         self.catalog = catalog
-        self.pin = pin
+        self.moving = moving
 
     def search(self, request: SearchRequest, timeout_s: float | None = None) -> SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -131,8 +131,11 @@ class SearchService:
         return self._catalog().one(number)
 
     def rollback(self, number: int) -> VersionInfo:
-        """Publish the content of a version as a new one."""
-        return self._catalog().rollback(number)
+        """Publish the content of a version as a new one, and answer from it at once."""
+        done = self._catalog().rollback(number)
+        if self.moving is not None:
+            self.moving.follow()
+        return done
 
     def ready(self) -> Answer:
         """A real search with a fixed vector: a health check that passes while searches hang proves nothing."""
@@ -148,6 +151,7 @@ class SearchService:
             index=answer.index,
             version=answer.version,
             coverage=answer.coverage_share,
+            shards=coverage(answer).shards,
         )
 
     def served(self) -> Answer:
@@ -157,7 +161,7 @@ class SearchService:
     @contextmanager
     def _at(self, version: int | None) -> Iterator[Explainable]:
         """The router of one version, for all that one request asks of it."""
-        if self.pin is None:
+        if self.moving is None:
             of = served(self.router)
             if version not in (None, of.version):
                 raise RequestError(
@@ -171,7 +175,7 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(self.pin(version))
+                router = stack.enter_context(self.moving.pinned(version))
             except MissingInputError as error:
                 told, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None

@@ -5,12 +5,13 @@ as {"error": {"code", "field", "message", "hint"}}, the code for programs, the f
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mvr_ray.errors import CoverageError, MvrRayError, PublishConflictError
+from mvr_ray.errors import CoverageError, MvrRayError, OverloadedError, PublishConflictError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -48,7 +49,7 @@ class SearchRequest(WireModel):
     """The share of the passages that must be searched; with fewer there is an error, not a short answer."""
     encoder_fingerprint: str | None = None
     """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
-    version: int | None = None
+    version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
 
 
@@ -126,6 +127,7 @@ class Readiness(BaseModel):
     index: str
     version: int
     coverage: float
+    shards: list[Shard]
 
 
 class Liveness(BaseModel):
@@ -227,6 +229,9 @@ def failure(error: MvrRayError) -> RequestError:
     """A request that failed in our hands: what it means for the one who asked."""
     if isinstance(error, PublishConflictError):
         return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
+    if isinstance(error, OverloadedError):
+        headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        return RequestError(503, "overloaded", "", str(error), "ask again after Retry-After", headers)
     code = "not_covered" if isinstance(error, CoverageError) else "unavailable"
     return RequestError(503, code, "", str(error), "try again; see GET /readyz", {"retry-after": "1"})
 

@@ -55,15 +55,25 @@ class Named(Library):
         return found
 
 
-@contextmanager
-def served(live: Library, tokens: Tokens | None = None) -> Iterator[str]:
+class Moving:
+    """Version 2 beside the live one."""
+
+    def __init__(self, live: Library) -> None:
+        self.live = live
+
     @contextmanager
-    def pin(version: int | None) -> Iterator[Library]:
+    def pinned(self, version: int | None = None) -> Iterator[Library]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
-        yield Named(2) if version == 2 else live
+        yield Named(2) if version == 2 else self.live
 
-    app = create_app(SearchService(live, ServeConfig(), Versions(), pin), tokens)
+    def follow(self) -> bool:
+        return False
+
+
+@contextmanager
+def served(live: Library, tokens: Tokens | None = None) -> Iterator[str]:
+    app = create_app(SearchService(live, ServeConfig(), Versions(), Moving(live)), tokens)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
