@@ -97,7 +97,9 @@ def test_ready_means_that_every_passage_was_searched() -> None:
     assert call(app(), "GET", "/readyz").status == 200
     reply = call(app(Library(missing=1)), "GET", "/readyz")
     assert reply.status == 503
-    assert reply.body == {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
+    told = {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
+    shards = [(0, 2, "searched"), (1, 1, "died")]
+    assert reply.body == {**told, "shards": [dict(zip(("shard", "passages", "state"), one)) for one in shards]}
 
 
 def test_alive_says_so_without_a_search() -> None:
