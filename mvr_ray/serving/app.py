@@ -80,7 +80,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         place: Place = request.state.place
 
         def timed(left_s: float) -> T:
-            with metrics.stage_s.labels("search").time():
+            with metrics.stage_s.labels("service").time():
                 return work(left_s)
 
         return await place.run(timed, own_s)

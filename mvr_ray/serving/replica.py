@@ -78,7 +78,9 @@ def checked_tokens(run: RunConfig) -> Tokens:
 
 def _require_address(host: str, port: int) -> None:
     """ConfigError where Serve was running before and keeps its own address, which may be open to other machines."""
-    options = _get_global_client().http_config
+    client = _get_global_client()
+    assert client is not None, "serve.start has just been called"
+    options = client.http_config
     if (options.host, options.port) != (host, port):
         raise ConfigError(
             f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {host}:{port}; "
