@@ -327,6 +327,15 @@ def test_pauses_grow_and_never_undercut_the_server(tries, retry_after, spread, s
     assert next_pause_s(tries, retry_after, spread) == pytest.approx(seconds)
 
 
+def test_a_token_with_a_line_end_is_the_token_and_what_is_none_is_refused_without_being_shown(address) -> None:
+    with Client(address, token=f"{READ}\n") as client:
+        assert client.search(["nile"], k=1).version == 3
+    for wrong in ("", "two words", "line\nbreak", "tür"):
+        with pytest.raises(ValueError, match="not one word") as refused:
+            Client(address, token=wrong)
+        assert not wrong or wrong not in str(refused.value)
+
+
 def test_what_is_no_address_is_refused() -> None:
     for wrong in ("localhost:8000", "ftp://x", ""):
         with pytest.raises(ValueError, match="no address of a server"):
