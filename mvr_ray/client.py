@@ -146,8 +146,8 @@ class Client:
     """`AsyncClient` for code that waits. Also where an event loop is running already, as in a notebook."""
 
     def __init__(self, address: str, *, token: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self._loop = Loop()
         self._client = AsyncClient(address, token=token, timeout_s=timeout_s)
+        self._loop = Loop()
 
     @classmethod
     def over(cls, service: SearchService, *, timeout_s: float = TIMEOUT_S) -> Self:

@@ -59,6 +59,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
     limits, metrics = service.limits, Metrics()
     timeout_s = limits.timeout_ms / 1000
     places = Admission(limits.max_waiting, limits.max_running, timeout_s, lambda s: metrics.note_stage("queue", s))
+    metrics.in_flight.set_function(lambda: places.in_flight)
     probe = _Probe(service, timeout_s)
 
     @asynccontextmanager
@@ -82,7 +83,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         place: Place = request.state.place
 
         def timed(left_s: float) -> T:
-            with metrics.stage_s.labels("search").time():
+            with metrics.stage_s.labels("service").time():
                 return work(left_s)
 
         return await place.run(timed, own_s)

@@ -70,7 +70,6 @@ class Gate:
                 role = allowed(scope, self.tokens)
                 if scope["path"].startswith(_BOUNDED):
                     place = self.admission.enter(_asked_s(scope))
-                    self.metrics.in_flight.set(self.admission.in_flight)
                 left_s = place.left_s() if place else self.admission.timeout_s
                 body = await _whole_body(scope, receive, self.limits.max_body_bytes, left_s)
             except RequestError as error:
@@ -81,7 +80,6 @@ class Gate:
         finally:
             if place:
                 place.leave()
-                self.metrics.in_flight.set(self.admission.in_flight)
             took_s = time.perf_counter() - began
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -79,11 +79,18 @@ class HttpLink:
     """The way to a server at an address."""
 
     def __init__(self, address: str, token: str | None) -> None:
-        """Raises ValueError for what is no address of HTTP."""
+        """Raises ValueError for what is no address of HTTP, or no token."""
         if httpx2.URL(address).scheme not in ("http", "https"):
             raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
-        headers = {"accept": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        headers = {"accept": "application/json"}
+        if token is not None:
+            word = token.strip()
+            if not (word and word.isascii() and word.isprintable() and " " not in word):
+                raise ValueError(
+                    "the token is not one word of printable ASCII characters; give it as the server has it"
+                )
+            headers["authorization"] = f"Bearer {word}"
         limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
         self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
 

@@ -1,6 +1,6 @@
 """What a server counts about itself, in Prometheus' text format.
 
-Stages: `queue` from arrival to a free thread, `search` all that the service does (embedding, shards, merging, texts).
+Stages: `queue` from arrival to a free thread, `service` all that follows (embedding, shards, merging, texts).
 Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
@@ -50,10 +51,12 @@ class SearchIngress:
 def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") -> str:
     """Put the live version on HTTP at `serve.host:serve.port` of the connected cluster; returns the address.
 
-    Raises ConfigError where others could reach it without a token. Replicas get the tokens' digests, not the tokens.
+    Raises ConfigError where others could reach it without a token, or where the cluster's Serve listens elsewhere
+    already. Replicas get the tokens' digests, not the tokens.
     """
     tokens = checked_tokens(run)
     serve.start(http_options={"host": run.serve.host, "port": run.serve.port})
+    _require_address(run.serve.host, run.serve.port)
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
         name="search",
         ray_actor_options={"num_cpus": 0.1},
@@ -71,6 +74,18 @@ def checked_tokens(run: RunConfig) -> Tokens:
     tokens = read_tokens(run.serve.tokens_file, os.environ)
     require_tokens(run.serve.host, tokens)
     return tokens
+
+
+def _require_address(host: str, port: int) -> None:
+    """ConfigError where Serve was running before and keeps its own address, which may be open to other machines."""
+    client = _get_global_client()
+    assert client is not None, "serve.start has just been called"
+    options = client.http_config
+    if (options.host, options.port) != (host, port):
+        raise ConfigError(
+            f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {host}:{port}; "
+            f"set serve.host and serve.port to that, or end the other app first"
+        )
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from asgi import call
+from asgi import Reply, call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from library import Library
@@ -19,11 +19,24 @@ from mvr_ray.serving.tokens import read_tokens
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
 LIMITS = ServeConfig(max_batch=4, max_k=20, max_query_chars=50, max_body_bytes=4000)
+once = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 numbers = st.integers() | st.integers(-3, 30) | st.floats() | st.sampled_from([10**400, -(10**400), 1e308, 5e-324])
 leaves = st.none() | st.booleans() | numbers | st.text() | st.sampled_from(["nile", "p1", "f" * 16])
 values = st.recursive(leaves, lambda one: st.lists(one, max_size=4) | st.dictionaries(st.text(), one, max_size=3))
-vectors = st.lists(st.lists(numbers, min_size=2, max_size=4), min_size=1, max_size=3)
+
+words = st.sampled_from(["nile", "hill rhine", "", "\u200b", "x" * 51, "\ud800"]) | st.text(max_size=60)
+vectors = st.lists(st.lists(st.floats(-2, 2) | numbers, min_size=3, max_size=3), min_size=1, max_size=4)
+likely = {
+    "queries": st.lists(words, min_size=1, max_size=5) | vectors,
+    "questions": st.lists(words, min_size=1, max_size=5),
+    "passages": st.lists(st.sampled_from(["p1", "p2", "p9", "../p1"]) | st.text(), max_size=3),
+    "k": st.integers(-1, 25),
+    "text": st.booleans(),
+    "timeout_ms": st.none() | st.integers(-1, 20_000),
+    "min_coverage": st.floats(-0.5, 1.5) | st.just(1),
+    "encoder_fingerprint": st.none() | st.sampled_from(["f" * 16, "other"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +46,16 @@ def served():
         yield create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
 
 
-def bodies(schema: dict) -> st.SearchStrategy[bytes]:
-    """Objects with the request's own fields, any other JSON (NaN and lone surrogates too), and any bytes."""
-    likely = {name: values | vectors | st.lists(st.text(), max_size=3) for name in schema["properties"]}
-    own = st.fixed_dictionaries({}, optional=likely)
-    needed = {name: st.lists(st.sampled_from(["nile", "hill rhine"]), min_size=1) for name in schema["required"]}
-    others = {name: one for name, one in likely.items() if name not in needed}
-    valid = st.fixed_dictionaries(needed, optional=others)
-    return (own | valid | values).map(lambda one: json.dumps(one).encode()) | st.binary(max_size=5000)
+def check(reply: Reply, described: dict, sent: object) -> None:
+    assert str(reply.status) in described["responses"], (sent, reply)
+    assert reply.status < 500 or reply.status in (503, 504)
+    if reply.status != 200:
+        assert reply.body["error"].keys() == {"code", "field", "message", "hint"}
+        assert reply.body["error"]["code"] and reply.body["error"]["hint"]
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(once, max_examples=200)
 def test_every_request_gets_a_documented_status(served, data) -> None:
     told = served.openapi()
     path, methods = data.draw(st.sampled_from(sorted(told["paths"].items())))
@@ -55,27 +66,26 @@ def test_every_request_gets_a_documented_status(served, data) -> None:
     }
     for name, value in parts.items():
         path = path.replace(f"{{{name}}}", quote(value, safe="", errors="surrogatepass"))
-    sent = b""
-    if "requestBody" in described:
-        name = described["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-        sent = data.draw(bodies(told["components"]["schemas"][name]))
+    sent = data.draw(values.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=5000))
     token = data.draw(st.sampled_from([READ, ADMIN, ADMIN, "wrong", None]))
-    extra = data.draw(
-        st.lists(st.tuples(st.sampled_from([b"x-timeout-ms", b"x-request-id", b"accept"]), st.binary(max_size=9)))
-    )
-    kind = data.draw(st.sampled_from([b"application/json"] * 4 + [b"text/plain", b"\xff"]))
-    chunked = data.draw(st.booleans())
-    reply = call(
-        served,
-        method.upper(),
-        path,
-        raw=sent,
-        token=token,
-        headers=[*extra, (b"content-type", kind)],
-        chunks=[sent[:7], sent[7:]] if chunked else None,
-    )
-    assert str(reply.status) in described["responses"], (method, path, reply)
-    assert reply.status < 500 or reply.status in (503, 504)
-    if reply.status != 200:
-        assert reply.body["error"].keys() == {"code", "field", "message", "hint"}
-        assert reply.body["error"]["code"] and reply.body["error"]["hint"]
+    names = st.sampled_from([b"x-timeout-ms", b"x-request-id", b"accept", b"content-type"])
+    headers = data.draw(st.lists(st.tuples(names, st.binary(max_size=9)), max_size=2))
+    chunks = [sent[:7], sent[7:]] if data.draw(st.booleans()) else None
+    check(call(served, method.upper(), path, raw=sent, token=token, headers=headers, chunks=chunks), described, path)
+
+
+@pytest.mark.parametrize("path", ["/v1/search", "/v1/explain"])
+@given(data=st.data())
+@settings(once, max_examples=200)
+def test_every_body_made_of_the_described_fields_gets_a_documented_status(served, path, data) -> None:
+    told = served.openapi()
+    described = told["paths"][path]["post"]
+    name = described["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    schema = told["components"]["schemas"][name]
+    fields = {field: st.one_of(*[likely[field]] * 12, values) for field in schema["properties"]}
+    needed = {field: fields.pop(field) for field in schema["required"]}
+    body = data.draw(st.fixed_dictionaries(needed, optional=fields))
+    reply = call(served, "POST", path, raw=json.dumps(body).encode(), token=READ)
+    check(reply, described, body)
+    if reply.status == 200 and path == "/v1/search":
+        assert [len(row) for row in reply.body["results"]] == [min(int(body.get("k", 10)), 3)] * len(body["queries"])

@@ -158,7 +158,7 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
         return slow_search(texts, k, **told)
 
     slow.search_text = counted
-    guarded = app(slow, max_waiting=8, max_running=1, timeout_ms=60)
+    guarded = app(slow, max_waiting=8, max_running=1, timeout_ms=250)
 
     async def story() -> list[int]:
         replies = await asyncio.gather(*(ask(guarded, "POST", "/v1/search", NILE) for _ in range(5)))
@@ -175,6 +175,28 @@ def test_the_sender_may_ask_for_less_time() -> None:
     threading.Timer(0.3, slow.gate.set).start()
     reply = call(app(slow), "POST", "/v1/search", NILE, headers=[(b"x-timeout-ms", b"40")])
     assert (reply.status, reply.body["error"]["message"]) == (504, "no answer within 40 ms")
+
+
+def test_a_fault_of_ours_is_told_in_the_same_shape_and_gives_its_place_back() -> None:
+    class Broken(Library):
+        def search_text(self, texts, k, **told):
+            raise ZeroDivisionError("secret of the index")
+
+    guarded, told = app(Broken(), max_waiting=1), []
+
+    async def whole() -> dict:
+        return {"type": "http.request", "body": b'{"queries": ["nile"]}', "more_body": False}
+
+    async def send(message) -> None:
+        told.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/search", "headers": [JSON], "query_string": b""}
+    for _ in range(2):
+        told.clear()
+        with pytest.raises(ZeroDivisionError):  # Starlette hands it on to the server's log
+            asyncio.run(guarded(dict(scope), whole, send))
+        assert told[0]["status"] == 500
+        assert b'"code": "internal"' in told[1]["body"] and b"secret" not in told[1]["body"]
 
 
 @pytest.mark.parametrize(

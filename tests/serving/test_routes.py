@@ -203,8 +203,9 @@ def test_requests_answers_and_stages_are_counted() -> None:
     assert (seen["mvr_ray_answers_total", "false"], seen["mvr_ray_answers_total", "true"]) == (3, 0)
     assert (seen["mvr_ray_partial_answers_total",], seen["mvr_ray_queries_total",]) == (3, 6)
     assert (seen["mvr_ray_coverage_share",], seen["mvr_ray_index_version", "library"]) == (pytest.approx(2 / 3), 3)
-    assert seen["mvr_ray_stage_seconds_count", "queue"] == seen["mvr_ray_stage_seconds_count", "search"] == 7
+    assert seen["mvr_ray_stage_seconds_count", "queue"] == seen["mvr_ray_stage_seconds_count", "service"] == 7
     assert seen["mvr_ray_requests_in_flight",] == 0
+    assert ADMIN not in str(seen)
 
 
 def test_the_description_names_every_route_its_bodies_limits_and_token() -> None:
