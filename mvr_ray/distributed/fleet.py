@@ -34,6 +34,7 @@ from mvr_ray.distributed.searchers import (
     Wanted,
     gathered,
     gathered_views,
+    shard_keys,
 )
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
@@ -82,7 +83,8 @@ class LocalSearchers:
 
     def load(self, described: Manifest) -> LocalFleet:
         fleet = self.fleet(described)
-        bytes_of = {entry.digest: entry.num_bytes for entry in described.shards}
+        keys = shard_keys(described)
+        bytes_of = {keys[entry.shard]: entry.num_bytes for entry in described.shards}
         require_room(told(described), [bytes_of], [self.searcher.room()], self.limit_bytes)
         try:
             fleet.ready()
@@ -134,7 +136,7 @@ class RemoteSearchers:
         if described.version not in self.placed:
             held = {
                 entry.digest: group
-                for holdings in self.placed.values()
+                for holdings in list(self.placed.values())
                 for group, (of, shards) in enumerate(holdings)
                 for entry in of.shards
                 if entry.shard in shards
@@ -147,8 +149,8 @@ class RemoteSearchers:
         fleet = self.fleet(described)
         try:
             rooms = self._all(lambda actor, _: actor.room.options(concurrency_group="health").remote(), described)
-            bytes_of = {entry.shard: (entry.digest, entry.num_bytes) for entry in described.shards}
-            wanted = [dict(bytes_of[shard] for shard in holding.shards) for holding in fleet.of_actors]
+            keys, bytes_of = shard_keys(described), {entry.shard: entry.num_bytes for entry in described.shards}
+            wanted = [{keys[shard]: bytes_of[shard] for shard in holding.shards} for holding in fleet.of_actors]
             require_room(told(described), wanted, [Room(*room) for room in rooms], self.limit_bytes)
             fleet.open(max_task_retries=0)
             self._all(lambda actor, _: actor.canary.remote(described.version), described)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from ray.exceptions import RayError
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 LONGEST_FOLLOW_S = 600.0
 """A version that could not be opened is tried again, each time after twice as long, up to this."""
+
+JOIN_S = 1.0
+"""For a follower to end; one that opens a version is not waited for, its searchers go anyway."""
 
 
 class Following(NamedTuple):
@@ -114,7 +118,7 @@ class LiveRouter:
     def follow(self) -> bool:
         """Move to the newest version if there is a newer one and none was asked for by number; whether it moved.
 
-        Never raises an error of ours: what failed is in `following`.
+        A move that fails raises nothing: what failed is in `following`.
         """
         with self._moving:
             before = self._state
@@ -122,7 +126,7 @@ class LiveRouter:
                 return False
             try:
                 return self._move(None) != before.version
-            except MvrRayError as error:
+            except (MvrRayError, RayError) as error:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
 
@@ -143,7 +147,7 @@ class LiveRouter:
             yield
         finally:
             ended.set()
-            thread.join()
+            thread.join(JOIN_S)
 
     def _move(self, version: int | None) -> int:
         number = version or manifest.latest_version(self.store, self.index)
@@ -153,7 +157,7 @@ class LiveRouter:
         try:
             described = manifest.read(self.store, self.index, number or None)
             served = self._beside(described)
-        except MvrRayError as error:
+        except (MvrRayError, RayError) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
             raise
         with self._lock:

@@ -151,7 +151,7 @@ def rank_questions(
         session.Need("rankers", resources.encoders_min, cpus, gpus),
         session.Need(
             "searchers",
-            min(resources.searchers, len(router.manifest.shards)),
+            min(resources.searchers, len(router.manifest.shards)) * resources.replicas,
             resources.cpus_per_searcher,
             resources.gpus_per_searcher,
         ),

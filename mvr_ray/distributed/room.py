@@ -18,7 +18,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class Room(NamedTuple):
-    """What a searcher has: its machine, bytes free there, and the bytes of each shard that it holds, by digest."""
+    """What a searcher has: its machine, bytes free there, and the bytes of each shard that it holds, by key."""
 
     node: str
     free_bytes: int
@@ -26,14 +26,14 @@ class Room(NamedTuple):
 
 
 def require_room(what: str, shards: Sequence[Mapping[str, int]], rooms: Sequence[Room], limit_bytes: int = 0) -> int:
-    """Bytes to open so that each searcher holds its `shards` (bytes by digest); `rooms` are the searchers', in order.
+    """Bytes to open so that each searcher holds its `shards` (bytes by key); `rooms` are the searchers', in order.
 
     `limit_bytes` bounds what one searcher may hold; 0: searchers of one machine share what is free there. Raises
     ResourceError with the bytes needed and the bytes that there are.
     """
     needed: dict[str, int] = {}
     for wanted, room in zip(shards, rooms, strict=True):
-        added = sum(num_bytes for digest, num_bytes in wanted.items() if digest not in room.held)
+        added = sum(num_bytes for key, num_bytes in wanted.items() if key not in room.held)
         held = sum(room.held.values())
         if limit_bytes and held + added > limit_bytes:
             raise ResourceError(

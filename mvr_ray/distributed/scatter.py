@@ -115,9 +115,10 @@ class Scatter:
         deadline_s = began_s + max(timeout_s, 0.0)
         chosen, silent = self._admit(requests, admitted)
         at = _Request(requests, {}, silent, {group: [replica] for group, replica in chosen.items()}, {})
+        unsent = list(chosen.items())
         try:
-            for group, replica in chosen.items():
-                self._call(at, group, replica)
+            while unsent:
+                self._call(at, *unsent.pop())
             hedge_s = {group: self._hedge_s(group, began_s) for group in chosen}
             while at.calls and at.waits:
                 now_s = time.monotonic()
@@ -137,6 +138,8 @@ class Scatter:
                     at.silent[call.group] = call.replica.state or "late"
         finally:
             self._leave(at.calls)
+            for _, replica in unsent:
+                self._unbook(replica)
         return Replies(at.answers, at.silent)
 
     @property
@@ -202,7 +205,12 @@ class Scatter:
 
     def _call(self, at: _Request, group: int, replica: Replica) -> None:
         call = _Call(group, replica, f"{self._prefix}-{next(self._numbers)}", time.monotonic())
-        at.calls[at.requests[group](replica.actor, call.name)] = call
+        try:
+            ref = at.requests[group](replica.actor, call.name)
+        except BaseException:
+            self._unbook(replica)
+            raise
+        at.calls[ref] = call
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
@@ -238,11 +246,14 @@ class Scatter:
         replica.turn = self._turns
         replica.waiting += 1
 
+    def _unbook(self, replica: Replica) -> None:
+        with self._lock:
+            replica.waiting -= 1
+
     def _ended(self, at: _Request, ref: Any) -> None:
         """Take an answer, or where its searcher died ask another one."""
         group, replica, _, began_s = at.calls.pop(ref)
-        with self._lock:
-            replica.waiting -= 1
+        self._unbook(replica)
         answer = _fetched(ref, "searching")
         if not isinstance(answer, _Lost):
             at.answers.setdefault(group, answer)

@@ -33,8 +33,8 @@ Asked = Mapping[int, IntArray | None]
 """Shard -> positions of the queries to ask it, None: all of them."""
 Wanted = Mapping[int, Sequence[str]]
 """Shard -> ids of the passages whose views are wanted of it."""
-Key = tuple[str, str]
-"""What an open shard is: its digest, and how it was indexed."""
+Key = str
+"""What an open shard is: its digest, a space, and how it is indexed."""
 
 
 FORGOTTEN = 4096
@@ -113,9 +113,7 @@ class _Version(NamedTuple):
 
     @classmethod
     def of(cls, described: Manifest) -> "_Version":
-        params = json.dumps(described.index_params, sort_keys=True)
-        entries = {entry.shard: entry for entry in described.shards}
-        return cls(described, entries, {shard: (entry.digest, params) for shard, entry in entries.items()})
+        return cls(described, {entry.shard: entry for entry in described.shards}, shard_keys(described))
 
 
 class _Held(NamedTuple):
@@ -174,14 +172,14 @@ class ShardSearcher:
 
     def health(self) -> list[str]:
         """Digests of the shards that are open now; answered even while a search runs."""
-        return sorted(digest for digest, _ in list(self._held))
+        return sorted({key.partition(" ")[0] for key in list(self._held)})
 
     def pulse(self) -> Pulse:
         return Pulse(self.born, self._finished, self._opening.locked())
 
     def room(self) -> Room:
         """What is held here, and what is free on this machine."""
-        held = {key[0]: one.num_bytes for key, one in list(self._held.items())}
+        held = {key: one.num_bytes for key, one in list(self._held.items())}
         return Room(node_name(), free_bytes(), held)
 
     def search(
@@ -325,6 +323,12 @@ class LocalFleet:
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         return gathered_views(self.searcher.views(wanted, self.task.manifest.version), [])
+
+
+def shard_keys(described: Manifest) -> dict[int, Key]:
+    """What each shard of a version is when open. The same files, indexed with other parameters, are another thing."""
+    params = json.dumps(described.index_params, sort_keys=True)
+    return {entry.shard: f"{entry.digest} {params}" for entry in described.shards}
 
 
 def gathered(answers: Sequence[ShardFound | Unanswered], silent: Sequence[Unanswered]) -> Gathered:

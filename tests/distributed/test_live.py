@@ -17,6 +17,7 @@ from made import D, brute_force, made_index, made_views
 from mvr_ray.distributed.live import LiveRouter, open_live
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, ResourceError
+from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
@@ -157,6 +158,21 @@ def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over)
         with pytest.raises(ResourceError, match=rf"'made' version 2 .*{both}.*searcher_bytes allows {limit:,}"):
             live.move_to()
         assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+
+
+def test_the_same_files_indexed_otherwise_need_their_room_again(tmp_path, run_over):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    twice = 2 * first.num_bytes
+    for limit in (twice - 1, twice):
+        with open_live(run_of(tmp_path, run_over, searcher_bytes=limit), 1, local=True) as live:
+            if limit < twice:
+                other = made_index(tmp_path, FIRST, SHARDS, IndexParams(nprobe=7), parent=1)
+                assert digests(other) == digests(first)
+                with pytest.raises(ResourceError, match=f"needs {first.num_bytes:,} more, {twice:,} in all"):
+                    live.move_to()
+            else:
+                assert live.move_to() == 2
+            assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
 
 
 def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run_over):

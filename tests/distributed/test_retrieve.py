@@ -164,8 +164,8 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def ask(self, queries_QD, k, asked) -> Gathered:
-        found = self.whole.ask(queries_QD, k, asked).found
+    def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
+        found = self.whole.ask(queries_QD, k, asked, timeout_s).found
         if not self.dead:
             return Gathered(found, [])
         return Gathered([answer for answer in found if answer.shard != 1], [Unanswered((1,), "died")])
