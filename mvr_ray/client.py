@@ -84,11 +84,13 @@ class AsyncClient:
         *,
         text: bool = True,
         min_coverage: float = 1.0,
+        version: int | None = None,
         encoder_fingerprint: str | None = None,
         timeout_s: float | None = None,
     ) -> SearchResponse:
         """The best `k` passages of each query: texts, or vectors_QD of the index's encoder."""
-        told = {"text": text, "min_coverage": min_coverage, "encoder_fingerprint": encoder_fingerprint}
+        which = {"version": version, "encoder_fingerprint": encoder_fingerprint}
+        told = {"text": text, "min_coverage": min_coverage, **which}
         return await self._ask(lambda: calls.searching(queries, k, **told), timeout_s)
 
     async def explain(
@@ -97,13 +99,13 @@ class AsyncClient:
         passages: Sequence[str] = (),
         k: int = 3,
         *,
+        version: int | None = None,
         encoder_fingerprint: str | None = None,
         timeout_s: float | None = None,
     ) -> Explanation:
         """Every view of the named passages, or of each question's best `k`, with every question."""
-        return await self._ask(
-            lambda: calls.explaining(questions, passages, k, encoder_fingerprint=encoder_fingerprint), timeout_s
-        )
+        which = {"version": version, "encoder_fingerprint": encoder_fingerprint}
+        return await self._ask(lambda: calls.explaining(questions, passages, k, **which), timeout_s)
 
     async def passage(self, passage_id: str, *, timeout_s: float | None = None) -> PassageResponse:
         """One passage as it was indexed."""
@@ -120,6 +122,10 @@ class AsyncClient:
     async def rollback(self, number: int, *, timeout_s: float | None = None) -> VersionInfo:
         """Publish the content of a version as a new one. Needs an admin token."""
         return await self._ask(lambda: calls.rolling_back(number), timeout_s)
+
+    async def promote(self, number: int, *, timeout_s: float | None = None) -> Readiness:
+        """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
+        return await self._ask(lambda: calls.promoting(number), timeout_s)
 
     async def ready(self, *, timeout_s: float | None = None) -> Readiness:
         """Whether a real search has just covered every passage; `ready` false is an answer, not an error."""
@@ -172,11 +178,13 @@ class Client:
         *,
         text: bool = True,
         min_coverage: float = 1.0,
+        version: int | None = None,
         encoder_fingerprint: str | None = None,
         timeout_s: float | None = None,
     ) -> SearchResponse:
         """The best `k` passages of each query: texts, or vectors_QD of the index's encoder."""
-        told = {"text": text, "min_coverage": min_coverage, "encoder_fingerprint": encoder_fingerprint}
+        which = {"version": version, "encoder_fingerprint": encoder_fingerprint}
+        told = {"text": text, "min_coverage": min_coverage, **which}
         return self._loop.run(self._client.search(queries, k, **told, timeout_s=timeout_s))
 
     def explain(
@@ -185,12 +193,13 @@ class Client:
         passages: Sequence[str] = (),
         k: int = 3,
         *,
+        version: int | None = None,
         encoder_fingerprint: str | None = None,
         timeout_s: float | None = None,
     ) -> Explanation:
         """Every view of the named passages, or of each question's best `k`, with every question."""
-        told = {"encoder_fingerprint": encoder_fingerprint, "timeout_s": timeout_s}
-        return self._loop.run(self._client.explain(questions, passages, k, **told))
+        which = {"version": version, "encoder_fingerprint": encoder_fingerprint}
+        return self._loop.run(self._client.explain(questions, passages, k, **which, timeout_s=timeout_s))
 
     def passage(self, passage_id: str, *, timeout_s: float | None = None) -> PassageResponse:
         """One passage as it was indexed."""
@@ -208,6 +217,10 @@ class Client:
         """Publish the content of a version as a new one. Needs an admin token."""
         return self._loop.run(self._client.rollback(number, timeout_s=timeout_s))
 
+    def promote(self, number: int, *, timeout_s: float | None = None) -> Readiness:
+        """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
+        return self._loop.run(self._client.promote(number, timeout_s=timeout_s))
+
     def ready(self, *, timeout_s: float | None = None) -> Readiness:
         """Whether a real search has just covered every passage; `ready` false is an answer, not an error."""
         return self._loop.run(self._client.ready(timeout_s=timeout_s))
@@ -224,9 +237,9 @@ class Client:
 
 
 def _opened(run: RunConfig, version: int | None) -> InnerLink:
-    from mvr_ray.distributed.router import open_router
+    from mvr_ray.distributed.live import open_live
 
     with ExitStack() as stack:
-        router = stack.enter_context(open_router(run, version, local=True))
+        router = stack.enter_context(open_live(run, version, local=True, follow_s=run.serve.follow_s or None))
         catalog = StoreCatalog(Store(run.store.path), run.index.name)
-        return InnerLink(SearchService(router, run.serve, catalog), stack.pop_all())
+        return InnerLink(SearchService(router, run.serve, catalog, router), stack.pop_all())

@@ -94,6 +94,11 @@ class LiveRouter:
     def following(self) -> Following:
         return self._state
 
+    @property
+    def failure(self) -> str:
+        """Why the last move failed; empty where it did not."""
+        return self._state.failure
+
     @contextmanager
     def pinned(self, version: int | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.

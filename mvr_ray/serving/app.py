@@ -7,6 +7,7 @@
     GET  /v1/versions                 what is published, what is live, what is served
     GET  /v1/versions/{n}             one of them, and how it was made
     POST /v1/versions/{n}/rollback    its content as a new version (admin token)
+    POST /v1/versions/{n}/promote     answer from the newest version now (admin token)
     GET  /readyz                      200 once a real search has covered every passage of the manifest, else 503
     GET  /livez                       200 while the process answers
     GET  /metrics                     Prometheus
@@ -125,6 +126,12 @@ def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
         done = await run(request, lambda _: service.rollback(n))
         log.info("rolled back: request=%s to=%d published=%d", request.state.request_id, n, done.version)
         return done
+
+    @api.post("/v1/versions/{n}/promote", responses=documented(403, 404, 409, 422))
+    async def promote(request: Request, n: int) -> Readiness:
+        """Answer from version `n`, the newest one, as soon as it is open. Needs an admin token."""
+        gate.require_admin(request.state.role)
+        return await run(request, lambda _: service.promote(n))
 
     @api.get("/readyz", responses=documented_readiness())
     async def ready(response: Response) -> Readiness:

@@ -42,19 +42,25 @@ class Call(Generic[A]):
 
 
 def searching(
-    queries: Queries, k: int, *, text: bool, min_coverage: float, encoder_fingerprint: str | None
+    queries: Queries,
+    k: int,
+    *,
+    text: bool,
+    min_coverage: float,
+    version: int | None,
+    encoder_fingerprint: str | None,
 ) -> Call[SearchResponse]:
     plain = queries if isinstance(queries, Sequence) else queries.tolist()
-    fields = {"queries": plain, "k": k, "text": text, "min_coverage": min_coverage}
+    fields = {"queries": plain, "k": k, "text": text, "min_coverage": min_coverage, "version": version}
     request = wire.make(SearchRequest, {**fields, "encoder_fingerprint": encoder_fingerprint})
     return Call("POST", "/v1/search", SearchResponse, lambda s, left_s: s.search(request, left_s), request)
 
 
 def explaining(
-    questions: Sequence[str], passages: Sequence[str], k: int, *, encoder_fingerprint: str | None
+    questions: Sequence[str], passages: Sequence[str], k: int, *, version: int | None, encoder_fingerprint: str | None
 ) -> Call[Explanation]:
-    fields = {"questions": questions, "passages": passages, "k": k, "encoder_fingerprint": encoder_fingerprint}
-    request = wire.make(ExplainRequest, fields)
+    fields = {"questions": questions, "passages": passages, "k": k, "version": version}
+    request = wire.make(ExplainRequest, {**fields, "encoder_fingerprint": encoder_fingerprint})
     return Call("POST", "/v1/explain", Explanation, lambda s, _: s.explain(request), request)
 
 
@@ -75,6 +81,10 @@ def describing(version: int) -> Call[VersionDetail]:
 def rolling_back(version: int) -> Call[VersionInfo]:
     path = f"/v1/versions/{version}/rollback"
     return Call("POST", path, VersionInfo, lambda s, _: s.rollback(version), repeatable=False)
+
+
+def promoting(version: int) -> Call[Readiness]:
+    return Call("POST", f"/v1/versions/{version}/promote", Readiness, lambda s, _: s.promote(version))
 
 
 def probing() -> Call[Readiness]:

@@ -47,6 +47,11 @@ class Moving(Protocol):
         """
         ...
 
+    @property
+    def failure(self) -> str:
+        """Why the last move failed; empty where it did not."""
+        ...
+
     def follow(self) -> bool:
         """Look for a newer version now; whether it is answered from."""
         ...

@@ -82,6 +82,7 @@ class SearchService:
                     checked_vectors(vectors, router.dimension), request.k, timeout_s=left_s, min_coverage=least
                 )
             )
+            same_encoder(request.encoder_fingerprint, answer)
             results = [[bare(hit, router.num_views) for hit in hits] for hits in answer.hits]
             if request.text:
                 wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})
@@ -136,6 +137,22 @@ class SearchService:
         if self.moving is not None:
             self.moving.follow()
         return done
+
+    def promote(self, number: int) -> Readiness:
+        """Answer from the newest version now, which `number` names: other servers of it come to it by themselves."""
+        of = self._catalog().one(number)
+        if not of.live:
+            told = f"version {number} is not the newest one of its index"
+            hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
+            raise RequestError(409, "not_newest", "n", told, hint)
+        if self.moving is not None:
+            self.moving.follow()
+        serving = self.served().version
+        if serving != number:
+            why = self.moving.failure if self.moving is not None else "this service answers from one version alone"
+            told = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
+            raise RequestError(503, "not_opened", "n", told, "see `mvr-ray versions CONFIG verify`")
+        return self.readiness()
 
     def ready(self) -> Answer:
         """A real search with a fixed vector: a health check that passes while searches hang proves nothing."""

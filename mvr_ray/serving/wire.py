@@ -70,9 +70,12 @@ class FoundPassage(BaseModel):
 
 
 class Shard(BaseModel):
+    """`state` is `searched`, or why not, with a `reason` where there is more to say."""
+
     shard: int
     passages: int
     state: str
+    reason: str = ""
 
 
 class Coverage(BaseModel):

@@ -133,6 +133,37 @@ def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_pat
         assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
 
 
+def test_a_version_that_a_call_names_is_opened_beside_and_stays_until_another_is_named(tmp_path, run_over):
+    third = {i: {v: -x for v, x in own.items()} for i, own in FIRST.items()}
+    views = {1: FIRST, 2: SECOND, 3: third}
+    made = {number: made_index(tmp_path, views[number], SHARDS, parent=number - 1) for number in views}
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        searcher = live.searchers.searcher
+
+        def holds(*numbers: int) -> bool:
+            return searcher.health() == sorted({digest for number in numbers for digest in digests(made[number])})
+
+        with live.pinned(3) as router, live.pinned() as same:
+            assert router is same and holds(3)
+        for number, held in ((1, (1, 3)), (1, (1, 3)), (3, (1, 3)), (2, (2, 3))):
+            with live.pinned(number) as router:
+                assert (router.manifest.version, live.manifest.version) == (number, 3)
+                assert answered(router, 0) == brute_force(views[number], QUERIES_QD[0], K)
+                assert answered(live, 0) == brute_force(third, QUERIES_QD[0], K)
+            assert holds(*held)
+        with live.pinned(2) as old, live.pinned(1):
+            assert holds(1, 2, 3)
+            assert answered(old, 1) == brute_force(SECOND, QUERIES_QD[1], K)
+        assert holds(1, 3)
+        for move, held in ((1, (1, 3)), (None, (3,)), (2, (2,))):
+            live.move_to(move)
+            with live.pinned(3 if move == 1 else None):
+                assert holds(*held)
+        with pytest.raises(MissingInputError, match="4"), live.pinned(4):
+            pass
+        assert answered(live, 2) == brute_force(SECOND, QUERIES_QD[2], K)
+
+
 def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
     first = made_index(tmp_path, FIRST, SHARDS)
     with open_live(run_of(tmp_path, run_over), local=True) as live:

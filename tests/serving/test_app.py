@@ -98,8 +98,11 @@ def test_ready_means_that_every_passage_was_searched() -> None:
     reply = call(app(Library(missing=1)), "GET", "/readyz")
     assert reply.status == 503
     told = {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
-    shards = [(0, 2, "searched"), (1, 1, "died")]
-    assert reply.body == {**told, "shards": [dict(zip(("shard", "passages", "state"), one)) for one in shards]}
+    shards = [(0, 2, "searched", ""), (1, 1, "died", "")]
+    assert reply.body == {
+        **told,
+        "shards": [dict(zip(("shard", "passages", "state", "reason"), one)) for one in shards],
+    }
 
 
 def test_alive_says_so_without_a_search() -> None:
@@ -113,7 +116,7 @@ def test_missing_passages_are_told_in_the_answer() -> None:
     reply = call(app(Library(missing=2)), "POST", "/v1/search", asked)
     told = reply.body["coverage"]
     assert (told["passages_searched"], told["passages_total"], reply.body["exact"]["certified"]) == (1, 3, False)
-    assert told["shards"][1] == {"shard": 1, "passages": 2, "state": "died"}
+    assert told["shards"][1] == {"shard": 1, "passages": 2, "state": "died", "reason": ""}
 
 
 def test_too_few_passages_searched_is_an_error_unless_allowed() -> None:

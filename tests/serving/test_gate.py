@@ -76,6 +76,23 @@ def test_only_an_admin_token_rolls_back(tmp_path) -> None:
     assert (done.status, done.body["version"], done.body["operation"], done.body["live"]) == (200, 3, "rollback", True)
 
 
+def test_only_the_newest_version_is_promoted_and_only_by_an_admin(tmp_path) -> None:
+    service = SearchService(Library(), ServeConfig(), shelf(tmp_path, versions=3))
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
+    guarded = create_app(service, tokens)
+    told = [
+        call(guarded, "POST", f"/v1/versions/{number}/promote", token=token)
+        for number, token in ((3, READ), (2, ADMIN), (9, ADMIN), (3, ADMIN))
+    ]
+    codes = [(reply.status, reply.body.get("error", {}).get("code")) for reply in told]
+    assert codes == [(403, "admin_needed"), (409, "not_newest"), (404, "unknown_version"), (200, None)]
+    assert (told[3].body["version"], told[3].body["ready"]) == (3, True)
+    (tmp_path / "more").mkdir()
+    ahead = SearchService(Library(), ServeConfig(), shelf(tmp_path / "more", versions=4))
+    reply = call(create_app(ahead, tokens), "POST", "/v1/versions/4/promote", token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"]) == (503, "not_opened")
+
+
 def test_a_body_without_a_length_is_read_no_further_than_the_limit() -> None:
     chunks = [b"x" * 60] * 50
     reply = call(app(max_body_bytes=100), "POST", "/v1/search", chunks=chunks)

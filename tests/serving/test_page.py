@@ -67,6 +67,10 @@ class Moving:
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield Named(2) if version == 2 else self.live
 
+    @property
+    def failure(self) -> str:
+        return ""
+
     def follow(self) -> bool:
         return False
 

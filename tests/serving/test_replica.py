@@ -57,3 +57,21 @@ def test_a_client_in_this_process_answers_from_the_index_and_its_store(small_ind
         assert explained.winners[0].score == pytest.approx(first.score, abs=1e-5)
         with pytest.raises(RefusedError, match="encoder_mismatch"):
             client.search(["x"], encoder_fingerprint="0" * 16)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_version_that_is_published_is_answered_from_and_the_one_before_it_by_name(own_index, run_over) -> None:
+    with Client.in_process(run_over(own_index, serve={"follow_s": 0})) as client:
+        before = client.search(["What was the oil crisis?"], k=5, timeout_s=60)
+        assert client.rollback(1).version == 2 == client.versions().serving
+        after = client.search(["What was the oil crisis?"], k=5, timeout_s=60)
+        named = client.search(["What was the oil crisis?"], k=5, version=1, timeout_s=60)
+        assert [one.version for one in (before, after, named)] == [1, 2, 1]
+        assert before.results == after.results == named.results
+        assert client.explain(["What was the oil crisis?"], k=1, version=1, timeout_s=60).version == 1
+        assert client.promote(2).version == 2
+        with pytest.raises(RefusedError, match="unknown_version"):
+            client.search(["x"], version=7)
+        with pytest.raises(RefusedError, match="not_newest"):
+            client.promote(1)
