@@ -283,15 +283,14 @@ def serve(
 @told
 def versions(
     config: Config,
-    action: Annotated[str, typer.Argument(help="list, show, verify, rollback or collect.")] = "list",
+    action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
     rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List, show, verify, roll back or collect the versions of an index."""
+    """List, show, verify, repair, roll back or collect the versions of an index."""
     numbers = [int(word) for word in rest or () if word.isdigit()]
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
-    from mvr_ray.store.manifest import VerifyReport
 
     done = actions.act(run, action, numbers[0] if numbers else None)
     plain = to_plain(done)
@@ -301,7 +300,7 @@ def versions(
         shown = {"versions": plain} if isinstance(plain, list) else plain
         for drawn in report_tables(f"index {run.index.name}", shown):
             print_shown(drawn)
-    if isinstance(done, VerifyReport):
+    if action in ("verify", "repair"):
         done.require()
 
 

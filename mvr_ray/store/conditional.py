@@ -135,7 +135,10 @@ def found_keys() -> Keys | None:
         return None
     session: Any = importlib.import_module("botocore.session")
     found = session.get_session().get_credentials()
-    return Keys(*found.get_frozen_credentials()[:2], found.get_frozen_credentials()[2] or "") if found else None
+    if not found:
+        return None
+    access, secret, token = found.get_frozen_credentials()
+    return Keys(access, secret, token or "")
 
 
 def signed(

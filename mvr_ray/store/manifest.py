@@ -156,7 +156,7 @@ class VerifyReport(NamedTuple):
             first = self.problems[0]
             raise DigestError(
                 f"{len(self.problems)} of {self.num_files} files damaged; first: {first.path} of shard {first.shard} "
-                f"{first.reason}; roll back, or build the shard again: mvr-ray index CONFIG"
+                f"{first.reason}; repair it: mvr-ray versions CONFIG repair"
             )
 
 
@@ -196,7 +196,7 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
         if not _equals(path, file):
             raise DigestError(
                 f"{path} of shard {entry.shard} is missing or damaged (its sha256 is not {file.sha256}); "
-                f"roll back, or build the shard again: mvr-ray index CONFIG"
+                f"repair it: mvr-ray versions CONFIG repair"
             )
     return folder
 
@@ -265,6 +265,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
     """Whether `data` came to be at `path`. ManifestError where that cannot be read either."""
+    failed = error
     for attempt in range(READ_TRIES):
         try:
             return store.exists(path) and store.read_bytes(path) == data
@@ -311,6 +312,8 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """
     assert keep >= 1, "the live version is always kept"
     removed: list[str] = []
+    for version in list_versions(store, index)[-keep:]:
+        read(store, index, version)  # nothing is removed beside a version that this program cannot read
     for version in list_versions(store, index)[:-keep]:
         path = layout.manifest(index, version)
         if store.age_s(path) >= grace_s:

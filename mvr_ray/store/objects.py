@@ -160,6 +160,15 @@ class ObjectFiles:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(self._at(path))
 
+    def move_dir(self, path: str, to: str) -> None:
+        """All copies are there before the first original goes."""
+        files = [info.path for info in self._below(path) if info.type == fs.FileType.File]
+        for file in files:
+            copy = f"{to}/{file.removeprefix(self._at(path)).lstrip('/')}"
+            self._make_parent(copy)
+            self.filesystem.copy_file(file, self._at(copy))
+        self.delete_dir(path)
+
     def sha256(self, path: str) -> str:
         digest = hashlib.sha256()
         with self.filesystem.open_input_stream(self._at(path)) as stream:

@@ -106,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
                 status = 412
             elif "partNumber" in query:
                 self.uploads[query["uploadId"]][int(query["partNumber"])] = data
+            elif source := self.headers.get("x-amz-copy-source"):
+                self.objects[key] = Stored(self.objects[unquote(source).lstrip("/")].data, datetime.now(UTC))
             elif "/" in key and fault != "broken":
                 self.objects[key] = Stored(data, datetime.now(UTC))
             if fault in ("lost", "broken", "down"):
@@ -114,7 +116,9 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if once:
                 self.script.answered.append((key, status))
-        self._answer(status, b"" if status == 200 else f"<Error><Code>E{status}</Code></Error>".encode(), etag=data)
+        body = b"" if status == 200 else f"<Error><Code>E{status}</Code></Error>".encode()
+        body = b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>" if "x-amz-copy-source" in self.headers else body
+        self._answer(status, body, etag=data)
 
     def do_POST(self) -> None:
         key, query = self._asked()
