@@ -56,6 +56,7 @@ def stored(root: Path, version: Manifest) -> Stored:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10_000))
+@settings(deadline=None)
 def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(before, after, seed):
     for number in range(30):
         passage_id = f"{seed}-{number}"
