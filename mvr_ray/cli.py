@@ -32,6 +32,7 @@ from mvr_ray.terminal import (
     table,
 )
 from mvr_ray.types import Progress
+from mvr_ray.words import own_words, sectioned
 
 app = typer.Typer(
     name="mvr-ray",
@@ -115,7 +116,7 @@ def retrieve(
 ) -> None:
     """Rank passages for many questions: `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`."""
     told = "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
-    named = _named("retrieve", overrides, ("questions", "output"), ("format",), told, show_only=print_config)
+    named = own_words("retrieve", overrides, ("questions", "output"), ("format",), told, show_only=print_config)
     form = named.get("format", "dpr")
     if form not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
@@ -126,7 +127,7 @@ def retrieve(
 
         return stage.retrieve(run, named["questions"], Path(named["output"]), chosen, progress)
 
-    run_stage("retrieve", load_run(config, _sectioned(overrides)), work, print_config=print_config, as_json=as_json)
+    run_stage("retrieve", load_run(config, sectioned(overrides)), work, print_config=print_config, as_json=as_json)
 
 
 @app.command()
@@ -136,14 +137,33 @@ def read(
 ) -> None:
     """Read answers out of ranked passages and score them: `read CONFIG ranking=FILE [output=FILE]`."""
     told = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
-    named = _named("read", overrides, ("ranking",), ("output",), told, show_only=print_config)
+    named = own_words("read", overrides, ("ranking",), ("output",), told, show_only=print_config)
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import read as stage
 
         return stage.read(run, named["ranking"], Path(named["output"]) if named.get("output") else None, progress)
 
-    run_stage("read", load_run(config, _sectioned(overrides)), work, print_config=print_config, as_json=as_json)
+    run_stage("read", load_run(config, sectioned(overrides)), work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@told
+def reshard(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Deal the live version to another number of shards, without encoding: `reshard CONFIG shards=12`."""
+    told = "give shards=N, the number of shards that the next version shall have"
+    named = own_words("reshard", overrides, ("shards",), (), told, show_only=print_config)
+    if not print_config and not named["shards"].isdecimal():
+        raise ConfigError(f"reshard: shards={named['shards']} is not a whole number; {told}")
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import reshard as stage
+
+        return stage.reshard(run, int(named["shards"]), progress)
+
+    run_stage("reshard", load_run(config, sectioned(overrides)), work, print_config=print_config, as_json=as_json)
 
 
 @app.command()
@@ -263,15 +283,14 @@ def serve(
 @told
 def versions(
     config: Config,
-    action: Annotated[str, typer.Argument(help="list, show, verify, rollback or collect.")] = "list",
+    action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
     rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List, show, verify, roll back or collect the versions of an index."""
+    """List, show, verify, repair, roll back or collect the versions of an index."""
     numbers = [int(word) for word in rest or () if word.isdigit()]
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
-    from mvr_ray.store.manifest import VerifyReport
 
     done = actions.act(run, action, numbers[0] if numbers else None)
     plain = to_plain(done)
@@ -281,7 +300,7 @@ def versions(
         shown = {"versions": plain} if isinstance(plain, list) else plain
         for drawn in report_tables(f"index {run.index.name}", shown):
             print_shown(drawn)
-    if isinstance(done, VerifyReport):
+    if action in ("verify", "repair"):
         done.require()
 
 
@@ -351,30 +370,6 @@ def compare(
 def version() -> None:
     """The version of this package."""
     sys.stdout.write(f"mvr_ray {__version__}\n")
-
-
-def _named(
-    command: str,
-    words: list[str] | None,
-    needed: Sequence[str],
-    known: Sequence[str],
-    hint: str,
-    *,
-    show_only: bool,
-) -> dict[str, str]:
-    """The command's own NAME=VALUE words, those without a section. `show_only` asks for none."""
-    named = {key: value for key, _, value in (word.partition("=") for word in words or ()) if "." not in key}
-    unknown = sorted(set(named) - {*needed, *known})
-    missing = [key for key in needed if not named.get(key)]
-    if unknown or (missing and not show_only):
-        wrong = f"{unknown[0]}=... is not known" if unknown else f"{missing[0]}=... is missing"
-        raise ConfigError(f"{command}: {wrong}; {hint}")
-    return named
-
-
-def _sectioned(words: list[str] | None) -> list[str]:
-    """The words that lay a value over the run file."""
-    return [word for word in words or () if "." in word.partition("=")[0]]
 
 
 def _print_config(run: RunConfig, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
-ACTIONS = ("list", "show", "verify", "rollback", "collect")
+ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
 
 
 class VersionLine(NamedTuple):
@@ -50,6 +50,10 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
             return manifest.read(store, index, version)
         case "verify":
             return manifest.verify(store, manifest.read(store, index, version))
+        case "repair":
+            from mvr_ray.distributed.repair import repair  # which needs what builds an index
+
+            return repair(store, manifest.read(store, index, version))
         case "rollback":
             if version is None:
                 raise ConfigError(f"versions: rollback to which version? There are {_spoken(numbers)}")

@@ -219,14 +219,14 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(said: Said, conf
     assert said("search", config, "which river?") == (
         1,
         "",
-        f"mvr-ray: {file} of shard 1 is missing or damaged (its sha256 is not {sha256}); roll back, or build the shard "
-        f"again: mvr-ray index CONFIG",
+        f"mvr-ray: {file} of shard 1 is missing or damaged (its sha256 is not {sha256}); repair it: "
+        f"mvr-ray versions CONFIG repair",
     )
     status, _, message = said("versions", config, "verify")
     assert (status, message) == (
         1,
-        f"mvr-ray: 1 of 2 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; roll back, or "
-        f"build the shard again: mvr-ray index CONFIG",
+        f"mvr-ray: 1 of 2 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
+        f"mvr-ray versions CONFIG repair",
     )
 
 

@@ -144,7 +144,7 @@ def test_read_says_what_it_lacks(said, run_file: str) -> None:
     assert "reader 'reader' is neither stored in " in err
 
 
-@pytest.mark.parametrize("action", ["list", "show", "verify", "rollback", "collect"])
+@pytest.mark.parametrize("action", ["list", "show", "verify", "repair", "rollback", "collect"])
 def test_versions_of_an_index_that_is_not_there_name_the_command_that_makes_it(said, run_file: str, action) -> None:
     status, _, err = said("versions", run_file, action)
     assert status == 1
@@ -153,7 +153,7 @@ def test_versions_of_an_index_that_is_not_there_name_the_command_that_makes_it(s
 
 
 def test_versions_refuse_an_unknown_action(said, run_file: str) -> None:
-    message = "mvr-ray: versions: 'purge' is not one of list, show, verify, rollback, collect\n"
+    message = "mvr-ray: versions: 'purge' is not one of list, show, verify, repair, rollback, collect\n"
     assert said("versions", run_file, "purge") == (2, "", message)
 
 

@@ -40,7 +40,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     """
     store = Store(run.store.path)
     base = manifest.read(store, run.index.name)
-    corpus = _same_corpus(store, base)
+    _require_corpus(store, base)
     questions = gather(store, run.refine)
     if finished := _finished_by(store, base, run, questions):
         return finished
@@ -53,7 +53,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
         if not journal.rounds:
             first = _routed_hits(run, base, queries_TD[: questions.num_labelled], progress)
         task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
-        with Refiners(task, corpus.num_shards, count, run.resources.cpus_per_searcher) as refiners:
+        with Refiners(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
             loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress)
             end = loop.run(first)
             report, refined = _conclude(run, store, base, loop, end)
@@ -100,15 +100,14 @@ def _conclude(
     return report, refined
 
 
-def _same_corpus(store: Store, base: Manifest) -> Corpus:
-    """The corpus that the version was made from. Answers are looked for in its texts."""
+def _require_corpus(store: Store, base: Manifest) -> None:
+    """DataError unless the corpus is the one that the version was made from: answers are looked for in its texts."""
     corpus = Corpus.open(store, base.corpus)
     if corpus.digest != base.corpus_digest:
         raise DataError(
             f"corpus {base.corpus!r} was prepared again since index {base.index!r} version {base.version} was made "
             f"(digest {corpus.digest}, the index has {base.corpus_digest}); index it first: mvr-ray index CONFIG"
         )
-    return corpus
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:

@@ -11,10 +11,9 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -26,7 +25,18 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.encoders import LocalEncoder
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.shards import build_shard, index_params, shard_collapse, shard_recall
+from mvr_ray.distributed.shards import (
+    BUILD_CPUS,
+    BuiltShard,
+    build_shard,
+    index_params,
+    mean_over_passages,
+    read_note,
+    shard_collapse,
+    shard_folder,
+    shard_recall,
+    write_note,
+)
 from mvr_ray.errors import RowsLostError
 from mvr_ray.index.base import IndexParams, check_params
 from mvr_ray.store import layout, manifest
@@ -39,22 +49,6 @@ from mvr_ray.types import Progress, no_progress
 __all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
 
 log = logging.getLogger(__name__)
-
-BUILD_CPUS = 1.0
-
-
-class BuiltShard(NamedTuple):
-    """A shard at rest and what was measured on it; None where there is nothing to measure.
-
-    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`core.pruning`).
-    """
-
-    entry: ShardEntry
-    recall: float | None
-    pair_cosine: float | None
-    lv: float | None
-    dropped: int = 0
-    worst: float = 0.0
 
 
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
@@ -195,7 +189,7 @@ def build_one(
         return noted
     entry = kept
     if entry is None:
-        with _shard_folder(store) as folder:
+        with shard_folder(store) as folder:
             _concatenate(store, task, shard, folder, bound)
             entry = build_shard(store, draft, shard, folder)
     recall = shard_recall(store, draft, entry, sample)
@@ -204,31 +198,12 @@ def build_one(
     pruned = json.loads((folder / layout.PRUNED_JSON).read_text()) if layout.PRUNED_JSON in entry.files else {}
     built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
     if kept is None:
-        note = json.dumps({**built._asdict(), "entry": dataclasses.asdict(entry)})
-        store.write_bytes(_note(draft, task.key, shard), note.encode())
+        write_note(store, _note(draft, task.key, shard), built)
     return built
 
 
 def _noted(store: Store, draft: Manifest, key: str, shard: int) -> BuiltShard | None:
-    """A shard that an earlier try of the same command built, if it is still there."""
-    path = _note(draft, key, shard)
-    if not store.exists(path):
-        return None
-    fields = json.loads(store.read_bytes(path))
-    entry = fields.pop("entry")
-    files = {name: manifest.FileEntry(**file) for name, file in entry.pop("files").items()}
-    folder = layout.shard_dir(draft.index, entry["digest"])
-    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in files.items()):
-        return None
-    return BuiltShard(ShardEntry(**entry, files=files), **fields)
-
-
-@contextmanager
-def _shard_folder(store: Store) -> Iterator[Path]:
-    with store.scratch() as scratch:
-        folder = scratch / "shard"
-        folder.mkdir()
-        yield folder
+    return read_note(store, draft.index, _note(draft, key, shard))
 
 
 def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, bound: float | None) -> None:
@@ -263,9 +238,9 @@ def _staged(store: Store, path: str) -> EmbeddingShard:
 def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
     """The draft with its shards and what was measured on them, averaged over passages."""
     measured = {
-        "recall": _mean([(shard.recall, shard.entry.num_passages) for shard in shards]),
-        "view_pair_cosine": _mean([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
-        "lv": _mean([(shard.lv, shard.entry.num_passages) for shard in shards]),
+        "recall": mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards]),
+        "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
+        "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
     }
     metrics = {name: value for name, value in measured.items() if value is not None}
     if any(layout.PRUNED_JSON in shard.entry.files for shard in shards):
@@ -284,9 +259,3 @@ def _described(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
         )
     entries = tuple(shard.entry for shard in shards)
     return dataclasses.replace(draft, shards=entries, recall=measured["recall"], metrics=metrics)
-
-
-def _mean(weighted: Sequence[tuple[float | None, int]]) -> float | None:
-    known = [(value, weight) for value, weight in weighted if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None

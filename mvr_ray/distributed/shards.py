@@ -1,11 +1,14 @@
-"""One shard at rest: its index built, named by its content, and measured.
+"""One shard at rest: its index built, named by its content, measured, and noted while its version is unfinished.
 
 Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,21 @@ from mvr_ray.types import EmbeddingBlock, FloatArray
 
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
+BUILD_CPUS = 1.0
+
+
+class BuiltShard(NamedTuple):
+    """A shard at rest and what was measured on it; None where there is nothing to measure.
+
+    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`core.pruning`).
+    """
+
+    entry: ShardEntry
+    recall: float | None
+    pair_cosine: float | None
+    lv: float | None
+    dropped: int = 0
+    worst: float = 0.0
 
 
 def index_params(index: IndexConfig) -> IndexParams:
@@ -37,6 +55,40 @@ def build_shard(store: Store, described: Manifest, shard: int, folder: Path) -> 
         build_index(IndexParams(**described.index_params), embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
     return manifest.add_shard(store, described.index, folder, meta)
+
+
+def write_note(store: Store, path: str, built: BuiltShard) -> None:
+    """Keep what is known of a shard that is built, until its version is published."""
+    store.write_bytes(path, json.dumps({**built._asdict(), "entry": dataclasses.asdict(built.entry)}).encode())
+
+
+def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
+    """A shard that an earlier try of the same command built, if it is still there."""
+    if not store.exists(path):
+        return None
+    fields = json.loads(store.read_bytes(path))
+    entry = fields.pop("entry")
+    files = {name: manifest.FileEntry(**file) for name, file in entry.pop("files").items()}
+    folder = layout.shard_dir(index, entry["digest"])
+    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in files.items()):
+        return None
+    return BuiltShard(ShardEntry(**entry, files=files), **fields)
+
+
+@contextmanager
+def shard_folder(store: Store) -> Iterator[Path]:
+    """An empty folder for a shard in the making."""
+    with store.scratch() as scratch:
+        folder = scratch / "shard"
+        folder.mkdir()
+        yield folder
+
+
+def mean_over_passages(weighted: Sequence[tuple[float | None, int]]) -> float | None:
+    """Mean of what was measured, each value weighing as many passages as are beside it; None where nothing was."""
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: int) -> float | None:

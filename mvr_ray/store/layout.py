@@ -8,6 +8,7 @@
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
+    <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards that were set aside; nothing removes them
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
@@ -90,6 +91,15 @@ def shards_dir(index: str) -> str:
 
 def shard_dir(index: str, digest: str) -> str:
     return f"indexes/{index}/shards/{digest}"
+
+
+def quarantine_root(index: str) -> str:
+    return f"indexes/{index}/quarantine"
+
+
+def quarantine_dir(index: str, digest: str, number: int) -> str:
+    """Where the damaged shard folder of this digest is set aside for the `number`-th time."""
+    return f"indexes/{index}/quarantine/{digest}-{number}"
 
 
 def refined_queries(index: str, digest: str) -> str:

@@ -9,6 +9,8 @@ import dataclasses
 import hashlib
 import json
 import logging
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DIGEST_HEX = 32
+READ_TRIES = 2
+FIRST_PAUSE_S = 0.1
 
 
 class ShardMeta(NamedTuple):
@@ -85,6 +89,8 @@ class Manifest:
     """What this operation made feedback views with: `feedback_weight`, and `feedback_clusters`, the most a passage."""
     refined_queries: dict[str, str] = field(default_factory=dict)
     """Question set -> digest of its moved query vectors (`layout.refined_queries`)."""
+    token: str = ""
+    """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -101,7 +107,7 @@ class Manifest:
 
     def content_digest(self) -> str:
         """Equal for equal content, whenever and as whichever version it was published."""
-        left_out = {"version", "parent", "created", "operation"}
+        left_out = {"version", "parent", "created", "operation", "token"}
         fields = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         return _digest(fields)
 
@@ -118,7 +124,10 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
         if format_version != FORMAT_VERSION:
-            raise ManifestError(f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}")
+            raise ManifestError(
+                f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}; "
+                f"use the program that wrote it, or roll back: mvr-ray versions CONFIG rollback N"
+            )
         if _digest(fields) != written:
             raise DigestError(f"{where} is damaged: its digest is not {written}; publish again or roll back")
         try:
@@ -147,7 +156,7 @@ class VerifyReport(NamedTuple):
             first = self.problems[0]
             raise DigestError(
                 f"{len(self.problems)} of {self.num_files} files damaged; first: {first.path} of shard {first.shard} "
-                f"{first.reason}; roll back, or build the shard again: mvr-ray index CONFIG"
+                f"{first.reason}; repair it: mvr-ray versions CONFIG repair"
             )
 
 
@@ -187,7 +196,7 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
         if not _equals(path, file):
             raise DigestError(
                 f"{path} of shard {entry.shard} is missing or damaged (its sha256 is not {file.sha256}); "
-                f"roll back, or build the shard again: mvr-ray index CONFIG"
+                f"repair it: mvr-ray versions CONFIG repair"
             )
     return folder
 
@@ -234,24 +243,42 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
         raise _conflict(index, version, live)
     _require_files(store, manifest, version)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    published = dataclasses.replace(manifest, version=version, created=created)
+    published = dataclasses.replace(manifest, version=version, created=created, token=uuid.uuid4().hex)
     path, data = layout.manifest(index, version), published.to_json()
     try:
         store.create_once(path, data)
-    except FileExistsError:
-        raise _conflict(index, version, latest_version(store, index)) from None
     except ManifestError:
         raise
     except OSError as error:
-        # The write may have happened all the same: what is there decides, not the error.
-        if store.exists(path) and store.read_bytes(path) == data:
+        # It may have been created all the same, by a try whose answer was lost: what is there decides, not the error.
+        if _is_there(store, path, data, error):
             log.warning("published in spite of an error: index=%s version=%d error=%s", index, version, error)
+        elif isinstance(error, FileExistsError):
+            raise _conflict(index, version, latest_version(store, index)) from None
         else:
             raise ManifestError(
                 f"index {index!r} version {version} not published, {live} stays live: {error}"
             ) from error
     log.info("published: index=%s version=%d passages=%d", index, version, published.num_passages)
     return published
+
+
+def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
+    """Whether `data` came to be at `path`. ManifestError where that cannot be read either."""
+    failed = error
+    for attempt in range(READ_TRIES):
+        try:
+            return store.exists(path) and store.read_bytes(path) == data
+        except MissingInputError:
+            return False
+        except OSError as unread:
+            failed = unread
+            time.sleep(FIRST_PAUSE_S * 2**attempt)
+    raise ManifestError(
+        f"whether {store.where(path)} was published is not known: creating it failed ({error}), and so did reading it "
+        f"({failed}). When the store answers again: mvr-ray versions CONFIG list; if it is not there, run the same "
+        f"command again"
+    )
 
 
 def verify(store: Store, manifest: Manifest) -> VerifyReport:
@@ -285,6 +312,8 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """
     assert keep >= 1, "the live version is always kept"
     removed: list[str] = []
+    for version in list_versions(store, index)[-keep:]:
+        read(store, index, version)  # nothing is removed beside a version that this program cannot read
     for version in list_versions(store, index)[:-keep]:
         path = layout.manifest(index, version)
         if store.age_s(path) >= grace_s:

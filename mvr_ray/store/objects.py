@@ -1,13 +1,15 @@
 """Files in an object store, through pyarrow's file systems.
 
-An object appears whole when its upload ends. Arrow offers no conditional put, so `create_once` goes by claims: a
-writer puts a claim beside the name, lists the claims, and writes only if its own is the only one and the name is
-still free. Listings of S3 and Google Cloud Storage show every finished put, so of two writers at least one sees the
-other; both may, then both step back and try again after a random pause. At most one ever writes.
+An object appears whole when its upload ends. On S3 `create_once` is one conditional PUT (`conditional`); whether the
+server honours the condition is found out once, by creating one object twice. Elsewhere it goes by claims: a writer puts
+a claim beside the name, lists the claims, and writes only if its own is the only one and the name is still free.
+Listings of S3 and Google Cloud Storage show every finished put, so of two writers at least one sees the other; both
+may, then both step back and try again after a random pause. At most one ever writes.
 """
 
 import contextlib
 import hashlib
+import logging
 import os
 import random
 import shutil
@@ -20,7 +22,11 @@ import pyarrow as pa
 from pyarrow import fs
 
 from mvr_ray.errors import PublishConflictError
+from mvr_ray.store.conditional import ConditionalPuts, UnknownConditionError, conditional_puts
 
+log = logging.getLogger(__name__)
+
+PROBE = ".conditional"
 CLAIM_TRIES = 8
 FIRST_PAUSE_S = 0.05
 SETTLED_S = 5.0
@@ -33,6 +39,11 @@ class ObjectFiles:
     def __init__(self, filesystem: fs.FileSystem, prefix: str) -> None:
         self.filesystem = filesystem
         self.prefix = prefix.rstrip("/")
+        self._asked_puts = False
+        self._puts: ConditionalPuts | None = None
+
+    def __reduce__(self) -> tuple[type["ObjectFiles"], tuple[fs.FileSystem, str]]:
+        return type(self), (self.filesystem, self.prefix)
 
     def read(self, path: str) -> bytes:
         with self.filesystem.open_input_stream(self._at(path)) as stream:
@@ -45,6 +56,39 @@ class ObjectFiles:
 
     def create_once(self, path: str, data: bytes) -> None:
         """Write unless there: FileExistsError if it is, PublishConflictError if other claims never went away."""
+        if puts := self.conditional_puts():
+            puts.create(self._at(path), data, lambda: self._read_if_there(path))
+        else:
+            self._create_claimed(path, data)
+
+    def conditional_puts(self) -> ConditionalPuts | None:
+        """How this service creates an object once; None where it cannot, which is found out by asking it."""
+        if not self._asked_puts:
+            puts = conditional_puts(self.filesystem)
+            if puts and not self._honours(puts):
+                log.warning("conditional writes not honoured, claims are used: store=%s", puts.endpoint)
+                puts = None
+            self._puts, self._asked_puts = puts, True
+        return self._puts
+
+    def _honours(self, puts: ConditionalPuts) -> bool:
+        """Whether creating an object that is there is refused."""
+        for _ in range(2):
+            try:
+                puts.create(self._at(PROBE), b"", lambda: self._read_if_there(PROBE))
+            except FileExistsError:
+                return True
+            except UnknownConditionError:
+                return False
+        return False
+
+    def _read_if_there(self, path: str) -> bytes | None:
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return None
+
+    def _create_claimed(self, path: str, data: bytes) -> None:
         folder, _, name = path.rpartition("/")
         claims = f"{folder}/.claims/{name}"
         token = uuid.uuid4().hex
@@ -115,6 +159,15 @@ class ObjectFiles:
     def delete_dir(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(self._at(path))
+
+    def move_dir(self, path: str, to: str) -> None:
+        """All copies are there before the first original goes."""
+        files = [info.path for info in self._below(path) if info.type == fs.FileType.File]
+        for file in files:
+            copy = f"{to}/{file.removeprefix(self._at(path)).lstrip('/')}"
+            self._make_parent(copy)
+            self.filesystem.copy_file(file, self._at(copy))
+        self.delete_dir(path)
 
     def sha256(self, path: str) -> str:
         digest = hashlib.sha256()

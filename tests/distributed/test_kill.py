@@ -131,3 +131,18 @@ def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_by
     assert live(cut).version == live(whole).version == 2
     assert live(cut).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
+
+
+def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(small_index, run_file, tmp_path):
+    whole = shutil.copytree(small_index, tmp_path / "whole")
+    finish("reshard", run_file(whole), "shards=7")
+    assert [len(live(whole).shards), live(whole).operation] == [7, "reshard"]
+
+    cut = shutil.copytree(small_index, tmp_path / "cut")
+    command = ["reshard", run_file(cut), "shards=7"]
+    killed_at("deal shards: 1 of 7", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert live(cut).version == 1
+    finish(*command)
+    assert live(cut).version == live(whole).version == 2
+    assert live(cut).content_digest() == live(whole).content_digest()
+    finish("versions", command[1], "verify")

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow.fs
 import pytest
@@ -10,19 +11,27 @@ import pytest
 from mvr_ray.store.files import Store
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> ModuleType:
+    """The module beside this file, which cannot be imported by name."""
+    spec = importlib.util.spec_from_file_location("s3_server", Path(__file__).with_name("s3_server.py"))
+    assert spec and spec.loader
+    server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(server)
+    return server
+
+
 @pytest.fixture(params=["folder", "objects", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: ModuleType
+) -> Iterator[Store]:
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
     if request.param == "folder":
         yield Store(tmp_path / "store")
     elif request.param == "objects":
         yield Store(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
     else:
-        spec = importlib.util.spec_from_file_location("s3_server", Path(__file__).with_name("s3_server.py"))
-        assert spec and spec.loader
-        server = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(server)
-        with server.serve() as root:
+        with s3_server.serve() as root:
             yield Store(root)
 
 

@@ -1,6 +1,13 @@
-"""As much of the S3 protocol as Arrow's client speaks, over a dictionary in memory, for tests of object stores."""
+"""As much of the S3 protocol as Arrow's client speaks and conditional puts need, over a dictionary in memory.
+
+Every request's signature is checked by one rule, so Arrow's client (the AWS SDK for C++) vouches for the check, and the
+check for whoever else signs. A test may script what goes wrong with the next puts of a name.
+"""
 
 import hashlib
+import hmac
+import re
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -19,12 +26,36 @@ class Stored(NamedTuple):
     changed: datetime
 
 
+class Fault(NamedTuple):
+    """What happens to one put of a key that ends with `name`.
+
+    `lost`: stored, but the connection breaks before the answer. `broken`: the same, not stored. `503`, `409`: answered
+    so, not stored. `down`: stored, and no request is answered any more.
+    """
+
+    name: str
+    kind: str
+
+
+class Script(NamedTuple):
+    """How the server behaves: what goes wrong in which order, and what became of conditional puts."""
+
+    faults: list[Fault]
+    answered: list[tuple[str, int]]
+    """Key and status of each conditional put that was answered."""
+    conditional: str = "honoured"
+    """honoured, ignored (as if it were not there) or refused (501)."""
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
     objects: dict[str, Stored]
     uploads: dict[str, dict[int, bytes]]
+    script: Script
+    writing: threading.Lock
+    down = False
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -60,11 +91,34 @@ class Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         key, query = self._asked()
         data = self._body()
-        if "partNumber" in query:
-            self.uploads[query["uploadId"]][int(query["partNumber"])] = data
-        elif "/" in key:
-            self.objects[key] = Stored(data, datetime.now(UTC))
-        self._answer(200, etag=data)
+        once = self.headers.get("If-None-Match") == "*"
+        with self.writing:
+            scripted = [fault for fault in self.script.faults if key.endswith(fault.name)]
+            fault = scripted[0].kind if scripted else ""
+            if scripted:
+                self.script.faults.remove(scripted[0])
+            status = 200
+            if fault in ("503", "409"):
+                status = int(fault)
+            elif once and self.script.conditional == "refused":
+                status = 501
+            elif once and self.script.conditional == "honoured" and key in self.objects:
+                status = 412
+            elif "partNumber" in query:
+                self.uploads[query["uploadId"]][int(query["partNumber"])] = data
+            elif source := self.headers.get("x-amz-copy-source"):
+                self.objects[key] = Stored(self.objects[unquote(source).lstrip("/")].data, datetime.now(UTC))
+            elif "/" in key and fault != "broken":
+                self.objects[key] = Stored(data, datetime.now(UTC))
+            if fault in ("lost", "broken", "down"):
+                type(self).down = fault == "down"
+                self._break_off()
+                return
+            if once:
+                self.script.answered.append((key, status))
+        body = b"" if status == 200 else f"<Error><Code>E{status}</Code></Error>".encode()
+        body = b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>" if "x-amz-copy-source" in self.headers else body
+        self._answer(status, body, etag=data)
 
     def do_POST(self) -> None:
         key, query = self._asked()
@@ -91,10 +145,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> tuple[str, dict[str, str]]:
         """`bucket/key`, or `bucket`, and the query."""
+        assert self.headers["Authorization"].endswith(self._signature()), f"{self.command} {self.path}: wrong signature"
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         key = unquote(url.path).removeprefix("/")
         return (key if key.rstrip("/").count("/") else key.rstrip("/")), query
+
+    def parse_request(self) -> bool:
+        if self.down:
+            self._break_off()
+        return super().parse_request() and not self.down
+
+    def _break_off(self) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
+    def _signature(self) -> str:
+        """Signature Version 4 of the request as it came in, by the key `secret`."""
+        scope, names = re.findall(r"Credential=key/(\S+?), ?SignedHeaders=(\S+?),", self.headers["Authorization"])[0]
+        path, _, query = self.path.partition("?")
+        pairs = sorted(pair if "=" in pair else f"{pair}=" for pair in query.split("&") if pair)
+        lines = [f"{name}:{' '.join(self.headers[name].split())}" for name in names.split(";")]
+        request = [self.command, path, "&".join(pairs), *lines, "", names, self.headers["x-amz-content-sha256"]]
+        digest = hashlib.sha256("\n".join(request).encode()).hexdigest()
+        key = b"AWS4secret"
+        for word in scope.split("/"):
+            key = hmac.new(key, word.encode(), hashlib.sha256).digest()
+        text = f"AWS4-HMAC-SHA256\n{self.headers['x-amz-date']}\n{scope}\n{digest}"
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -152,9 +230,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve() -> Iterator[str]:
+def serve(script: Script | None = None) -> Iterator[str]:
     """Run a server; gives the root of an empty store on it."""
-    handler = type("OwnHandler", (Handler,), {"objects": {}, "uploads": {}})
+    own = {"objects": {}, "uploads": {}, "script": script or Script([], []), "writing": threading.Lock()}
+    handler = type("OwnHandler", (Handler,), own)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

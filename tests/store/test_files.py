@@ -137,6 +137,14 @@ def test_a_finished_folder_arrives_whole_once_and_its_source_is_gone(store: Stor
     assert store.list("shards") == []
 
 
+def test_a_moved_folder_is_whole_at_its_new_name_and_gone_at_the_old(store: Store):
+    for name in ("x.bin", "deep/y.bin", "about.json"):
+        store.write_bytes(f"shards/abc/{name}", name.encode())
+    store.move_dir("shards/abc", "aside/abc-1")
+    assert store.list("shards") == [] and store.list("aside/abc-1") == ["about.json", "deep", "x.bin"]
+    assert store.read_bytes("aside/abc-1/deep/y.bin") == b"deep/y.bin"
+
+
 def test_a_file_moves_in_and_a_changed_one_is_seen_through_the_cache(store: Store, tmp_path: Path):
     for content in (b"one", b"two"):
         source = tmp_path / "file"

@@ -11,6 +11,7 @@ Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback view
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.distributed.reindex import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
 from mvr_ray.store import embeddings, layout
-from mvr_ray.store.corpus import Corpus, CorpusPart
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
 from mvr_ray.types import FloatArray, IntArray, ShardHits
@@ -110,7 +111,7 @@ class ShardRefiner:
         self.views = {shard: ShardViews(stored.blocks()) for shard, stored in self.stored.items()}
         self.states: dict[int, tuple[int, ShardState]] = {}
         self.indexes: dict[int, tuple[int, ShardIndex]] = {}
-        self.parts: dict[int, CorpusPart] = {}
+        self.ids: dict[int, list[str]] = {}
         self.matcher = AnswerMatcher()
 
     def search(self, at: int, queries_QD: FloatArray, k: int) -> list[FoundInShard]:
@@ -120,18 +121,18 @@ class ShardRefiner:
 
     def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
         """Row of each passage id, -1 where the shard does not hold it."""
-        known = [passage_id for block in self.views[shard].blocks for passage_id in block.ids]
+        known = self._ids(shard)
         rows = [bisect_left(known, passage_id) for passage_id in ids]
         return [row if row < len(known) and known[row] == wanted else -1 for row, wanted in zip(rows, ids)]
 
     def mark(self, shard: int, row_L: IntArray, answer_L: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
         """Whether each passage holds one of `answers[answer_L[i]]`."""
-        part = self._part(shard)
+        ids = self._ids(shard)
         marked_L = np.zeros(len(row_L), bool)
         order_L = np.argsort(row_L, kind="stable")
         rows, first = np.unique(row_L[order_L], return_index=True)
         for row, asked in zip(rows.tolist(), np.split(order_L, first[1:])):
-            text = part.passages(row, row + 1)[0].text
+            text = self.corpus.get([ids[row]])[ids[row]].text
             marked_L[asked] = [self.matcher.has_answer(text, answers[answer_L[at]]) for at in asked]
         return marked_L
 
@@ -213,10 +214,15 @@ class ShardRefiner:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
         return embeddings.EmbeddingShard.open(folder / layout.EMBEDDINGS)
 
-    def _part(self, shard: int) -> CorpusPart:
-        if shard not in self.parts:
-            self.parts[shard] = Corpus.open(self.store, self.manifest.corpus).part(shard)
-        return self.parts[shard]
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Where texts come from. Its parts need not be the index's shards, so passages are asked for by id."""
+        return Corpus.open(self.store, self.manifest.corpus)
+
+    def _ids(self, shard: int) -> list[str]:
+        if shard not in self.ids:
+            self.ids[shard] = [passage_id for block in self.views[shard].blocks for passage_id in block.ids]
+        return self.ids[shard]
 
     def _slots(self, shard: int, labels: Labels) -> IntArray:
         return self.views[shard].slots(labels.passage_L, labels.view_L)

@@ -1,0 +1,163 @@
+"""Damaged shards of a version: built again from what is whole of them, and put back under the same digest.
+
+    whole files (of the shard folder, or of one set aside earlier)  +  the index built from whole embeddings
+    all equal to the manifest's digests?   damaged folder -> quarantine, new one -> its place
+
+The manifest never changes. Nothing is set aside before its replacement is whole, and what is set aside is never deleted
+by this program. Where embeddings themselves are lost, the report says which command makes them again.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mvr_ray.distributed.shards import shard_folder
+from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
+from mvr_ray.index.base import IndexParams, build_index
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta
+
+log = logging.getLogger(__name__)
+
+QUERIES = -1  # the "shard" of a problem with moved queries
+
+
+class Repair(NamedTuple):
+    """What became of one damaged shard, or (shard -1) of moved queries."""
+
+    shard: int
+    state: str
+    """repaired or lost."""
+    damaged: list[str]
+    """Each damaged file: its path, and what is wrong with it."""
+    set_aside: str
+    """Where the damaged folder is now; empty where it is still in its place, or was missing."""
+    cure: str
+    """What makes a lost one again."""
+
+
+class RepairReport(NamedTuple):
+    index: str
+    version: int
+    num_shards: int
+    repairs: list[Repair]
+
+    def require(self) -> None:
+        """DigestError naming the first shard that is lost, if any, and what makes it again."""
+        lost = [done for done in self.repairs if done.state == "lost"]
+        if lost:
+            what = "moved queries" if lost[0].shard == QUERIES else f"shard {lost[0].shard}"
+            raise DigestError(
+                f"{len(lost)} of {len(self.repairs)} not repaired; first: {what} of index {self.index!r} version "
+                f"{self.version} ({lost[0].damaged[0]}); {lost[0].cure}"
+            )
+
+
+def repair(store: Store, described: Manifest) -> RepairReport:
+    """Make every file of a version what its manifest says, as far as that can be done without encoding."""
+    problems = manifest.verify(store, described).problems
+    entries = {entry.shard: entry for entry in described.shards}
+    repairs = []
+    for shard in sorted({problem.shard for problem in problems}):
+        own = [problem for problem in problems if problem.shard == shard]
+        if shard == QUERIES:
+            repairs.append(Repair(shard, "lost", _spoken(own), "", _cure(store, described, [p.path for p in own])))
+        else:
+            repairs.append(_repair_shard(store, described, entries[shard], own))
+    return RepairReport(described.index, described.version, len(entries), repairs)
+
+
+def _repair_shard(store: Store, described: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:
+    index, place = described.index, layout.shard_dir(described.index, entry.digest)
+    with shard_folder(store) as folder:
+        missing = _build_missing(described, entry, folder, _collect_whole(store, index, entry, folder))
+        if missing:
+            log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
+            return Repair(entry.shard, "lost", _spoken(problems), "", _cure(store, described, [place]))
+        aside = ""
+        if store.exists(place):
+            aside = layout.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
+            store.move_dir(place, aside)
+        made = manifest.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
+    if made != entry:
+        raise DigestError(f"shard {entry.shard} was built as {made.digest}, its manifest says {entry.digest}")
+    log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, aside or "nothing")
+    return Repair(entry.shard, "repaired", _spoken(problems), aside, "")
+
+
+def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) -> list[str]:
+    """Copy each file of the shard that is whole somewhere into `folder`; gives the names that are nowhere whole."""
+    missing = []
+    for name, file in entry.files.items():
+        places = [layout.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
+        if not any(_copied(store, f"{place}/{name}", file, folder / name) for place in places):
+            missing.append(name)
+    return missing
+
+
+def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
+    """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
+    if not missing or layout.EMBEDDINGS in missing or not entry.num_passages:
+        return missing
+    built = folder.with_name("built")
+    built.mkdir()
+    try:
+        blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+        build_index(IndexParams(**described.index_params), blocks, built)
+    except ShardIndexError as error:  # such as a library that is not installed here
+        log.warning("shard not built: index=%s shard=%d error=%s", described.index, entry.shard, error)
+        return missing
+    still = []
+    for name in missing:
+        if (built / name).is_file() and _equals(built / name, entry.files[name]):
+            (built / name).replace(folder / name)
+        else:
+            still.append(name)
+    return still
+
+
+def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
+    """Folders of this shard that were set aside before."""
+    root = layout.quarantine_root(index)
+    return [f"{root}/{name}" for name in store.list(root) if name.rpartition("-")[0] == entry.digest]
+
+
+def _copied(store: Store, path: str, file: FileEntry, target: Path) -> bool:
+    """Whether a file of the store, copied to `target`, is what the manifest says; else `target` is not there."""
+    if store.size_bytes(path) != file.num_bytes or store.sha256(path) != file.sha256:
+        return False
+    try:
+        shutil.copyfile(store.local_path(path), target)
+    except MissingInputError:
+        return False
+    if _equals(target, file):
+        return True
+    target.unlink()
+    return False
+
+
+def _equals(path: Path, file: FileEntry) -> bool:
+    return path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+
+
+def _cure(store: Store, described: Manifest, paths: Iterable[str]) -> str:
+    """The command that brings back what cannot be rebuilt: encoding again, or a version that does not name it."""
+    if described.operation == "index":
+        return "encode it again, and no other shard: mvr-ray index CONFIG"
+    lost = set(paths)
+    for version in reversed(manifest.list_versions(store, described.index)):
+        other = manifest.read(store, described.index, version)
+        named = {layout.shard_dir(other.index, entry.digest) for entry in other.shards}
+        named |= {layout.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
+        if not lost & named:
+            back = f"version {version} does not need it: mvr-ray versions CONFIG rollback {version}"
+            return f"{back}; or do the {described.operation.partition(':')[0]} again on it"
+    return f"encode again, then do the {described.operation.partition(':')[0]} again: mvr-ray index CONFIG"
+
+
+def _spoken(problems: Sequence[Problem]) -> list[str]:
+    return [f"{problem.path} {problem.reason}" for problem in problems]

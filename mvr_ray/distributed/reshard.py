@@ -1,0 +1,248 @@
+"""The live version over another number of shards, without encoding: every view moves as it is.
+
+    shard of a passage:  h(id) mod n   before,   h(id) mod m   after
+    read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
+
+So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that needs n / gcd(n, m) old
+ones. A new shard that is built is noted in the staging folder, so the same command continues after any crash. Passages
+and views are counted against those of the version before anything is published; the corpus stays as it is.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import session
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.shards import (
+    BUILD_CPUS,
+    BuiltShard,
+    build_shard,
+    mean_over_passages,
+    read_note,
+    shard_folder,
+    shard_recall,
+    write_note,
+)
+from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
+from mvr_ray.index.base import IndexParams, check_params
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import BATCH_PASSAGES, Dtype, EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+MAX_SHARDS = 65_536
+
+
+class ReshardTask(NamedTuple):
+    """What a task builds one new shard from. `base` is the version that is dealt anew, `staging` the key of notes."""
+
+    store: str
+    base: Manifest
+    num_shards: int
+    staging: str
+    recall_sample: int
+
+
+class Row(NamedTuple):
+    """Where a passage lies among the blocks that a task has open."""
+
+    passage_id: str
+    block: int
+    row: int
+
+
+class ReshardReport(NamedTuple):
+    """What was published, and that nothing was lost on the way; `version` is `base_version` where nothing was to do."""
+
+    index: str
+    base_version: int
+    version: int
+    shards_before: int
+    shards: int
+    passages_before: int
+    passages: int
+    views_before: int
+    views: int
+    bytes_before: int
+    bytes: int
+    recall: float | None
+
+
+def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -> ReshardReport:
+    """Publish the live version over `num_shards` shards; the live one itself where it has so many already.
+
+    Views, moved queries and measurements stay; only an approximate index is built, and its recall measured, anew.
+    Raises ConfigError, MissingInputError, ShardIndexError, StorageError (no room), DigestError (an old shard is
+    damaged), RowsLostError and PublishConflictError. After any of them the live version is as it was.
+    """
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ConfigError(f"reshard: shards={num_shards} is outside 1 to {MAX_SHARDS}")
+    store = Store(run.store.path)
+    base = manifest.read(store, run.index.name)
+    if num_shards == len(base.shards):
+        progress(f"version {base.version} has {num_shards} shards; passages", base.num_passages, base.num_passages)
+        return _report(base, base)
+    _require_possible(store, base)
+    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), run.index.recall_sample)
+    with session.connect(run.resources) as info:
+        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        with own_errors("dealing shards anew"):
+            shards = _build(task, progress)
+    dealt = described(base, shards)
+    require_all_kept(base, dealt)
+    published = manifest.publish(store, dealt)
+    store.delete_dir(layout.staging_dir(base.index, task.staging))
+    progress("passages before = after", published.num_passages, base.num_passages)
+    progress("views before = after", published.num_vectors, base.num_vectors)
+    return _report(base, published)
+
+
+def staging_key(base: Manifest, num_shards: int) -> str:
+    """Names the notes of this work: by what the version holds, and how many shards it is dealt to."""
+    decides = f"{base.content_digest()} {base.version} {num_shards}"
+    return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
+
+
+def sources(shard: int, num_before: int, num_after: int) -> list[int]:
+    """The old shards that can hold a passage of a new one."""
+    step = math.gcd(num_before, num_after)
+    return list(range(shard % step, num_before, step))
+
+
+def deal_one(task: ReshardTask, shard: int) -> BuiltShard:
+    """One new shard from the old ones, or as it is noted already."""
+    store, base = Store(task.store), task.base
+    note = layout.staged_shard(base.index, task.staging, "dealt", shard)
+    if noted := read_note(store, base.index, note):
+        return noted
+    with shard_folder(store) as folder:
+        blocks = [block for old in _opened(store, task, shard) for block in old.blocks()]
+        rows = sorted(
+            Row(passage_id, number, row)
+            for number, block in enumerate(blocks)
+            for row, passage_id in enumerate(block.ids)
+            if shard_of(passage_id, task.num_shards) == shard
+        )
+        dtype: Dtype = "fp16" if base.dtype == "fp16" else "fp32"
+        with EmbeddingWriter(folder / layout.EMBEDDINGS, base.dimension, base.num_views, dtype) as writer:
+            for start in range(0, len(rows), BATCH_PASSAGES):
+                writer.write(gathered(blocks, rows[start : start + BATCH_PASSAGES]))
+        entry = build_shard(store, base, shard, folder)
+    built = BuiltShard(entry, shard_recall(store, base, entry, task.recall_sample), None, None)
+    write_note(store, note, built)
+    return built
+
+
+def gathered(blocks: Sequence[EmbeddingBlock], rows: Sequence[Row]) -> EmbeddingBlock:
+    """The passages at these rows, in their order, bit by bit as they are."""
+    slots = [slice(*blocks[at.block].row_ptr[at.row : at.row + 2].tolist()) for at in rows]
+    return EmbeddingBlock(
+        ids=[at.passage_id for at in rows],
+        row_ptr=np.cumsum([0, *(own.stop - own.start for own in slots)]),
+        view_numbers_N=np.concatenate([blocks[at.block].view_numbers_N[own] for at, own in zip(rows, slots)]),
+        vectors_ND=np.concatenate([blocks[at.block].vectors_ND[own] for at, own in zip(rows, slots)]),
+    )
+
+
+def described(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
+    """The manifest of the version over its new shards; what was measured on views holds as before."""
+    recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
+    metrics = {name: value for name, value in base.metrics.items() if name != "recall"}
+    return dataclasses.replace(
+        base,
+        operation="reshard",
+        parent=base.version,
+        shards=tuple(shard.entry for shard in shards),
+        recall=recall,
+        metrics=metrics if recall is None else {**metrics, "recall": recall},
+        dirty_share=0.0,
+    )
+
+
+def require_all_kept(base: Manifest, dealt: Manifest) -> None:
+    """RowsLostError unless as many passages and views came out as went in.
+
+    A new shard holds no id twice and only ids that hash to it, so equal numbers mean equal sets.
+    """
+    if (dealt.num_passages, dealt.num_vectors) != (base.num_passages, base.num_vectors):
+        raise RowsLostError(
+            f"index {base.index!r} version {base.version} has {base.num_passages} passages and {base.num_vectors} "
+            f"views, its {len(dealt.shards)} new shards {dealt.num_passages} and {dealt.num_vectors}; nothing was "
+            f"published. Its shards are not the hash of their ids: index again (mvr-ray index CONFIG)"
+        )
+
+
+def _report(base: Manifest, published: Manifest) -> ReshardReport:
+    return ReshardReport(
+        index=base.index,
+        base_version=base.version,
+        version=published.version,
+        shards_before=len(base.shards),
+        shards=len(published.shards),
+        passages_before=base.num_passages,
+        passages=published.num_passages,
+        views_before=base.num_vectors,
+        views=published.num_vectors,
+        bytes_before=base.num_bytes,
+        bytes=published.num_bytes,
+        recall=published.recall,
+    )
+
+
+def _require_possible(store: Store, base: Manifest) -> None:
+    """Refuse before any work what would fail after hours of it."""
+    check_params(IndexParams(**base.index_params), base.dimension)
+    if [entry.shard for entry in base.shards] != list(range(len(base.shards))):
+        raise ConfigError(
+            f"reshard: index {base.index!r} version {base.version} lacks shards (it has "
+            f"{', '.join(str(entry.shard) for entry in base.shards)}); index again: mvr-ray index CONFIG"
+        )
+    for entry in base.shards:
+        path = f"{layout.shard_dir(base.index, entry.digest)}/{layout.EMBEDDINGS}"
+        size, wanted = store.size_bytes(path), entry.files[layout.EMBEDDINGS].num_bytes
+        if size != wanted:
+            has = "is missing" if size < 0 else f"has {size} bytes, not {wanted}"
+            raise DigestError(
+                f"reshard: {store.where(path)} of shard {entry.shard} {has}; "
+                f"repair it first: mvr-ray versions CONFIG repair"
+            )
+    free = store.free_bytes()
+    if free is not None and free < base.num_bytes:
+        raise StorageError(
+            f"reshard: {store.name} has {free} bytes free, a second copy of index {base.index!r} takes "
+            f"{base.num_bytes}; free space, or collect old versions: mvr-ray versions CONFIG collect"
+        )
+
+
+def _opened(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingShard]:
+    """The embeddings of the old shards that a new one comes from, each found equal to its digest."""
+    base = task.base
+    for source in sources(shard, len(base.shards), task.num_shards):
+        entry = base.shards[source]
+        alone = dataclasses.replace(entry, files={layout.EMBEDDINGS: entry.files[layout.EMBEDDINGS]})
+        folder = manifest.open_shard(store, base.index, alone)
+        yield EmbeddingShard.open(folder / layout.EMBEDDINGS)
+
+
+def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:
+    """All new shards in order; a task each, as many at a time as the cluster has CPUs for."""
+    remote: Any = ray.remote(deal_one).options(num_cpus=BUILD_CPUS)
+    waiting = [remote.remote(task, shard) for shard in range(task.num_shards)]
+    built: list[BuiltShard] = []
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1)
+        built += ray.get(ready)
+        progress("deal shards", len(built), task.num_shards)
+    return sorted(built, key=lambda shard: shard.entry.shard)

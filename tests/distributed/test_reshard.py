@@ -1,0 +1,219 @@
+"""Resharding: the same views, bit by bit, the same answers, nothing lost, and any crash continued."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made import D, V, brute_force, made_index, made_views
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import refine, reindex, reshard
+from mvr_ray.distributed.reshard import ReshardTask, deal_one, described, require_all_kept, sources, staging_key
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searchers import LocalFleet, SearcherTask
+from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+Stored = dict[str, tuple[bytes, bytes]]
+
+
+def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
+    """What the stage publishes, its tasks called one after the other in this process."""
+    store = Store(str(root))
+    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
+    made = described(base, [deal_one(task, shard) for shard in range(num_shards)])
+    require_all_kept(base, made)
+    return manifest.publish(store, made)
+
+
+def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    answer = Router(Store(str(root)), version, LocalFleet(task)).search(queries_QD, k)
+    assert answer.coverage_share == 1.0
+    return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+
+
+def stored(root: Path, version: Manifest) -> Stored:
+    """Every passage's view numbers and vectors as bytes, each found in the shard that its id hashes to."""
+    found: Stored = {}
+    for entry in version.shards:
+        folder = root / layout.shard_dir(version.index, entry.digest)
+        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+            for row, passage_id in enumerate(block.ids):
+                own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
+                assert passage_id not in found and shard_of(passage_id, len(version.shards)) == entry.shard
+                found[passage_id] = (block.view_numbers_N[own].tobytes(), block.vectors_ND[own].tobytes())
+    return found
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10_000))
+@settings(deadline=None)
+def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(before, after, seed):
+    for number in range(30):
+        passage_id = f"{seed}-{number}"
+        assert shard_of(passage_id, before) in sources(shard_of(passage_id, after), before, after)
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_path, data):
+    seed, num_passages = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 70))
+    before, after = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 13))
+    root = tmp_path / f"{seed}-{num_passages}-{before}-{after}"
+    shutil.rmtree(root, ignore_errors=True)
+    views = made_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
+    base = made_index(root, views, before, IndexParams(scan=data.draw(st.sampled_from(["vectors", "int8"]))))
+    made = dealt_here(root, base, after)
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
+    k = data.draw(st.integers(1, num_passages + 3))
+    assert [len(base.shards), len(made.shards)] == [before, after]
+    assert stored(root, made) == stored(root, base)
+    expected = [brute_force(views, query_D, k) for query_D in queries_QD]
+    assert answers(root, base, queries_QD, k) == answers(root, made, queries_QD, k) == expected
+
+
+def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_first_shards(tmp_path):
+    views = made_views(90, 3)
+    for number, passage_id in enumerate(sorted(views)):
+        if number % 4 == 0:
+            views[passage_id][V] = np.full(D, 0.1 * number, np.float32)
+            views[passage_id][V + 1] = np.full(D, -0.1 * number, np.float32)
+    first = made_index(tmp_path, views, 8)
+    refined = dataclasses.replace(
+        first, parent=1, refined_queries={}, refinement={"feedback_weight": 0.5, "feedback_clusters": 2}
+    )
+    moved = tmp_path / "queries.arrow"
+    moved.write_bytes(b"vectors of moved questions")
+    digest = manifest.add_refined_queries(Store(str(tmp_path)), "made", moved)
+    now = manifest.publish(Store(str(tmp_path)), dataclasses.replace(refined, refined_queries={"known": digest}))
+    whole = stored(tmp_path, first)
+    assert max(len(numbers) for numbers, _ in whole.values()) > 2 * V  # int16: some passage has more views than V
+    for num_shards in (12, 5, 8):
+        now = dealt_here(tmp_path, now, num_shards)
+        assert stored(tmp_path, now) == whole
+        assert (now.refined_queries, now.refinement) == ({"known": digest}, refined.refinement)
+        assert (now.num_passages, now.num_vectors) == (first.num_passages, first.num_vectors)
+        assert manifest.verify(Store(str(tmp_path)), now).problems == []
+    assert now.shards == first.shards
+
+
+def test_lost_rows_are_never_published(tmp_path):
+    base = made_index(tmp_path, made_views(40, 1), 3)
+    shards = [deal_one(ReshardTask(str(tmp_path), base, 2, "key", 0), shard) for shard in range(2)]
+    short = dataclasses.replace(base, shards=(base.shards[0], *base.shards[2:]))
+    with pytest.raises(RowsLostError, match=r"has \d+ passages and \d+ views, its 2 new shards 40 and"):
+        require_all_kept(short, described(short, shards))
+
+
+def run_of(root: Path, **sections) -> RunConfig:
+    return RunConfig.model_validate(
+        {"store": {"path": str(root)}, "index": {"name": "made"}, "prepare": {"sources": []}, **sections}
+    )
+
+
+def test_what_cannot_be_is_refused_before_any_work(tmp_path):
+    run, base = run_of(tmp_path), made_index(tmp_path, made_views(40, 1), 3)
+    store = Store(str(tmp_path))
+    for wrong in (0, 65_537):
+        with pytest.raises(ConfigError, match=f"shards={wrong} is outside 1 to 65536"):
+            reshard.reshard(run, wrong)
+    file = tmp_path / layout.shard_dir("made", base.shards[1].digest) / layout.EMBEDDINGS
+    whole = file.read_bytes()
+    for cut, told in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
+        file.write_bytes(cut) if cut else file.unlink()
+        with pytest.raises(DigestError, match=rf"of shard 1 {told}; repair it first: mvr-ray versions"):
+            reshard.reshard(run, 5)
+    file.write_bytes(whole)
+    holed = manifest.publish(store, dataclasses.replace(base, parent=1, shards=(base.shards[0], base.shards[2])))
+    with pytest.raises(ConfigError, match=r"lacks shards \(it has 0, 2\); index again"):
+        reshard.reshard(run, 5)
+    wrong_params = dataclasses.asdict(IndexParams(kind="faiss", factory="Nonsense"))
+    manifest.publish(store, dataclasses.replace(base, parent=holed.version, index_params=wrong_params))
+    with pytest.raises(ShardIndexError, match="Nonsense"):
+        reshard.reshard(run, 5)
+    assert manifest.list_versions(store, "made") == [1, 2, 3]
+
+
+def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
+    base = made_index(tmp_path, made_views(40, 1), 2)
+    file = tmp_path / layout.shard_dir("made", base.shards[1].digest) / layout.EMBEDDINGS
+    flipped = bytearray(file.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
+        deal_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
+
+
+def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
+    base = made_index(tmp_path, made_views(40, 1), 2)
+    monkeypatch.setattr(Store, "free_bytes", lambda _: base.num_bytes - 1)
+    with pytest.raises(StorageError, match=rf"a second copy of index 'made' takes {base.num_bytes}; free space"):
+        reshard.reshard(run_of(tmp_path), 5)
+
+
+@pytest.mark.ray
+def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ray_session, monkeypatch):
+    views = made_views(120, 9)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    base = made_index(whole, views, 8)
+    shutil.copytree(whole, cut)
+    said: list[tuple[str, int, int]] = []
+    report = reshard.reshard(run_of(whole), 12, lambda *told: said.append(told))
+    assert (report.shards_before, report.shards, report.base_version, report.version) == (8, 12, 1, 2)
+    assert report.passages_before == report.passages == 120 and report.views_before == report.views
+    assert said[-2:] == [
+        ("passages before = after", 120, 120),
+        ("views before = after", base.num_vectors, base.num_vectors),
+    ]
+    assert Store(str(whole)).list(layout.staging_root("made")) == []
+
+    class KilledError(BaseException):
+        pass
+
+    def die(what: str, done: int, total: int) -> None:
+        if (what, done) == ("deal shards", 5):
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        reshard.reshard(run_of(cut), 12, die)
+    store = Store(str(cut))
+    assert manifest.list_versions(store, "made") == [1]
+    staging = cut / layout.staging_dir("made", staging_key(base, 12))
+    noted = {note: note.stat().st_mtime_ns for note in staging.glob("[!.]*")}
+    assert len(noted) >= 5
+    at_the_end: list[int] = []
+
+    def look(what: str, done: int, total: int) -> None:
+        if what == "deal shards" and done == total:
+            at_the_end.extend(note.stat().st_mtime_ns for note in noted)
+
+    report = reshard.reshard(run_of(cut), 12, look)
+    assert at_the_end == list(noted.values())
+    assert manifest.read(store, "made").content_digest() == manifest.read(Store(str(whole)), "made").content_digest()
+    again = reshard.reshard(run_of(cut), 12)
+    assert (again.base_version, again.version, again.shards_before) == (report.version, report.version, 12)
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_index, run_over, tmp_path):
+    refined = {"questions": "dev", "method": "passage", "step_size": 0.05, "rounds": 2, "max_heldout_loss": 100}
+    other = shutil.copytree(own_index, tmp_path / "other")
+    first = manifest.read(Store(str(own_index)), "index")
+    reshard.reshard(run_over(other), 5)
+    reports = [refine.refine(run_over(store, refine=refined)) for store in (own_index, other)]
+    assert reports[0].published and reports[1].published
+    assert reports[0].accuracy == reports[1].accuracy
+    assert stored(other, reports[1].published) == stored(own_index, reports[0].published) != stored(own_index, first)
+    said: list[str] = []
+    back = reindex.index(run_over(other), lambda what, *_: said.append(what))
+    assert back.shards == first.shards and "encode" not in said

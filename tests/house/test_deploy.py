@@ -1,0 +1,184 @@
+"""What is shipped for clusters: Ray takes the files of `ray up` and of Serve, and the Kubernetes ones hold together.
+
+KubeRay's field names are those of its API reference, v1 (docs/reference/api.md of ray-project/kuberay).
+"""
+
+import copy
+import importlib.metadata
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve import Application
+from ray.serve.schema import ServeDeploySchema
+
+from mvr_ray.config import load_run
+from mvr_ray.errors import ConfigError
+from mvr_ray.serving.declared import Declared, app
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CLOUDS = {"aws": ROOT / "cluster.yaml", "gcp": ROOT / "deploy" / "gcp.yaml"}
+GROUP = {"rayStartParams", "template"}
+FIELDS = {
+    "cluster": {
+        *("rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec"),
+        *("workerGroupSpecs", "gcsFaultToleranceOptions", "headServiceAnnotations", "suspend", "managedBy"),
+    },
+    "head": {*GROUP, "headService", "enableIngress", "serviceType"},
+    "workers": {
+        *(*GROUP, "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "numOfHosts"),
+        *("scaleStrategy", "suspend"),
+    },
+    "autoscaler": {
+        *("resources", "image", "imagePullPolicy", "securityContext", "idleTimeoutSeconds", "upscalingMode"),
+        *("version", "env", "envFrom", "volumeMounts"),
+    },
+    "service": {"serveService", "upgradeStrategy", "serveConfigV2", "rayClusterConfig", "excludeHeadPodFromServeSvc"},
+    "pod": {
+        *("serviceAccountName", "containers", "volumes", "nodeSelector", "tolerations"),
+        *("terminationGracePeriodSeconds", "initContainers", "affinity"),
+    },
+    "container": {"name", "image", "ports", "resources", "env", "envFrom", "volumeMounts", "command", "args"},
+}
+CPU, MEMORY = re.compile(r"\d+m?|\d+\.\d+"), re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti)")
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(params=["raycluster", "rayservice"])
+def described(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return loaded(ROOT / "deploy" / "kuberay" / f"{request.param}.yaml")
+
+
+def spec_of(described: dict[str, Any]) -> dict[str, Any]:
+    return described["spec"] if described["kind"] == "RayCluster" else described["spec"]["rayClusterConfig"]
+
+
+def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_ray_up_takes_the_file_and_refuses_it_with_a_word_misspelt(cloud: str) -> None:
+    whole = loaded(CLOUDS[cloud])
+    validate_config(prepare_config(copy.deepcopy(whole)))
+    assert whole["provider"]["type"] == cloud
+    for misspelt in ({**whole, "max_worker": 3}, {**whole, "idle_timeout_minutes": "ten"}):
+        with pytest.raises(Exception, match=r"max_worker|ten"):
+            validate_config(prepare_config(copy.deepcopy(misspelt)))
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_the_head_has_no_gpu_and_only_encoders_come_and_go_as_spot(cloud: str) -> None:
+    described = loaded(CLOUDS[cloud])
+    nodes = described["available_node_types"]
+    assert set(nodes) == {"head", "encoder", "searcher"} and described["head_node_type"] == "head"
+    assert [name for name, node in nodes.items() if node["resources"].get("GPU")] == ["encoder"]
+    assert [name for name, node in nodes.items() if "spot" in str(node["node_config"]).lower()] == ["encoder"]
+    assert nodes["encoder"]["min_workers"] == 0 < nodes["encoder"]["max_workers"]
+    assert described["max_workers"] >= nodes["encoder"]["max_workers"] + nodes["searcher"]["max_workers"]
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
+    nodes = loaded(CLOUDS[cloud])["available_node_types"]
+    check_fits(
+        nodes["encoder"]["max_workers"] * nodes["encoder"]["resources"]["GPU"],
+        nodes["searcher"]["max_workers"] * nodes["searcher"]["resources"]["CPU"],
+    )
+
+
+def check_fits(gpus: int, cpus: int) -> None:
+    asked = load_run(ROOT / "configs" / "wikipedia.yaml").resources
+    assert max(asked.encoders_max * asked.gpus_per_encoder, asked.train_workers * asked.gpus_per_trainer) <= gpus
+    assert asked.searchers * asked.cpus_per_searcher <= cpus
+
+
+def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
+    for path in CLOUDS.values():
+        described = loaded(path)
+        starts = [*described["head_start_ray_commands"], *described["worker_start_ray_commands"]]
+        for command in starts:
+            assert "ray start" not in command or "RAY_AUTH_MODE=token" in command
+        assert any("--dashboard-host=127.0.0.1" in command for command in starts)
+        assert "~/.ray/auth_token" in described["file_mounts"]
+
+
+def test_the_kubernetes_files_use_fields_that_kuberay_has(described: dict[str, Any]) -> None:
+    assert described["apiVersion"] == "ray.io/v1" and set(described) == {"apiVersion", "kind", "metadata", "spec"}
+    assert NAME.fullmatch(described["metadata"]["name"])
+    spec = spec_of(described)
+    if described["kind"] == "RayService":
+        assert set(described["spec"]) <= FIELDS["service"]
+        assert described["spec"]["upgradeStrategy"]["type"] in ("NewCluster", "None")
+    assert set(spec) <= FIELDS["cluster"] and spec["authOptions"] == {"mode": "token"}
+    assert set(spec["autoscalerOptions"]) <= FIELDS["autoscaler"]
+    assert spec["autoscalerOptions"]["upscalingMode"] in ("Default", "Aggressive", "Conservative")
+    assert set(spec["headGroupSpec"]) <= FIELDS["head"]
+    for group in spec["workerGroupSpecs"]:
+        assert set(group) <= FIELDS["workers"] and NAME.fullmatch(group["groupName"])
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+
+
+def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(described: dict[str, Any]) -> None:
+    for pod in pods(spec_of(described)):
+        assert set(pod) <= FIELDS["pod"]
+        [container] = pod["containers"]
+        assert set(container) <= FIELDS["container"] and NAME.fullmatch(container["name"])
+        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+        assert limits == requests, "a pod that may use more than it asks for is the first to be killed"
+        assert CPU.fullmatch(limits["cpu"]) and MEMORY.fullmatch(limits["memory"])
+        assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu", "ephemeral-storage"}
+        mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
+        ports = [port["containerPort"] for port in container.get("ports", [])]
+        names = [port["name"] for port in container.get("ports", [])]
+        assert len(set(ports)) == len(ports) and len(set(names)) == len(names)
+        assert all(NAME.fullmatch(name) and len(name) <= 15 for name in names)
+        for toleration in pod.get("tolerations", []):
+            assert toleration["operator"] == "Exists" or "value" in toleration
+
+
+def test_images_and_versions_are_those_of_the_ray_that_is_pinned(described: dict[str, Any]) -> None:
+    version, spec = importlib.metadata.version("ray"), spec_of(described)
+    assert spec["rayVersion"] == version
+    for pod in pods(spec):
+        image = pod["containers"][0]["image"]
+        gpu = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+        assert image.endswith(f":{version}-{'gpu' if gpu else 'cpu'}")
+        assert f"-t {image} ." in (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None:
+    spec = loaded(ROOT / "deploy" / "kuberay" / "raycluster.yaml")["spec"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    limits = {name: group["template"]["spec"]["containers"][0]["resources"]["limits"] for name, group in groups.items()}
+    spot = [name for name, group in groups.items() if "spot" in str(group["template"]["spec"].get("nodeSelector"))]
+    assert [name for name in groups if "nvidia.com/gpu" in limits[name]] == spot == ["encoder"]
+    assert groups["encoder"]["minReplicas"] == 0
+    encoders = groups["encoder"]["maxReplicas"] * int(limits["encoder"]["nvidia.com/gpu"])
+    check_fits(encoders, groups["searcher"]["maxReplicas"] * int(limits["searcher"]["cpu"]))
+
+
+def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = loaded(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]
+    served = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    [application] = served.applications
+    assert application.import_path == f"{inspect.getmodule(app).__name__}:{app.__name__}"  # type: ignore[union-attr]
+    monkeypatch.chdir(ROOT)
+    args = Declared.model_validate(application.args)
+    assert isinstance(app(args), Application)
+    assert load_run(args.config, args.overrides).serve.host == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"serve\.hosts"):
+        app(args.model_copy(update={"overrides": ["serve.hosts=x"]}))
+    for pod in pods(spec["rayClusterConfig"]):
+        assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]

@@ -1,0 +1,211 @@
+"""Laws of conditional writes on S3, over the wire: created once, a lost answer is read again, one publisher wins."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+from mvr_ray.errors import ManifestError, PublishConflictError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.conditional import Keys, conditional_puts, signed
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardMeta
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mvr_ray.store.conditional.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("mvr_ray.store.objects.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("mvr_ray.store.manifest.READ_TRIES", 1)
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def serve(s3_server: ModuleType) -> Serve:
+    """Run a scripted server; gives its store and its script."""
+
+    @contextmanager
+    def run(conditional: str = "honoured") -> Iterator[tuple[Store, Any]]:
+        script = s3_server.Script([], [], conditional)
+        with s3_server.serve(script) as root:
+            yield Store(root), script
+
+    return run
+
+
+def draft(store: Store, folder: Path) -> Manifest:
+    """A manifest of one shard, not yet published."""
+    folder.mkdir()
+    (folder / layout.EMBEDDINGS).write_bytes(b"content")
+    return Manifest(
+        index="i",
+        operation="index",
+        encoder_name="encoder",
+        encoder_fingerprint="f" * 16,
+        similarity="cosine",
+        num_views=8,
+        dimension=4,
+        dtype="fp16",
+        corpus="corpus",
+        corpus_digest="c" * 32,
+        index_params={"kind": "flat"},
+        shards=(manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5)),),
+    )
+
+
+def of_manifests(script: Any) -> list[int]:
+    return [status for key, status in script.answered if key.endswith(".json")]
+
+
+def test_a_signature_is_the_one_of_the_documented_example():
+    """PUT Object, in AWS's chapter on the Authorization header."""
+    headers = {"Date": "Fri, 24 May 2013 00:00:00 GMT", "x-amz-storage-class": "REDUCED_REDUNDANCY"}
+    made = signed(
+        "PUT",
+        "https://examplebucket.s3.amazonaws.com/test%24file.text",
+        headers,
+        b"Welcome to Amazon S3.",
+        Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
+        "us-east-1",
+        datetime(2013, 5, 24, tzinfo=UTC),
+    )
+    assert made["Authorization"].endswith("98ad721746da40c64f1a55b78f14c238d841ea1380cd77a1b5971af0ece108bd")
+
+
+def test_a_manifest_is_created_by_one_conditional_put_and_what_is_there_stays(serve: Serve, tmp_path: Path):
+    with serve() as (store, script):
+        first = manifest.publish(store, draft(store, tmp_path / "made"))
+        assert of_manifests(script) == [200]
+        path = layout.manifest("i", 1)
+        before = store.read_bytes(path)
+        with pytest.raises(FileExistsError):
+            store.create_once(path, b"other")
+        assert store.read_bytes(path) == before
+        assert of_manifests(script) == [200, 412]
+        assert manifest.read(store, "i") == first
+        assert store.list("indexes/i/versions") == ["1.json"]
+
+
+def test_names_of_any_letters_are_created_once(serve: Serve):
+    with serve() as (store, script):
+        for name in ("a b", "ä+1", "x=1&y=~2", "50%"):
+            store.create_once(f"odd/{name}.json", name.encode())
+            assert store.read_bytes(f"odd/{name}.json") == name.encode()
+            with pytest.raises(FileExistsError):
+                store.create_once(f"odd/{name}.json", b"other")
+        assert of_manifests(script) == [200, 412] * 4
+
+
+def test_a_lost_answer_is_read_again_and_known_as_ones_own(serve: Serve, s3_server: ModuleType, tmp_path: Path):
+    with serve() as (store, script):
+        script.faults.append(s3_server.Fault("versions/1.json", "lost"))
+        published = manifest.publish(store, draft(store, tmp_path / "made"))
+        assert not script.faults and of_manifests(script) == [412]
+        assert manifest.read(store, "i") == published
+        assert manifest.list_versions(store, "i") == [1]
+
+
+def test_a_publisher_of_equal_content_in_the_same_second_is_not_taken_for_oneself(
+    serve: Serve, s3_server: ModuleType, tmp_path: Path
+):
+    """The first one's answer is lost; the second one meets its bytes, which differ in the token alone."""
+    with serve() as (store, script):
+        described = draft(store, tmp_path / "made")
+        start = threading.Barrier(2)
+        script.faults.extend([s3_server.Fault("versions/1.json", "lost")] * 2)
+
+        def publish(_: int) -> Manifest | None:
+            start.wait()
+            try:
+                return manifest.publish(Store(store.root), described)
+            except PublishConflictError:
+                return None
+
+        with ThreadPoolExecutor(2) as pool:
+            won = [made for made in pool.map(publish, range(2)) if made]
+        assert len(won) == 1
+        assert manifest.read(store, "i") == won[0]
+
+
+@pytest.mark.parametrize("kind", ["broken", "503", "409"])
+def test_a_put_that_did_not_happen_is_done_again(serve: Serve, s3_server: ModuleType, tmp_path: Path, kind: str):
+    with serve() as (store, script):
+        script.faults.extend([s3_server.Fault("versions/1.json", kind)] * 3)
+        published = manifest.publish(store, draft(store, tmp_path / "made"))
+        assert not script.faults and of_manifests(script)[-1] == 200
+        assert manifest.read(store, "i") == published
+
+
+@pytest.mark.parametrize("conditional", ["ignored", "refused"])
+def test_a_server_that_does_not_honour_the_condition_is_found_and_creation_is_still_once(
+    serve: Serve, tmp_path: Path, conditional: str
+):
+    with serve(conditional) as (store, script):
+        published = manifest.publish(store, draft(store, tmp_path / "made"))
+        with pytest.raises(FileExistsError):
+            store.create_once(layout.manifest("i", 1), b"other")
+        assert manifest.read(store, "i") == published
+        assert of_manifests(script) == []
+
+
+def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_server: ModuleType, tmp_path: Path):
+    """40 numbers; of a third of them the first answer is lost, broken off, or put off."""
+    rng = random.Random(7)
+    with serve() as (store, script):
+        described, start = draft(store, tmp_path / "made"), threading.Barrier(2)
+        stores = [Store(store.root), Store(store.root)]
+        won: list[list[Manifest]] = []
+
+        def publish(own: Store, parent: int, who: int) -> Manifest | None:
+            start.wait()
+            try:
+                return manifest.publish(own, replace(described, parent=parent, config_digest=str(who)))
+            except PublishConflictError:
+                return None
+
+        with ThreadPoolExecutor(2) as pool:
+            for parent in range(40):
+                if rng.random() < 1 / 3:
+                    kind = rng.choice(["lost", "broken", "503", "409"])
+                    script.faults.append(s3_server.Fault(f"versions/{parent + 1}.json", kind))
+                tried = pool.map(publish, stores, [parent] * 2, range(2))
+                won.append([made for made in tried if made])
+        assert [len(made) for made in won] == [1] * 40
+        assert manifest.list_versions(store, "i") == list(range(1, 41))
+        assert [manifest.read(store, "i", n) for n in range(1, 41)] == [made[0] for made in won]
+        assert {made[0].config_digest for made in won} == {"0", "1"}
+        created = [key for key, status in script.answered if status == 200 and key.endswith(".json")]
+        assert len(created) == len(set(created))
+
+
+def test_an_outcome_that_cannot_be_known_is_told_as_such(serve: Serve, s3_server: ModuleType, tmp_path: Path):
+    with serve() as (store, script):
+        described = draft(store, tmp_path / "made")
+        script.faults.append(s3_server.Fault("versions/1.json", "down"))
+        with pytest.raises(ManifestError, match=r"1\.json was published is not known: .*versions CONFIG list"):
+            manifest.publish(store, described)
+
+
+def test_other_stores_and_keys_that_are_not_known_go_by_claims(monkeypatch: pytest.MonkeyPatch):
+    assert conditional_puts(pyarrow.fs.LocalFileSystem()) is None
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bare = pyarrow.fs.S3FileSystem(region="eu-west-1")
+    assert conditional_puts(bare) is None
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    puts = conditional_puts(bare)
+    assert puts and (puts.endpoint, puts.keys) == ("https://s3.eu-west-1.amazonaws.com", Keys("key", "secret"))
+    open_to_all = conditional_puts(pyarrow.fs.S3FileSystem(region="cn-north-1", anonymous=True))
+    assert open_to_all and (open_to_all.endpoint, open_to_all.keys) == ("https://s3.cn-north-1.amazonaws.com.cn", None)
