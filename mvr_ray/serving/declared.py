@@ -1,13 +1,17 @@
 """The search application as a declarative Serve file names it: `import_path: mvr_ray.serving.declared:app`.
 
-Serve's own HTTP options and replica counts stand in that file; the run file says what is searched.
+Serve's own HTTP options and replica counts stand in that file; the run file says what is searched. Such a Serve is
+reached from other machines, so there must be a token.
 """
 
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 
 from mvr_ray.config import load_run
-from mvr_ray.serving.app import SearchIngress
+from mvr_ray.serving.replica import application, checked_tokens
+from mvr_ray.serving.tokens import require_tokens
+
+ANYWHERE = "0.0.0.0"
 
 
 class Declared(BaseModel):
@@ -20,13 +24,12 @@ class Declared(BaseModel):
     overrides: list[str] = []
     """`section.key=value` each, laid over the run file."""
     version: int | None = None
-    """An index version; absent: the one that is live when a replica starts."""
+    """An index version to stay with; absent: the newest one, followed."""
 
 
 def app(args: Declared) -> serve.Application:
-    """Ray Serve calls this when the file is applied. ConfigError where the run file is wrong."""
+    """Ray Serve calls this when the file is applied. ConfigError where the run file is wrong, or no token is known."""
     run = load_run(args.config, args.overrides)
-    replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
-        name="search", ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=64, health_check_period_s=10
-    )
-    return replica.bind(run.model_dump(mode="json"), args.version)
+    tokens = checked_tokens(run)
+    require_tokens(ANYWHERE, tokens)
+    return application(run, args.version, tokens)

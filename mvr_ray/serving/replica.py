@@ -57,14 +57,19 @@ def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") ->
     tokens = checked_tokens(run)
     serve.start(http_options={"host": run.serve.host, "port": run.serve.port})
     _require_address(run.serve.host, run.serve.port)
+    serve.run(application(run, version, tokens), name=name, route_prefix="/")
+    return f"http://{run.serve.host}:{run.serve.port}"
+
+
+def application(run: RunConfig, version: int | None, tokens: Tokens) -> serve.Application:
+    """What Ray Serve runs."""
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
         name="search",
         ray_actor_options={"num_cpus": 0.1},
         max_ongoing_requests=run.serve.max_waiting + _REFUSALS,
         health_check_period_s=10,
     )
-    serve.run(replica.bind(run.model_dump(mode="json"), version, tokens.known), name=name, route_prefix="/")
-    return f"http://{run.serve.host}:{run.serve.port}"
+    return replica.bind(run.model_dump(mode="json"), version, tokens.known)
 
 
 def checked_tokens(run: RunConfig) -> Tokens:

@@ -176,9 +176,16 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
     assert application.import_path == f"{inspect.getmodule(app).__name__}:{app.__name__}"  # type: ignore[union-attr]
     monkeypatch.chdir(ROOT)
     args = Declared.model_validate(application.args)
+    for name in ("MVR_RAY_READ_TOKEN", "MVR_RAY_ADMIN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="no token to ask for"):
+        app(args)
+    monkeypatch.setenv("MVR_RAY_READ_TOKEN", "read-" + "r" * 20)
     assert isinstance(app(args), Application)
     assert load_run(args.config, args.overrides).serve.host == "0.0.0.0"
     with pytest.raises(ConfigError, match=r"serve\.hosts"):
         app(args.model_copy(update={"overrides": ["serve.hosts=x"]}))
     for pod in pods(spec["rayClusterConfig"]):
+        env = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in pod["containers"][0]["env"]}
+        assert env["MVR_RAY_READ_TOKEN"] and env["MVR_RAY_ADMIN_TOKEN"]
         assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]

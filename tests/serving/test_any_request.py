@@ -35,6 +35,7 @@ likely = {
     "text": st.booleans(),
     "timeout_ms": st.none() | st.integers(-1, 20_000),
     "min_coverage": st.floats(-0.5, 1.5) | st.just(1),
+    "version": st.none() | st.integers(0, 4) | st.just(10**30),
     "encoder_fingerprint": st.none() | st.sampled_from(["f" * 16, "other"]),
 }
 
