@@ -27,7 +27,7 @@ from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed import session
 from mvr_ray.distributed.canary import Watch
 from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
-from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Router, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
 from mvr_ray.errors import MvrRayError, StorageError
 from mvr_ray.store import manifest
@@ -75,6 +75,7 @@ class LiveRouter:
         timeout_s: float = TIMEOUT_S,
         threads: int = 1,
         gpu: bool = False,
+        observe: Observe | None = None,
     ) -> None:
         """`described` is answered from first; its shards are opened by `ready`, or when asked."""
         self.store = store
@@ -83,6 +84,7 @@ class LiveRouter:
         self.timeout_s = timeout_s
         self.threads = threads
         self.gpu = gpu
+        self.observe = observe
         self._lock = threading.Lock()
         self._moving = threading.Lock()
         self._live = _Served(self._router(described, searchers.fleet(described)))
@@ -233,7 +235,15 @@ class LiveRouter:
                 log.info("dropped: index=%s version=%d", self.index, version)
 
     def _router(self, described: Manifest, fleet: Fleet) -> Router:
-        return Router(self.store, described, fleet, timeout_s=self.timeout_s, threads=self.threads, gpu=self.gpu)
+        return Router(
+            self.store,
+            described,
+            fleet,
+            timeout_s=self.timeout_s,
+            threads=self.threads,
+            gpu=self.gpu,
+            observe=self.observe,
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -307,6 +317,7 @@ def open_live(
     timeout_s: float = TIMEOUT_S,
     follow_s: float | None = None,
     canary_s: float = 5.0,
+    observe: Observe | None = None,
 ) -> Iterator[LiveRouter]:
     """A live router over `index.name`, first from `version` (None: the newest), until the block ends.
 
@@ -326,7 +337,8 @@ def open_live(
             info = stack.enter_context(session.connect(resources))
             searchers = started = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)
-        live = LiveRouter(store, described, searchers, timeout_s=timeout_s, threads=resources.torch_threads)
+        threads = resources.torch_threads
+        live = LiveRouter(store, described, searchers, timeout_s=timeout_s, threads=threads, observe=observe)
         try:
             live.ready()
         except StorageError as error:

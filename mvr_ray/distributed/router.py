@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
 DAMAGED = "damaged"
+Observe = Callable[[str, float], None]
+"""Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
 T = TypeVar("T", bound=np.ndarray[Any, Any])
 
 
@@ -86,9 +88,10 @@ class Router:
         timeout_s: float = TIMEOUT_S,
         threads: int = 1,
         gpu: bool = False,
+        observe: Observe | None = None,
     ) -> None:
         """`timeout_s`: for an answer, where a search does not say. `threads` and `gpu` are for embedding questions in
-        this process.
+        this process. `observe` is called by the threads that search.
         """
         self.store = store
         self.manifest = described
@@ -96,6 +99,7 @@ class Router:
         self.timeout_s = timeout_s
         self.threads = threads
         self.gpu = gpu
+        self.observe = observe
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
@@ -145,7 +149,8 @@ class Router:
         """`search` with the questions' embeddings; embedding them counts towards the time."""
         began = time.monotonic()
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        queries_QD = self.embed(texts)
+        with self._timed("encode"):
+            queries_QD = self.embed(texts)
         left = allowed - (time.monotonic() - began)
         return self.search(queries_QD, k, timeout_s=left, min_coverage=min_coverage)
 
@@ -166,12 +171,15 @@ class Router:
             return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
         first = first_depth(k, len(shards)) if exact else k
-        gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - time.monotonic())
+        with self._timed("search"):
+            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - time.monotonic())
         found = {answer.shard: answer for answer in gathered.found}
-        merged, rounds = merge_hits(_in_order(found), k), 1
-        again = needs_second_round(_in_order(found), merged, k) if exact else {}
+        with self._timed("merge"):
+            merged, rounds = merge_hits(_in_order(found), k), 1
+            again = needs_second_round(_in_order(found), merged, k) if exact else {}
         if again:
-            second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
+            with self._timed("search"):
+                second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
             gathered = Gathered(gathered.found, gathered.unanswered + second.unanswered)
             for answer in second.found:
                 found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
@@ -185,6 +193,13 @@ class Router:
         if silent:
             self._told(answer, min_coverage)
         return answer
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.observe:
+            self.observe(stage, time.perf_counter() - began)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold

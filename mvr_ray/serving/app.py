@@ -55,9 +55,9 @@ M = TypeVar("M", bound=BaseModel)
 log = logging.getLogger(__name__)
 
 
-def create_app(service: SearchService, tokens: Tokens | None = None) -> FastAPI:
+def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Metrics | None = None) -> FastAPI:
     """The ASGI app over one service. Without tokens everyone may read, and nobody change anything."""
-    limits, metrics = service.limits, Metrics()
+    limits, metrics = service.limits, metrics or Metrics()
     timeout_s = limits.timeout_ms / 1000
     places = Admission(limits.max_waiting, limits.max_running, timeout_s, lambda s: metrics.note_stage("queue", s))
     metrics.in_flight.set_function(lambda: places.in_flight)

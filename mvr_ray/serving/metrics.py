@@ -1,6 +1,7 @@
 """What a server counts about itself, in Prometheus' text format.
 
-Stages: `queue` from arrival to a free thread, `service` all that follows (embedding, shards, merging, texts).
+Stages: `queue` from arrival to a free thread, `service` all that follows; of that, `encode` the questions, `search` the
+shards (each round), `merge` their answers, as the router tells them.
 Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share.
 """
 

@@ -16,6 +16,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import KnownToken, Tokens, read_tokens, require_tokens
 from mvr_ray.store.files import Store
@@ -36,13 +37,15 @@ class SearchIngress:
         config = RunConfig.model_validate(run)
         self._held = ExitStack()
         timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None
-        router = self._held.enter_context(open_live(config, version, timeout_s=timeout_s, follow_s=follow_s))
+        self._metrics = Metrics()
+        opened = open_live(config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage)
+        router = self._held.enter_context(opened)
         catalog = StoreCatalog(Store(config.store.path), config.index.name)
         self.service = SearchService(router, config.serve, catalog, router)
         self._tokens = Tokens(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self.service, self._tokens)
+        return create_app(self.service, self._tokens, self._metrics)
 
     def check_health(self) -> None:
         self.service.ready()

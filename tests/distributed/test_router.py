@@ -73,8 +73,10 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     described = made_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
     assert first_depth(40, 4) < 40 < len(rich)
-    answer = local(tmp_path, described).search(queries_QD, 40)
+    stages: list[str] = []
+    answer = local(tmp_path, described, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
     assert answer.exact.rounds == 2 and answer.exact.certified
+    assert stages == ["search", "merge", "search"]
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, 40)
 

@@ -6,6 +6,7 @@ KubeRay's field names are those of its API reference, v1 (docs/reference/api.md 
 import copy
 import importlib.metadata
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from mvr_ray.config import load_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.declared import Declared, app
+from mvr_ray.serving.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLOUDS = {"aws": ROOT / "cluster.yaml", "gcp": ROOT / "deploy" / "gcp.yaml"}
@@ -189,3 +191,28 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
         env = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in pod["containers"][0]["env"]}
         assert env["MVR_RAY_READ_TOKEN"] and env["MVR_RAY_ADMIN_TOKEN"]
         assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]
+
+
+def test_the_dashboard_asks_for_what_a_server_counts() -> None:
+    """Names and labels of every query; a series without labels of its own needs none."""
+    metrics = Metrics()
+    metrics.note_request("/v1/search", "POST", 200, 0.1)
+    metrics.note_stage("merge", 0.1)
+    metrics.note_served("squad", 1, 1.0)
+    lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
+    counted: dict[str, set[str]] = {}
+    for line in lines:
+        name, _, labels = line.partition("{")
+        counted.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    used: set[str] = set()
+    for expression in asked:
+        names = re.findall(r"mvr_ray_\w+", expression)
+        assert names and set(names) <= counted.keys(), expression
+        used.update(names)
+        grouped = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
+        matched = {one for group in re.findall(r"\{([^}]*)\}", expression) for one in re.findall(r"(\w+)=", group)}
+        assert grouped | matched <= set.union(*(counted[name] for name in names)), expression
+    measured = {name for name in counted if not re.search(r"_(created|count|sum)$", name)}
+    assert used == measured
