@@ -119,7 +119,13 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
             max(1, resources.train_workers),
             "a worker",
         ),
-        PlanLine("memory", "searcher", PROCESS_BYTES + held + workspace, searchers, "its shards, mapped or loaded"),
+        PlanLine(
+            "memory",
+            "searcher",
+            PROCESS_BYTES + held + workspace,
+            searchers * resources.replicas,
+            "its shards, mapped or loaded",
+        ),
         PlanLine("memory", "refiner", PROCESS_BYTES + refined + workspace, refiners, "at most: every view moved"),
     ]
     if per_gpu_encoder:
@@ -128,7 +134,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
         lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
     if resources.gpus_per_searcher > 0:
         on_gpu = math.ceil(shards / searchers) * (vectors + added) * model.hidden * item + workspace
-        lines.append(PlanLine("gpu", "searcher", on_gpu, searchers, "vectors of its shards"))
+        lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
     return Plan(passages, passages * views, model.hidden, views, shards, lines)
 
 

@@ -113,6 +113,13 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
     assert set(lines) == {"encoder", "searcher"}
     assert lines["encoder"].count == 3
     assert lines["searcher"].bytes_all > 1_000_000 * 8 * 384 * 2
+    thrice = run.model_copy(update={"resources": run.resources.model_copy(update={"replicas": 3})})
+    for kind in ("gpu", "memory"):
+        one, three = (
+            next(line.bytes_all for line in plan(of, 1_000_000).lines if (line.kind, line.what) == (kind, "searcher"))
+            for of in (run, thrice)
+        )
+        assert three == 3 * one > 0
 
 
 def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
