@@ -1,0 +1,162 @@
+"""A cluster of two nodes, one of which is killed: what was asked for comes all the same, and nothing wrong comes.
+
+Run by `make chaos`. The commands are processes of their own; this one only adds and kills nodes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.cluster_utils import Cluster
+
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+pytestmark = [pytest.mark.data, pytest.mark.nodes]
+
+REFINE = {"questions": "dev", "method": "hybrid", "step_size": 0.05, "depth": 20, "rounds": 6, "patience": 6}
+WIDE = {"encoders_min": 2, "encoders_max": 2, "refiners": 2, "searchers": 2, "cpus_per_searcher": 0.25}
+ASKING = """
+import json, sys, time
+from mvr_ray.config import load_run
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import MvrRayError
+
+questions = json.loads(sys.argv[2])
+with open_router(load_run(sys.argv[1]), timeout_s=20) as router:
+    queries_QD = router.embed(questions)
+    began = time.monotonic()
+    while time.monotonic() - began < 300:
+        try:
+            answer = router.search(queries_QD, 10)
+            hits = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+            told = {"certified": answer.exact.certified, "coverage": answer.coverage_share, "hits": hits}
+        except MvrRayError as error:
+            told = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({**told, "at": time.monotonic()}), flush=True)
+"""
+QUESTIONS = ["When did the oil crisis begin?", "Who won the Super Bowl?", "What is a force?"]
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Iterator[Cluster]:
+    """A head that could do all the work alone, and nothing on it; health checks that take seconds."""
+    for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+    head = {"num_cpus": 6, "include_dashboard": False, "object_store_memory": 200_000_000}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    made.shutdown()
+
+
+def worker(cluster: Cluster):
+    node = cluster.add_node(num_cpus=6, object_store_memory=200_000_000)
+    cluster.wait_for_nodes()
+    return node
+
+
+def run_file(run_over, store: Path, **resources) -> str:
+    path = store.parent / f"{store.name}.yaml"
+    run = run_over(store, refine={**REFINE, "max_heldout_loss": 100}, resources={**WIDE, **resources})
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    return str(path)
+
+
+def command(*words: str) -> subprocess.Popen:
+    line = [sys.executable, "-m", "mvr_ray.cli", *words]
+    return subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def finished(process: subprocess.Popen, moment: str = "", then=lambda: None) -> str:
+    """All that a command says; `then` is done when it says `moment`."""
+    said, due = [], bool(moment)
+    assert process.stderr
+    for line in process.stderr:
+        said.append(line)
+        if due and moment in line:
+            due = False
+            then()
+    assert process.wait() == 0, "".join(said)
+    assert not due, "".join(said)
+    return "".join(said)
+
+
+def live(store: Path) -> Manifest:
+    return manifest.read(Store(str(store)), "index")
+
+
+def settled(run: str) -> None:
+    finished(command("versions", run, "verify"))
+
+
+@pytest.mark.chaos(
+    "node killed while it encodes", "the command ends well; the index is the undisturbed one to the byte"
+)
+def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(prepared, run_over, tmp_path, cluster):
+    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
+    finished(command("index", run_file(run_over, calm)))
+    node, run = worker(cluster), run_file(run_over, store)
+    finished(command("index", run), "encode:", lambda: cluster.remove_node(node, allow_graceful=False))
+    assert live(store).content_digest() == live(calm).content_digest()
+    settled(run)
+
+
+@pytest.mark.chaos(
+    "node killed while it refines", "the rounds go on elsewhere; the version is the undisturbed one to the byte"
+)
+def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, tmp_path, cluster):
+    calm = shutil.copytree(prepared, tmp_path / "calm")
+    finished(command("index", run_file(run_over, calm)))
+    store = shutil.copytree(calm, tmp_path / "store")
+    finished(command("refine", run_file(run_over, calm)))
+    assert live(calm).operation == "refine:hybrid"
+    node, run = worker(cluster), run_file(run_over, store)
+    moment = "refine round 2: retrieve"
+    finished(command("refine", run), moment, lambda: cluster.remove_node(node, allow_graceful=False))
+    assert live(store).content_digest() == live(calm).content_digest()
+    settled(run)
+
+
+@pytest.mark.chaos(
+    "node killed while it searches", "every answer is the right one or says what is missing; then all are whole again"
+)
+def test_a_node_that_dies_while_it_searches_gives_no_wrong_answer(
+    prepared, run_over, tmp_path, cluster, record_property
+):
+    store = shutil.copytree(prepared, tmp_path / "store")
+    run = run_file(run_over, store, replicas=2)
+    finished(command("index", run))
+    node = worker(cluster)
+    line = [sys.executable, "-c", ASKING, run, json.dumps(QUESTIONS)]
+    answers: list[dict] = []
+    killed_at = None
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout
+        for text in asking.stdout:
+            answers.append(json.loads(text))
+            if len(answers) == 100:
+                cluster.remove_node(node, allow_graceful=False)
+                killed_at, began = len(answers), time.monotonic()
+            if killed_at and time.monotonic() - began > 40 and all(a.get("certified") for a in answers[-50:]):
+                break
+        os.kill(asking.pid, signal.SIGTERM)
+    assert killed_at
+    right = answers[0]["hits"]
+    whole = [answer for answer in answers if answer.get("certified")]
+    partial = [answer for answer in answers if not answer.get("certified")]
+    assert all(answer["hits"] == right and answer["coverage"] == 1 for answer in whole)
+    assert all("CoverageError" in answer.get("error", "") for answer in partial)
+    gaps = [late["at"] - early["at"] for early, late in pairwise(answers)]
+    figures = f"{len(answers)} answers, {len(partial)} refused as not covered, longest wait {max(gaps):.1f} s"
+    record_property("figures", figures)
