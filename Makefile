@@ -1,9 +1,9 @@
-# make demo | test | check | studies | clean. Every target makes .venv itself.
+# make demo | test | check | chaos | studies | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check studies clean
+.PHONY: demo test check chaos studies clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,6 +24,10 @@ check: $(STAMP)
 
 test: $(STAMP) check
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+# Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
+chaos: $(STAMP)
+	$(BIN)/pytest -m 'chaos or nodes' --fault-table benchmarks/results/faults.md $(ARGS)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)

@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,44 @@ def empty_store(prepared, tmp_path) -> Path:
 def own_index(small_index, tmp_path) -> Path:
     """A copy of `small_index` for one test."""
     return shutil.copytree(small_index, tmp_path / "store")
+
+
+FAULTS: list[tuple[str, ...]] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fault-table", metavar="FILE", help="write what came of every fault of marker `chaos` to FILE")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark in item.iter_markers("chaos"):
+            item.user_properties.append(("fault", mark.args))
+
+
+def pytest_runtest_logreport(report):
+    told = [(value, report) for name, value in report.user_properties if name == "fault"]
+    if report.when == "call" or not report.passed:
+        figures = "; ".join(str(value) for name, value in report.user_properties if name == "figures")
+        test = report.nodeid.rpartition("/")[2].replace("|", "/")
+        for (fault, expected), _ in told:
+            FAULTS.append((fault, expected, report.outcome, f"{report.duration:.1f}", figures, f"`{test}`"))
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--fault-table")
+    if not file or not FAULTS:
+        return
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    passed = sum(row[2] == "passed" for row in FAULTS)
+    lines = [
+        "# Faults that were made to happen, and what came of them",
+        "",
+        f"`make chaos`, {datetime.now(UTC):%Y-%m-%d}, commit {revision.strip()}, {os.cpu_count()} cores: {passed} of "
+        f"{len(FAULTS)} cases as expected.",
+        "",
+        "| fault | expected | outcome | seconds | figures | test |",
+        "|---|---|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in sorted(FAULTS)),
+    ]
+    Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")

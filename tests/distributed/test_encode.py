@@ -104,6 +104,7 @@ def digests(store: Path) -> list[str]:
     return [entry.digest for entry in manifest.read(Store(str(store)), "index").shards]
 
 
+@pytest.mark.chaos("encoder killed", "the index is the undisturbed one to the byte")
 @pytest.mark.data
 @pytest.mark.ray
 def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, small_index, run_over):
@@ -129,6 +130,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.chaos("encoding driver killed", "only the chunks under way are encoded again")
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over):

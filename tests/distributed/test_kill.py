@@ -97,6 +97,7 @@ def encoder_processes(driver: int) -> list[int]:
     return sorted(pid for pid in encoders if parents.get(parents[pid]) == driver)
 
 
+@pytest.mark.chaos("index command and its encoder killed", "the same command ends with the undisturbed bytes")
 def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
     empty_store, small_index, run_file, ray_folder
 ):
@@ -116,6 +117,10 @@ def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
     finish("versions", command[1], "verify")
 
 
+@pytest.mark.chaos(
+    "refine command killed in a round and at its end",
+    "the same command ends with the undisturbed bytes",
+)
 def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_bytes(small_index, run_file, tmp_path):
     whole = shutil.copytree(small_index, tmp_path / "whole")
     finish("refine", run_file(whole))
@@ -133,6 +138,7 @@ def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_by
     finish("versions", command[1], "verify")
 
 
+@pytest.mark.chaos("reshard command killed", "the same command ends with the undisturbed bytes")
 def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(small_index, run_file, tmp_path):
     whole = shutil.copytree(small_index, tmp_path / "whole")
     finish("reshard", run_file(whole), "shards=7")

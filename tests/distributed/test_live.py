@@ -57,6 +57,10 @@ def damage(root: Path, digest: str) -> Path:
     return file
 
 
+@pytest.mark.chaos(
+    "versions published, rolled back and collected under 1,000 queries",
+    "every answer is right for exactly one version; none fails",
+)
 @pytest.mark.ray
 @pytest.mark.parametrize("local", [True, False], ids=["in this process", "actors"])
 def test_every_answer_is_one_versions_while_versions_come_and_go(tmp_path, run_over, ray_session, local):
@@ -177,6 +181,7 @@ def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
         assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
 
 
+@pytest.mark.chaos("no memory for the next version", "refused before a byte is read, with both numbers")
 def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over):
     first = made_index(tmp_path, FIRST, SHARDS)
     added = first.shards[1].num_bytes
@@ -206,6 +211,7 @@ def test_the_same_files_indexed_otherwise_need_their_room_again(tmp_path, run_ov
             assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
 
 
+@pytest.mark.chaos("next version damaged", "not moved to until whole; the live version goes on")
 def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run_over):
     made_index(tmp_path, FIRST, SHARDS)
     with open_live(run_of(tmp_path, run_over), local=True, follow_s=3600) as live:
@@ -265,6 +271,7 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
         assert live.search(QUERIES_QD, K).exact.certified
 
 
+@pytest.mark.chaos("searcher killed while it opens the next version", "the live version goes on; the reason is told")
 @pytest.mark.ray
 def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(tmp_path, run_over, ray_session):
     made_index(tmp_path, FIRST, SHARDS)
@@ -287,6 +294,7 @@ def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(tmp_
         assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
 
 
+@pytest.mark.chaos("shard damaged at rest", "told as damaged with its file; the others answer where that is allowed")
 @pytest.mark.ray
 def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(tmp_path, run_over, ray_session):
     first = made_index(tmp_path, FIRST, SHARDS)
@@ -298,6 +306,7 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(t
         assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
 
 
+@pytest.mark.chaos("searcher stopped by a signal while a call waits", "killed and started again; the call ends")
 @pytest.mark.ray
 def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, run_over, ray_session):
     made_index(tmp_path, FIRST, SHARDS)

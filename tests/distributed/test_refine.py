@@ -307,6 +307,10 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(i
     assert report.weights == expected.weights
 
 
+@pytest.mark.chaos(
+    "refine driver killed after it published",
+    "the same command says what was published, and publishes nothing",
+)
 def test_a_driver_killed_after_publishing_says_what_it_published(store):
     run = config(store, method="feedback_views", rounds=1)
     kept = Store(str(store))
@@ -319,6 +323,7 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store):
     assert manifest.list_versions(kept, "squad") == [1, 2]
 
 
+@pytest.mark.chaos("refiner killed", "comes back to the round that is asked for")
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session):
     kept = Store(str(store))
     base = manifest.read(kept, "squad")

@@ -124,6 +124,10 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
         assert placed == first + [()] * (groups - len(first))
 
 
+@pytest.mark.chaos(
+    "searcher killed while it searches, a replica left",
+    "no answer fails; all are complete and certified",
+)
 @pytest.mark.ray
 def test_with_a_replica_lost_answers_stay_whole_and_certified(opened):
     with opened(replicas=2) as router:
@@ -139,6 +143,7 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(opened):
         assert is_whole(router.search(QUERIES_QD, K))
 
 
+@pytest.mark.chaos("slow searcher", "a second call elsewhere answers in time, at most 5 % more calls")
 @pytest.mark.ray
 def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(opened, monkeypatch):
     with opened(replicas=2) as router:
@@ -167,6 +172,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         reopen(second)
 
 
+@pytest.mark.chaos("flood of the searchers", "refused at once with a time to come back; what was let in is answered")
 @pytest.mark.ray
 def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(opened):
     with opened(searcher_queue=2) as router, ThreadPoolExecutor(2) as threads:
@@ -209,6 +215,7 @@ def looked(watch: Watch, at_s: float, *well) -> int:
     return hung
 
 
+@pytest.mark.chaos("hung searcher", "found by a canary, told as hung, replaced")
 @pytest.mark.ray
 @pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
 def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen):
@@ -250,6 +257,7 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
         assert is_whole(router.search(QUERIES_QD, K))
 
 
+@pytest.mark.chaos("searcher killed, no replica left", "its shards are told as died; certified again after its restart")
 @pytest.mark.ray
 def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened):
     with opened() as router:

@@ -214,6 +214,7 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
         train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
 
 
+@pytest.mark.chaos("training worker killed", "the weights are the undisturbed ones to the bit")
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session):

@@ -122,6 +122,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     assert told[0]["status"] == 408
 
 
+@pytest.mark.chaos("flood over HTTP", "503 with Retry-After at the bound; what was let in is answered")
 def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once() -> None:
     slow = Library()
     slow.gate.clear()

@@ -107,6 +107,7 @@ def test_names_of_any_letters_are_created_once(serve: Serve):
         assert of_manifests(script) == [200, 412] * 4
 
 
+@pytest.mark.chaos("object store creates, its answer is lost", "read again and known as ones own, never a conflict")
 def test_a_lost_answer_is_read_again_and_known_as_ones_own(serve: Serve, s3_server: ModuleType, tmp_path: Path):
     with serve() as (store, script):
         script.faults.append(s3_server.Fault("versions/1.json", "lost"))

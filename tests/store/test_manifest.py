@@ -77,6 +77,7 @@ def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path
     assert (folder / "index.bin").read_bytes() == b"tnetnoc"
 
 
+@pytest.mark.chaos("flipped bit", "refused before it is opened, file and shard named")
 def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path):
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
     published = manifest.publish(store, describe(entries))
@@ -139,6 +140,7 @@ def test_numbers_that_are_not_finite_are_refused(store: Store, entry: ShardEntry
         manifest.publish(store, dataclasses.replace(describe([entry]), recall=float("nan")))
 
 
+@pytest.mark.chaos("many publishers at once", "exactly one wins, the others are told")
 def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Store, entry: ShardEntry):
     start = threading.Barrier(6)
 
@@ -164,6 +166,7 @@ def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry)
             manifest.publish(store, describe([entry], parent=parent))
 
 
+@pytest.mark.chaos("acknowledgement of publishing lost", "read again, not repeated")
 def test_an_error_after_the_manifest_was_created_counts_as_published(
     store: Store, entry: ShardEntry, monkeypatch: pytest.MonkeyPatch
 ):
@@ -224,6 +227,7 @@ manifest.publish(store, dataclasses.replace(live, parent=live.version, config_di
 """
 
 
+@pytest.mark.chaos("publisher killed at any write or rename", "the live version is whole: the old one or the new one")
 @pytest.mark.parametrize(("call", "at"), [("utime", 1), ("fsync", 1), ("link", 1), ("fsync", 2)])
 def test_a_publisher_killed_anywhere_leaves_a_whole_live_version(tmp_path: Path, call: str, at: int):
     store = Store(tmp_path / "store")
@@ -238,6 +242,7 @@ def test_a_publisher_killed_anywhere_leaves_a_whole_live_version(tmp_path: Path,
     assert manifest.read(store, "i") == after
 
 
+@pytest.mark.chaos("disk full while publishing", "the old version stays live")
 def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
