@@ -54,6 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.chaos("index file truncated, flipped, lengthened or gone", "built again from the embeddings, to the byte")
 @pytest.mark.parametrize("params", [INT8, IVF], ids=["int8", "ivf"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
