@@ -130,7 +130,7 @@ class Readiness(BaseModel):
     index: str
     version: int
     coverage: float
-    shards: list[Shard]
+    shards: list[Shard] = Field(default_factory=list)
 
 
 class Liveness(BaseModel):
