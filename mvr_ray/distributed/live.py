@@ -29,7 +29,7 @@ from mvr_ray.distributed.canary import Watch
 from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
-from mvr_ray.errors import MvrRayError, StorageError
+from mvr_ray.errors import MvrRayError, ResourceError, StorageError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -190,7 +190,14 @@ class LiveRouter:
             found = self._called(version)
             if found is not None:
                 return found
-            live, served = self._live, self._beside(manifest.read(self.store, self.index, version))
+            live = self._live
+            try:
+                served = self._beside(manifest.read(self.store, self.index, version))
+            except RayError as error:
+                raise ResourceError(
+                    f"index {self.index!r} version {version} could not be opened beside version "
+                    f"{live.router.manifest.version} ({str(error).splitlines()[0]}); ask again"
+                ) from error
             with self._lock:
                 before, self._guest = self._guest, served
                 leaves = before is not live and self._open.get(before.router.manifest.version) is before

@@ -149,7 +149,8 @@ class SearchService:
             self.moving.follow()
         serving = self.served().version
         if serving != number:
-            why = self.moving.failure if self.moving is not None else "this service answers from one version alone"
+            failure = self.moving.failure if self.moving is not None else ""
+            why = failure or "it stays with the version that it was started with"
             told = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
             raise RequestError(503, "not_opened", "n", told, "see `mvr-ray versions CONFIG verify`")
         return self.readiness()

@@ -15,21 +15,9 @@ class Reply(NamedTuple):
     """How many of the sent chunks were taken."""
 
 
-def call(
-    app: Any,
-    method: str,
-    path: str,
-    body: Any = None,
-    raw: bytes | None = None,
-    *,
-    token: str | None = None,
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    chunks: Sequence[bytes] | None = None,
-) -> Reply:
-    """Send `body` as JSON, `raw` as it is, or `chunks` without a content-length."""
-    return asyncio.run(
-        ask(app, method, path, body, raw, token=token, headers=headers, chunks=chunks),
-    )
+def call(app: Any, method: str, path: str, *parts: Any, **more: Any) -> Reply:
+    """`ask`, outside an event loop."""
+    return asyncio.run(ask(app, method, path, *parts, **more))
 
 
 async def ask(
@@ -43,6 +31,7 @@ async def ask(
     headers: Iterable[tuple[bytes, bytes]] = (),
     chunks: Sequence[bytes] | None = None,
 ) -> Reply:
+    """Send `body` as JSON, `raw` as it is, or `chunks` without a content-length."""
     sent = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     told_headers = [*headers]
     if "content-type" not in {name.decode() for name, _ in told_headers}:
