@@ -1,9 +1,9 @@
-# make demo | test | check | chaos | studies | clean. Every target makes .venv itself.
+# make demo | test | check | chaos | studies | bench | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check chaos studies clean
+.PHONY: demo test check chaos studies bench clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -32,6 +32,10 @@ chaos: $(STAMP)
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
+
+# Speed and memory beside peers, which get an environment of their own under .peers/.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/suite.py $(ARGS)
 
 clean:
 	rm -rf .venv demo-store study-store

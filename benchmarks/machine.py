@@ -15,7 +15,15 @@ def hardware() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": revision.strip(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    """The model's name where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

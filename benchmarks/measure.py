@@ -1,0 +1,166 @@
+"""Side by side in one run: interleaved rounds, ratios of the same round, and the floors of the machine.
+
+A part of the suite is one file of this folder. It times its cases with `interleaved`, states what must hold as
+`Bar`s, and ends with `write`, which keeps every raw sample in `results/bench/<part>.json`. `suite.py` runs the parts
+and makes the one table of them.
+"""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from machine import RESULTS, hardware
+
+FOLDER = RESULTS / "bench"
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One thing that must hold, and whether it did: `measured` at least (or at most) `bar`."""
+
+    what: str
+    measured: float
+    bar: float
+    at_least: bool = True
+    unit: str = "x"
+    note: str = ""
+    """For a miss: what the profile shows and what was tried."""
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
+
+
+@dataclass
+class Part:
+    """What one part of the suite measured. Samples are seconds; `work` is what one sample did, in `unit`s."""
+
+    name: str
+    title: str
+    unit: str
+    work: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
+    """Case to the least seconds that this machine's bandwidth or matrix rate allow it."""
+    bars: list[Bar] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Settings, measured rates of the machine, versions of the peers, sizes."""
+
+    def add(self, samples: Mapping[str, list[float]], work: float) -> None:
+        for name, seconds in samples.items():
+            self.samples[name], self.work[name] = list(seconds), work
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS, warm: int = 1, repeat: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is the mean of
+    `repeat` runs, for what takes less than milliseconds. The first `warm` rounds are not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(warm + rounds):
+        for name, run in cases.items():
+            gc.collect()
+            started = time.perf_counter()
+            for _ in range(repeat):
+                run()
+            seconds = (time.perf_counter() - started) / repeat
+            if number >= warm:
+                samples[name].append(seconds)
+    return samples
+
+
+def speedup(samples: Mapping[str, Sequence[float]], ours: str, peer: str) -> float:
+    """How many times as fast as `peer` we are: the median over rounds of the ratio within the round."""
+    return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second that `threads` read from memory: the best sum over 2 GiB in seven tries."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        data = torch.ones(1 << 29)
+        best = min(interleaved({"sum": data.sum}, rounds=7)["sum"])
+        return data.numel() * data.element_size() / best
+    finally:
+        torch.set_num_threads(before)
+
+
+def matrix_rate(threads: int, size: int = 3072) -> float:
+    """Floating-point operations a second of a square fp32 matrix product on `threads`: the best of seven tries."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a, b = torch.ones(size, size), torch.ones(size, size)
+        best = min(interleaved({"product": lambda: a @ b}, rounds=7)["product"])
+        return 2.0 * size**3 / best
+    finally:
+        torch.set_num_threads(before)
+
+
+def write(part: Part) -> None:
+    """Keep the part with its raw samples, and print it."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.met} for bar in part.bars], "hardware": hardware()}
+    target = FOLDER / f"{part.name}.json"
+    scratch = target.with_suffix(".part")
+    scratch.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+    scratch.replace(target)
+    print(markdown(report))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """One part as Markdown: its cases, then its bars, then what it was measured with."""
+    lines = [f"## {report['title']}", ""]
+    if report["samples"]:
+        lines += [f"| case | median | least..most | {report['unit']}/s | share of the floor |", "|---|---|---|---|---|"]
+        for name, seconds in report["samples"].items():
+            middle, floor = statistics.median(seconds), report["floors"].get(name)
+            share = f"{floor / middle:.0%}" if floor else ""
+            spread = f"{_told(min(seconds))}..{_told(max(seconds))}"
+            lines.append(f"| {name} | {_told(middle)} | {spread} | {report['work'][name] / middle:,.4g} | {share} |")
+        lines.append("")
+    if report["bars"]:
+        lines += ["| bar | asked | measured | |", "|---|---|---|---|"]
+        lines += [f"| {bar_row(bar)} |" for bar in report["bars"]]
+        lines.append("")
+        lines += [f"- {bar['what']}: {bar['note']}" for bar in report["bars"] if bar["note"]]
+        lines.append("")
+    lines += [f"- {key}: {_fact(value)}" for key, value in report["facts"].items()]
+    seen = report["hardware"]
+    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {seen['cores']} cores of {seen['processor']}")
+    return "\n".join(lines) + "\n"
+
+
+def bar_row(bar: Mapping[str, Any]) -> str:
+    """What was asked, what was measured, and whether that is enough, as cells of a Markdown table."""
+    asked = f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
+    return f"{bar['what']} | {asked} | {bar['measured']:.3g} {bar['unit']} | {'met' if bar['met'] else '**missed**'}"
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(f"{k} {_fact(v)}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _told(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
