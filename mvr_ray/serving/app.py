@@ -89,7 +89,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
 
         return await place.run(timed, own_s)
 
-    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(409, 415, 422))
+    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(404, 409, 415, 422))
     async def search(request: Request) -> SearchResponse:
         """The best passages of each query. Coverage and exactness are always told."""
         asked = await _body(request, SearchRequest)

@@ -90,3 +90,9 @@ def test_every_body_made_of_the_described_fields_gets_a_documented_status(served
     check(reply, described, body)
     if reply.status == 200 and path == "/v1/search":
         assert [len(row) for row in reply.body["results"]] == [min(int(body.get("k", 10)), 3)] * len(body["queries"])
+
+
+def test_a_search_of_a_version_that_is_not_served_is_documented(served) -> None:
+    reply = call(served, "POST", "/v1/search", {"queries": ["nile"], "version": 10**30}, token=READ)
+    assert reply.status == 404
+    check(reply, served.openapi()["paths"]["/v1/search"]["post"], "version 10**30")
