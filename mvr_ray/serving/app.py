@@ -5,6 +5,7 @@
     POST /v1/explain                  every view of some passages with every question
     GET  /v1/passages/{id}            one passage; its id may hold anything, percent-encoded
     GET  /v1/versions                 what is published, what is live, what is served
+    POST /v1/versions                 a manifest whose files are in the store, as a new version (admin token)
     GET  /v1/versions/{n}             one of them, and how it was made
     POST /v1/versions/{n}/rollback    its content as a new version (admin token)
     POST /v1/versions/{n}/promote     answer from the newest version now (admin token)
@@ -34,6 +35,7 @@ from mvr_ray.serving import gate, wire
 from mvr_ray.serving.admission import Admission, Place, late
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
+from mvr_ray.serving.offer import PublishRequest
 from mvr_ray.serving.openapi import describe, documented, documented_readiness, takes
 from mvr_ray.serving.pages import add_page
 from mvr_ray.serving.service import SearchService
@@ -89,7 +91,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
 
         return await place.run(timed, own_s)
 
-    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(409, 415, 422))
+    @api.post("/v1/search", openapi_extra=takes(SearchRequest), responses=documented(404, 409, 415, 422))
     async def search(request: Request) -> SearchResponse:
         """The best passages of each query. Coverage and exactness are always told."""
         asked = await _body(request, SearchRequest)
@@ -113,6 +115,17 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
     async def versions(request: Request) -> VersionList:
         """All published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
+
+    @api.post("/v1/versions", openapi_extra=takes(PublishRequest), responses=documented(403, 404, 409, 415, 422))
+    async def publish(request: Request) -> VersionInfo:
+        """Publish a manifest whose files are all in the store, once each has been read and found whole. Sent again, it
+        is published once. Needs an admin token.
+        """
+        gate.require_admin(request.state.role)
+        offer = await _body(request, PublishRequest)
+        done = await run(request, lambda left_s: service.publish(offer, left_s))
+        log.info("published: request=%s version=%d", request.state.request_id, done.version)
+        return done
 
     @api.get("/v1/versions/{n}", responses=documented(404, 422))
     async def version(request: Request, n: int) -> VersionDetail:
@@ -152,7 +165,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     add_page(api)
-    describe(api, (SearchRequest, ExplainRequest), limits, with_tokens=bool(tokens))
+    describe(api, (SearchRequest, ExplainRequest, PublishRequest), limits, with_tokens=bool(tokens))
     return api
 
 

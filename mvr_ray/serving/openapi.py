@@ -52,7 +52,8 @@ def describe(api: FastAPI, models: Sequence[type[BaseModel]], limits: ServeConfi
             made = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             for model in models:
-                schemas[model.__name__] = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
+                told = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
+                schemas |= told.pop("$defs", {}) | {model.__name__: told}
             _bounded(schemas, limits)
             if with_tokens:
                 made["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
