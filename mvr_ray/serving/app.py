@@ -27,6 +27,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from mvr_ray import __version__
 from mvr_ray.errors import MvrRayError
@@ -165,7 +167,8 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     add_page(api)
-    describe(api, (SearchRequest, ExplainRequest, PublishRequest), limits, with_tokens=bool(tokens))
+    bodies = (SearchRequest, ExplainRequest, PublishRequest)
+    describe(api, bodies, limits, with_tokens=bool(tokens), open_paths=gate.OPEN)
     return api
 
 
@@ -212,7 +215,10 @@ def _answer_errors(api: FastAPI) -> None:
     async def astray(request: Request, error: HTTPException) -> Response:
         code = {404: "unknown_route", 405: "wrong_method"}.get(error.status_code, "http_error")
         told = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return _response(RequestError(error.status_code, code, "", told, "see GET /openapi.json", error.headers))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # raised by one route of this path, which knows its own methods only
+            headers["allow"] = ", ".join(sorted(_methods(api, request.scope)))
+        return _response(RequestError(error.status_code, code, "", told, "see GET /openapi.json", headers))
 
     @api.exception_handler(MvrRayError)
     async def failed(request: Request, error: MvrRayError) -> Response:
@@ -224,6 +230,12 @@ def _answer_errors(api: FastAPI) -> None:
         log.error("request broke: path=%s", request.url.path[:200], exc_info=error)
         hint = "this is a fault of the server; its log says more"
         return _response(RequestError(500, "internal", "", f"an unexpected {type(error).__name__}", hint))
+
+
+def _methods(api: FastAPI, scope: Scope) -> set[str]:
+    """Everything that can be done with the path of a request."""
+    routes = (route for route in api.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _response(error: RequestError) -> Response:

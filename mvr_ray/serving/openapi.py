@@ -44,8 +44,15 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(api: FastAPI, models: Sequence[type[BaseModel]], limits: ServeConfig, *, with_tokens: bool) -> None:
-    """Have the app describe its own bodies, limits and tokens, too."""
+def describe(
+    api: FastAPI,
+    models: Sequence[type[BaseModel]],
+    limits: ServeConfig,
+    *,
+    with_tokens: bool,
+    open_paths: Sequence[str],
+) -> None:
+    """Have the app describe its own bodies, limits and tokens, too; `open_paths` are answered without one."""
 
     def described() -> dict[str, Any]:
         if api.openapi_schema is None:
@@ -58,6 +65,9 @@ def describe(api: FastAPI, models: Sequence[type[BaseModel]], limits: ServeConfi
             if with_tokens:
                 made["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
                 made["security"] = [{"bearer": []}]
+                for path in open_paths:
+                    for operation in made["paths"].get(path, {}).values():
+                        operation["security"] = []
             api.openapi_schema = made
         return api.openapi_schema
 
