@@ -80,7 +80,8 @@ class StoreCatalog:
         if request.parent is not None:
             described = dataclasses.replace(described, parent=request.parent)
         published = self._publications.publish(described, timeout_s)
-        return VersionInfo(**version_line(published, live=True)._asdict())
+        live = published.version == manifest.latest_version(self.store, self.index)
+        return VersionInfo(**version_line(published, live)._asdict())
 
     def rollback(self, version: int) -> VersionInfo:
         """Publish that version's content as a new version, which is then live.

@@ -143,12 +143,12 @@ class Publications:
             raise RequestError(422, "no_corpus", "manifest.corpus_digest", message, "copy the right one there")
 
     def _published(self, described: Manifest) -> Manifest | None:
-        """The newest version, where it is what is described: its acknowledgement was lost, or nobody waited for it."""
-        live = manifest.latest_version(self.store, self.index)
-        if live != described.parent + 1:
+        """The version after the parent, where that is what is described: nobody heard that it was published."""
+        number = described.parent + 1
+        if number not in manifest.list_versions(self.store, self.index):
             return None
-        newest = manifest.read(self.store, self.index, live)
-        return newest if newest.content_digest() == described.content_digest() else None
+        after = manifest.read(self.store, self.index, number)
+        return after if after.content_digest() == described.content_digest() else None
 
     def _require_parent(self, described: Manifest) -> None:
         live = manifest.latest_version(self.store, self.index)

@@ -62,6 +62,10 @@ def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewher
     first, again = elsewhere.post(elsewhere.sent), elsewhere.post(elsewhere.sent)
     assert first.body == again.body
     assert elsewhere.versions() == [1]
+    StoreCatalog(elsewhere.store, "library").rollback(1)
+    late = elsewhere.post(elsewhere.sent)
+    assert late.body == {**first.body, "live": False}
+    assert elsewhere.versions() == [1, 2]
 
 
 def test_only_an_admin_token_publishes_and_nobody_where_there_are_no_tokens(elsewhere) -> None:
