@@ -96,7 +96,7 @@ def places(live: LiveRouter) -> dict[int, tuple[str, str]]:
 
 
 def settled(live: LiveRouter, without: str) -> dict[int, tuple[str, str]] | None:
-    """`places`, once every searcher answers, and none from that node: it may do so for a moment after its node's end."""
+    """`places`, once every searcher answers, and none from that node: one may, for a moment after the node's end."""
     try:
         found = places(live)
     except (RayError, GetTimeoutError):
