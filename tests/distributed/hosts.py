@@ -47,10 +47,9 @@ class Hosts:
         joined = ["--head", f"--port={PORT}", "--include-dashboard=false"] if host == "head" else []
         joined += [f"--temp-dir={self.folder}"] if host == "head" else [f"--address={self.address}"]
         command = [*RAY, "start", "--block", *joined, f"--node-ip-address={ADDRESSES[host]}", f"--num-cpus={cpus}"]
-        log = (self.folder / f"{host}.log").open("a")
-        environ = self.environ
         line = ["ip", "netns", "exec", self.names[host], *command, "--object-store-memory=150000000"]
-        self.running[host] = subprocess.Popen(line, env=environ, stdout=log, stderr=subprocess.STDOUT, text=True)
+        with (self.folder / f"{host}.log").open("a") as log:
+            self.running[host] = subprocess.Popen(line, env=self.environ, stdout=log, stderr=log, text=True)
 
     def nodes(self) -> list[str]:
         """The addresses of the nodes that the head takes for alive; empty where it does not answer."""
@@ -100,9 +99,8 @@ def two_hosts(token: str) -> Iterator[Hosts]:
                 pytest.skip(f"no network namespace can be made here: {error.stderr.decode().strip()}")
             stack.callback(ip, "netns", "del", hosts.names[host])
             ip("-n", hosts.names[host], "link", "set", "lo", "up")
-        ends = [("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", hosts.names["other"])]
-        for words in ends:
-            ip("-n", hosts.names["head"], *words)
+        other_end = ("peer", "name", "cable", "netns", hosts.names["other"])
+        ip("-n", hosts.names["head"], "link", "add", "cable", "type", "veth", *other_end)
         for host, address in ADDRESSES.items():
             ip("-n", hosts.names[host], "addr", "add", f"{address}/24", "dev", "cable")
             ip("-n", hosts.names[host], "link", "set", "cable", "up")

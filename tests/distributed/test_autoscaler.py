@@ -68,8 +68,8 @@ class Growing:
         command = [*RAY, "start", "--head", "--block", "--num-cpus=1", "--include-dashboard=false"]
         command += ["--node-ip-address=127.0.0.1", f"--port={self.address.rpartition(':')[2]}"]
         command += [f"--temp-dir={self.folder}", f"--autoscaling-config={file}", "--object-store-memory=150000000"]
-        log = (self.folder / "head.log").open("w")
-        self.head = subprocess.Popen(command, env=self.environ, stdout=log, stderr=subprocess.STDOUT)
+        with (self.folder / "head.log").open("w") as log:
+            self.head = subprocess.Popen(command, env=self.environ, stdout=log, stderr=log)
 
     def workers(self) -> int | None:
         """Nodes beside the head that are alive; None where the head does not answer."""
