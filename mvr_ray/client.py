@@ -11,11 +11,14 @@
 `timeout_s` is one deadline over connecting, waiting and every retry. What never arrived (no connection) and what the
 server could not do then (502, 503, 504) is asked again, after the server's Retry-After or growing pauses; never a 4xx,
 and a rollback only where the server certainly did not begin it. Imports without Ray and torch.
+
+To publish, give as much time as reading every file of the version once may take: `client.publish(manifest,
+timeout_s=3600)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
@@ -46,6 +49,7 @@ from mvr_ray.serving.wire import (
     VersionList,
 )
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
 
 __all__ = ["AsyncClient", "Client", "ClientError", "RefusedError", "UnavailableError", "UnreachableError"]
 
@@ -118,6 +122,19 @@ class AsyncClient:
     async def version(self, number: int, *, timeout_s: float | None = None) -> VersionDetail:
         """One version, and how it was made."""
         return await self._ask(lambda: calls.describing(number), timeout_s)
+
+    async def publish(
+        self,
+        manifest: Manifest | Mapping[str, Any],
+        *,
+        parent: int | None = None,
+        timeout_s: float | None = None,
+    ) -> VersionInfo:
+        """Publish a manifest (or its JSON) whose files are all in the server's store. Needs an admin token.
+
+        `parent` must be the newest version there (0: there is none); absent: the manifest's own parent.
+        """
+        return await self._ask(lambda: calls.publishing(manifest, parent), timeout_s)
 
     async def rollback(self, number: int, *, timeout_s: float | None = None) -> VersionInfo:
         """Publish the content of a version as a new one. Needs an admin token."""
@@ -212,6 +229,19 @@ class Client:
     def version(self, number: int, *, timeout_s: float | None = None) -> VersionDetail:
         """One version, and how it was made."""
         return self._loop.run(self._client.version(number, timeout_s=timeout_s))
+
+    def publish(
+        self,
+        manifest: Manifest | Mapping[str, Any],
+        *,
+        parent: int | None = None,
+        timeout_s: float | None = None,
+    ) -> VersionInfo:
+        """Publish a manifest (or its JSON) whose files are all in the server's store. Needs an admin token.
+
+        `parent` must be the newest version there (0: there is none); absent: the manifest's own parent.
+        """
+        return self._loop.run(self._client.publish(manifest, parent=parent, timeout_s=timeout_s))
 
     def rollback(self, number: int, *, timeout_s: float | None = None) -> VersionInfo:
         """Publish the content of a version as a new one. Needs an admin token."""

@@ -1,5 +1,6 @@
 """Searchers as a whole: they open versions beside each other, and give a fleet for each.
 
+    seats    searchers run on the nodes that `seats` gives them
     place    an unchanged shard stays with the group that holds it, the others go largest first to the lightest group
     load     room is counted, shards are opened beside those in use, and every searcher answers a canary for them
     drop     what no other version names is let go; nobody waits for it
@@ -36,6 +37,7 @@ from mvr_ray.distributed.searchers import (
     gathered_views,
     shard_keys,
 )
+from mvr_ray.distributed.seats import new_searcher, seated, seats
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
@@ -46,7 +48,6 @@ INLINE_BYTES = 100_000
 OPEN_TIMEOUT_S = 3600.0
 """For starting searchers and reading every file of their shards once; an answer's own deadline is much shorter."""
 CANARY_TIMEOUT_S = 60.0
-_remote: Any = ray.remote
 
 
 class Searchers(Protocol):
@@ -113,17 +114,24 @@ class RemoteSearchers:
 
     @classmethod
     def start(cls, task: SearcherTask, resources: ResourcesConfig, info: session.ClusterInfo) -> "RemoteSearchers":
-        """Make the actors for a first version; they restart by themselves, wherever there is room.
+        """Make the actors for a first version, on the nodes that their groups prefer (`seats`); they restart by
+        themselves, wherever there is room.
 
         Raises ResourceError where the cluster has no place for them.
         """
-        placed = share_out({entry.shard: entry.num_bytes for entry in task.manifest.shards}, resources.searchers)
+        num_bytes = {entry.shard: entry.num_bytes for entry in task.manifest.shards}
+        placed = share_out(num_bytes, resources.searchers)
         count, cpus, gpus = resources.replicas, resources.cpus_per_searcher, resources.gpus_per_searcher
         session.require(info, [session.Need("searchers", len(placed) * count, cpus, gpus)])
-        made = _remote(concurrency_groups={"health": 1, "load": 1})(ShardSearcher).options(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
-        )
-        groups = [[made.remote(task._replace(shards=shards)) for _ in range(count)] for shards in placed]
+        sizes = {group: 1 + sum(num_bytes[shard] for shard in shards) for group, shards in enumerate(placed)}
+        nodes = seated(sizes, seats(cpus, gpus), count)
+        groups = [
+            [
+                new_searcher(task._replace(shards=shards), resources, node)
+                for node in (*nodes[group], *[None] * (count - len(nodes[group])))
+            ]
+            for group, shards in enumerate(placed)
+        ]
         searchers = cls(groups, resources.searcher_queue, resources.searcher_bytes)
         searchers.placed[task.manifest.version] = [Holding(task.manifest, shards) for shards in placed]
         return searchers

@@ -29,6 +29,7 @@ from mvr_ray.distributed.canary import Watch
 from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
+from mvr_ray.distributed.seats import Usher
 from mvr_ray.errors import MvrRayError, ResourceError, StorageError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
@@ -329,8 +330,8 @@ def open_live(
     """A live router over `index.name`, first from `version` (None: the newest), until the block ends.
 
     With `follow_s` it looks so often for a newer version, unless one was named. Searchers are asked a canary every
-    `canary_s`. `local` holds the shards in this process and needs no Ray. A first version with damaged shards is
-    answered from without them; a later one is not moved to.
+    `canary_s`, and move when nodes come. `local` holds the shards in this process and needs no Ray. A first version
+    with damaged shards is answered from without them; a later one is not moved to.
 
     Raises MissingInputError, ManifestError, ResourceError.
     """
@@ -353,6 +354,7 @@ def open_live(
         if not local:
             watch = Watch(started.scatter, resources.hung_s)
             stack.enter_context(watch.running(canary_s))
+            stack.enter_context(Usher(started, task, resources).running(canary_s))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:

@@ -155,6 +155,12 @@ class Scatter:
                 replica.state = state
                 replica.again = self._restart(group, replica.actor)
 
+    def replace(self, group: int, number: int, actor: Any) -> Replica:
+        """From now on ask another searcher, which has opened the group's shards; gives the one before it."""
+        with self._lock:
+            before, self.groups[group][number] = self.groups[group][number], Replica(actor)
+        return before
+
     def up(self, replica: Replica) -> None:
         """It answers: ask it again."""
         with self._lock:

@@ -5,6 +5,7 @@
     POST /v1/explain                  every view of some passages with every question
     GET  /v1/passages/{id}            one passage; its id may hold anything, percent-encoded
     GET  /v1/versions                 what is published, what is live, what is served
+    POST /v1/versions                 a manifest whose files are in the store, as a new version (admin token)
     GET  /v1/versions/{n}             one of them, and how it was made
     POST /v1/versions/{n}/rollback    its content as a new version (admin token)
     POST /v1/versions/{n}/promote     answer from the newest version now (admin token)
@@ -26,6 +27,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from mvr_ray import __version__
 from mvr_ray.errors import MvrRayError
@@ -34,6 +37,7 @@ from mvr_ray.serving import gate, wire
 from mvr_ray.serving.admission import Admission, Place, late
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
+from mvr_ray.serving.offer import PublishRequest
 from mvr_ray.serving.openapi import describe, documented, documented_readiness, takes
 from mvr_ray.serving.pages import add_page
 from mvr_ray.serving.service import SearchService
@@ -114,6 +118,17 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
         """All published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
 
+    @api.post("/v1/versions", openapi_extra=takes(PublishRequest), responses=documented(403, 404, 409, 415, 422))
+    async def publish(request: Request) -> VersionInfo:
+        """Publish a manifest whose files are all in the store, once each has been read and found whole. Sent again, it
+        is published once. Needs an admin token.
+        """
+        gate.require_admin(request.state.role)
+        offer = await _body(request, PublishRequest)
+        done = await run(request, lambda left_s: service.publish(offer, left_s))
+        log.info("published: request=%s version=%d", request.state.request_id, done.version)
+        return done
+
     @api.get("/v1/versions/{n}", responses=documented(404, 422))
     async def version(request: Request, n: int) -> VersionDetail:
         """One version, and what its manifest says about how it was made."""
@@ -152,7 +167,8 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     add_page(api)
-    describe(api, (SearchRequest, ExplainRequest), limits, with_tokens=bool(tokens))
+    bodies = (SearchRequest, ExplainRequest, PublishRequest)
+    describe(api, bodies, limits, with_tokens=bool(tokens), open_paths=gate.OPEN)
     return api
 
 
@@ -199,7 +215,10 @@ def _answer_errors(api: FastAPI) -> None:
     async def astray(request: Request, error: HTTPException) -> Response:
         code = {404: "unknown_route", 405: "wrong_method"}.get(error.status_code, "http_error")
         told = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return _response(RequestError(error.status_code, code, "", told, "see GET /openapi.json", error.headers))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # raised by one route of this path, which knows its own methods only
+            headers["allow"] = ", ".join(sorted(_methods(api, request.scope)))
+        return _response(RequestError(error.status_code, code, "", told, "see GET /openapi.json", headers))
 
     @api.exception_handler(MvrRayError)
     async def failed(request: Request, error: MvrRayError) -> Response:
@@ -211,6 +230,12 @@ def _answer_errors(api: FastAPI) -> None:
         log.error("request broke: path=%s", request.url.path[:200], exc_info=error)
         hint = "this is a fault of the server; its log says more"
         return _response(RequestError(500, "internal", "", f"an unexpected {type(error).__name__}", hint))
+
+
+def _methods(api: FastAPI, scope: Scope) -> set[str]:
+    """Everything that can be done with the path of a request."""
+    routes = (route for route in api.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _response(error: RequestError) -> Response:

@@ -1,8 +1,8 @@
 """Everything that can be asked of a search service, told once for both ways of asking: over HTTP, or by a call."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import wire
 from mvr_ray.serving.explain import ExplainRequest
+from mvr_ray.serving.offer import PublishRequest
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.wire import (
     PassageResponse,
@@ -20,6 +21,7 @@ from mvr_ray.serving.wire import (
     VersionInfo,
     VersionList,
 )
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
 
 A = TypeVar("A", bound=BaseModel)
@@ -76,6 +78,13 @@ def listing() -> Call[VersionList]:
 
 def describing(version: int) -> Call[VersionDetail]:
     return Call("GET", f"/v1/versions/{version}", VersionDetail, lambda s, _: s.version(version))
+
+
+def publishing(manifest: Manifest | Mapping[str, Any], parent: int | None) -> Call[VersionInfo]:
+    # Asked twice it is published once, so it may be asked again while the server reads files.
+    fields = asdict(manifest) if isinstance(manifest, Manifest) else dict(manifest)
+    request = wire.make(PublishRequest, {"manifest": fields, "parent": parent})
+    return Call("POST", "/v1/versions", VersionInfo, lambda s, left_s: s.publish(request, left_s), request)
 
 
 def rolling_back(version: int) -> Call[VersionInfo]:

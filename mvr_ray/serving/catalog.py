@@ -1,10 +1,14 @@
-"""The versions of one index: what is published, what each was made of, and rolling back.
+"""The versions of one index: what is published, what each was made of, publishing and rolling back.
 
-Reads manifests only. Rolling back publishes; of two who publish on the same version one wins and the other is told.
+Reads manifests. Rolling back publishes, and so does an offer, when its files are whole; of two who publish on the same
+version one wins and the other is told.
 """
 
+import dataclasses
 from typing import Any, Protocol
 
+from mvr_ray.serving.offer import PublishRequest, offered
+from mvr_ray.serving.publishing import Publications
 from mvr_ray.serving.wire import RequestError, ShardContent, VersionDetail, VersionInfo
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
@@ -18,6 +22,8 @@ class Catalog(Protocol):
 
     def one(self, version: int) -> VersionDetail: ...
 
+    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo: ...
+
     def rollback(self, version: int) -> VersionInfo: ...
 
 
@@ -27,6 +33,7 @@ class StoreCatalog:
     def __init__(self, store: Store, index: str) -> None:
         self.store = store
         self.index = index
+        self._publications = Publications(store, index)
 
     def all(self) -> list[VersionInfo]:
         """Every version, ascending; the last is live."""
@@ -62,6 +69,19 @@ class StoreCatalog:
             dirty_share=described.dirty_share,
             shard_list=shards,
         )
+
+    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo:
+        """Publish a manifest whose files are in the store, or give the version that it is already.
+
+        Raises RequestError (422 where something is not what it says, 503 while files are read still),
+        PublishConflictError where its parent is not the newest version.
+        """
+        described = offered(request, self.index)
+        if request.parent is not None:
+            described = dataclasses.replace(described, parent=request.parent)
+        published = self._publications.publish(described, timeout_s)
+        live = published.version == manifest.latest_version(self.store, self.index)
+        return VersionInfo(**version_line(published, live)._asdict())
 
     def rollback(self, version: int) -> VersionInfo:
         """Publish that version's content as a new version, which is then live.

@@ -44,19 +44,30 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(api: FastAPI, models: Sequence[type[BaseModel]], limits: ServeConfig, *, with_tokens: bool) -> None:
-    """Have the app describe its own bodies, limits and tokens, too."""
+def describe(
+    api: FastAPI,
+    models: Sequence[type[BaseModel]],
+    limits: ServeConfig,
+    *,
+    with_tokens: bool,
+    open_paths: Sequence[str],
+) -> None:
+    """Have the app describe its own bodies, limits and tokens, too; `open_paths` are answered without one."""
 
     def described() -> dict[str, Any]:
         if api.openapi_schema is None:
             made = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             for model in models:
-                schemas[model.__name__] = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
+                told = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
+                schemas |= told.pop("$defs", {}) | {model.__name__: told}
             _bounded(schemas, limits)
             if with_tokens:
                 made["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
                 made["security"] = [{"bearer": []}]
+                for path in open_paths:
+                    for operation in made["paths"].get(path, {}).values():
+                        operation["security"] = []
             api.openapi_schema = made
         return api.openapi_schema
 

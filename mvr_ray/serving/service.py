@@ -20,6 +20,7 @@ from mvr_ray.serving.catalog import Catalog
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.limits import check_request as check_request
 from mvr_ray.serving.limits import checked_vectors
+from mvr_ray.serving.offer import PublishRequest
 from mvr_ray.serving.ports import Explainable, Moving
 from mvr_ray.serving.wire import (
     Coverage,
@@ -130,6 +131,12 @@ class SearchService:
 
     def version(self, number: int) -> VersionDetail:
         return self._catalog().one(number)
+
+    def publish(self, request: PublishRequest, timeout_s: float | None = None) -> VersionInfo:
+        """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
+        allowed_s = self.limits.timeout_ms / 1000
+        left_s = allowed_s if timeout_s is None else min(timeout_s, allowed_s)
+        return self._catalog().publish(request, SEARCH_SHARE * left_s)
 
     def rollback(self, number: int) -> VersionInfo:
         """Publish the content of a version as a new one, and answer from it at once."""

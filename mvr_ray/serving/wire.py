@@ -240,9 +240,9 @@ def failure(error: MvrRayError) -> RequestError:
 
 
 def read(model: type[M], body: bytes) -> M:
-    """A request from the bytes of its body. Raises RequestError."""
+    """A request from the bytes of its body, where `true` is no number and `"5"` neither. Raises RequestError."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise refusal(model, error) from None
 

@@ -109,12 +109,12 @@ class Manifest:
         """Equal for equal content, whenever and as whichever version it was published."""
         left_out = {"version", "parent", "created", "operation", "token"}
         fields = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
-        return _digest(fields)
+        return digest_of(fields)
 
     def to_json(self) -> bytes:
         """The manifest with a digest over all of it, so that a damaged one is noticed."""
         fields = dataclasses.asdict(self)
-        return (json.dumps({**fields, "digest": _digest(fields)}, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps({**fields, "digest": digest_of(fields)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
@@ -128,7 +128,7 @@ class Manifest:
                 f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}; "
                 f"use the program that wrote it, or roll back: mvr-ray versions CONFIG rollback N"
             )
-        if _digest(fields) != written:
+        if digest_of(fields) != written:
             raise DigestError(f"{where} is damaged: its digest is not {written}; publish again or roll back")
         try:
             shards = tuple(_shard_entry(shard) for shard in fields.pop("shards"))
@@ -169,7 +169,7 @@ def add_shard(store: Store, index: str, folder: Path, meta: ShardMeta) -> ShardE
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: FileEntry((folder / name).stat().st_size, sha256_of(folder / name)) for name in names}
     described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
-    digest = _digest(described)[:DIGEST_HEX]
+    digest = digest_of(described)[:DIGEST_HEX]
     (folder / layout.SHARD_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
     path = layout.shard_dir(index, digest)
@@ -389,7 +389,7 @@ def _conflict(index: str, version: int, live: int) -> PublishConflictError:
     )
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def digest_of(fields: Mapping[str, Any]) -> str:
     """sha256 of the canonical JSON, which is the same before a value is written and after it is read."""
     try:
         text = json.dumps(fields, sort_keys=True, allow_nan=False)

@@ -108,3 +108,39 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+JOINING = """
+import sys
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+from mvr_ray.errors import ResourceError
+try:
+    with connect(ResourcesConfig(address=sys.argv[1])) as info:
+        print("joined", info.private, flush=True)
+except ResourceError as error:
+    print("refused", error, flush=True)
+"""
+
+
+@pytest.mark.ray
+def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp_path: Path):
+    """The token of a private cluster is in its starter's environment and nowhere else, so in no file of any home."""
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    token, address = os.environ["RAY_AUTH_TOKEN"], ray.get_runtime_context().gcs_address
+    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    stranger["HOME"] = str(tmp_path)
+
+    def said(**variables: str) -> list[str]:
+        """What a client with these variables gets to hear, its first word and the rest."""
+        command = [sys.executable, "-c", JOINING, address]
+        done = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert token not in done.stdout + done.stderr
+        return done.stdout.strip().split(" ", 1)
+
+    for refused in (said(), said(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
+        assert refused[0] == "refused"
+        assert "RAY_AUTH_TOKEN" in refused[1]
+    assert said(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
+    assert not (tmp_path / ".ray" / "auth_token").exists()

@@ -111,6 +111,7 @@ def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
             assert "ray start" not in command or "RAY_AUTH_MODE=token" in command
         assert any("--dashboard-host=127.0.0.1" in command for command in starts)
         assert "~/.ray/auth_token" in described["file_mounts"]
+        assert "chmod 600 ~/.ray/auth_token" in described["setup_commands"]
 
 
 def test_the_kubernetes_files_use_fields_that_kuberay_has(described: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ REFUSALS = [
     ({"queries": "x"}, "wrong_type", "queries", "queries is neither a list of texts"),
     ({"k": 3}, "missing_field", "queries", "Field required"),
     ({"queries": []}, "wrong_value", "queries", "at least 1 item"),
-    ({"queries": ["x"], "k": "many"}, "wrong_value", "k", "Input should be a valid integer"),
+    ({"queries": ["x"], "k": "many"}, "wrong_type", "k", "Input should be a valid integer"),
     ({"queries": ["x"], "top": 3}, "unknown_field", "top", "Extra inputs are not permitted"),
 ]
 

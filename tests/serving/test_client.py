@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
 from library import PASSAGES, Library
+from server import listening
 from shelf import shelf
 
 from mvr_ray.client import AsyncClient, Client, ClientError, RefusedError, UnavailableError, UnreachableError
@@ -41,25 +41,10 @@ class Odd(Library):
 
 @contextmanager
 def running(service: SearchService) -> Iterator[str]:
-    """The address of a uvicorn server over the service."""
+    """The address of a server over the service."""
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
-    config = uvicorn.Config(create_app(service, tokens), host="127.0.0.1", port=0, log_level="error", ws="none")
-    server, began = uvicorn.Server(config), threading.Event()
-    startup = server.startup
-
-    async def told(sockets=None) -> None:
-        await startup(sockets)
-        began.set()
-
-    server.startup = told
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert began.wait(20)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
+    with listening(create_app(service, tokens)) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

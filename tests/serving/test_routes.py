@@ -222,3 +222,17 @@ def test_the_description_names_every_route_its_bodies_limits_and_token() -> None
     for path, methods in told["paths"].items():
         for method in methods.values():
             assert method["description"] and all(status in method["responses"] for status in ("200", "413")), path
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/v1/versions", "GET, POST"), ("/v1/search", "POST"), ("/livez", "GET")]
+)
+def test_a_wrong_method_is_told_all_right_ones(path, allowed) -> None:
+    reply = call(app(), "DELETE", path, token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"], reply.headers["allow"]) == (405, "wrong_method", allowed)
+
+
+def test_what_is_no_number_in_json_is_none_here() -> None:
+    for field, value in (("k", True), ("k", "5"), ("min_coverage", False), ("text", 1), ("timeout_ms", "100")):
+        reply = call(app(), "POST", "/v1/search", {"queries": ["nile"], field: value}, token=ADMIN)
+        assert (reply.status, reply.body["error"]["code"]) == (422, "wrong_type"), field

@@ -1,0 +1,241 @@
+"""Which node each searcher runs on: groups over nodes by weighted rendezvous, moved when nodes come and go.
+
+    start    the replicas of a group run on its first choices among the nodes, each on another one
+    leaves   Ray starts the lost searchers elsewhere; no other one moves, unless its node is then over its bound
+    joins    a group that prefers the new node is opened there and answers a canary; the old searcher ends when its last
+             call has
+
+The laws are those of `placement`: holders are nodes, weighted by their memory, and what is placed is a group with all
+its shards, so only the shards of that node are read again. A node with too few CPUs for its seats leaves the others to
+Ray, which spreads them.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed import placement
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.room import Room, require_room
+from mvr_ray.distributed.scatter import Replica, Scatter
+from mvr_ray.distributed.searchers import Holding, SearcherTask, ShardSearcher, shard_keys
+from mvr_ray.errors import MvrRayError
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 3600.0
+ANSWER_TIMEOUT_S = 30.0
+DRAIN_S = 60.0
+"""A searcher that was replaced is ended when its calls have ended, or after so long."""
+LOOK_S = 5.0
+JOIN_S = 1.0
+_POLL_S = 0.02
+_remote: Any = ray.remote
+
+
+class Seat(NamedTuple):
+    """What one node offers to searchers: how many it has CPUs and GPUs for, and its memory."""
+
+    places: int
+    memory_bytes: float
+
+
+class SeatedSearcher(ShardSearcher):
+    """A searcher that knows where it is."""
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+class Groups(Protocol):
+    """The searchers that are seated."""
+
+    groups: list[list[Any]]
+    placed: dict[int, list[Holding]]
+    scatter: Scatter
+    limit_bytes: int
+
+
+def seats(cpus: float, gpus: float) -> dict[str, Seat]:
+    """The live nodes that have room for a searcher of so many CPUs and GPUs, by id."""
+    found = {}
+    for node in ray.nodes():
+        has = node["Resources"]
+        fits = [int(has.get(name, 0) // want) for name, want in (("CPU", cpus), ("GPU", gpus)) if want > 0]
+        if node["Alive"] and min(fits, default=1) > 0:
+            found[node["NodeID"]] = Seat(min(fits, default=1), max(float(has.get("memory", 0)), 1.0))
+    return found
+
+
+def seated(
+    group_bytes: Mapping[int, int],
+    seats: Mapping[str, Seat],
+    replicas: int,
+    before: Mapping[int, tuple[str, ...]] | None = None,
+) -> placement.Placement:
+    """Group -> the nodes of its replicas, in order of preference; fewer where a node has no place left, or where
+    there are fewer nodes.
+    """
+    if not seats:
+        return dict.fromkeys(group_bytes, ())
+    weights = {node: seat.memory_bytes for node, seat in seats.items()}
+    placed = placement.place(group_bytes, weights, replicas, before)
+    left = {node: seat.places for node, seat in seats.items()}
+    taken: dict[int, list[str]] = {group: [] for group in placed}
+    for stays in (True, False):  # who is there already has the first claim to its node's places
+        for group, nodes in placed.items():
+            for node in nodes:
+                if (node in (before or {}).get(group, ())) is stays and left[node]:
+                    left[node] -= 1
+                    taken[group].append(node)
+    return {group: tuple(node for node in nodes if node in taken[group]) for group, nodes in placed.items()}
+
+
+def new_searcher(task: SearcherTask, resources: ResourcesConfig, node: str | None) -> Any:
+    """An actor that restarts by itself, on this node as long as that is there and has room, else wherever there is."""
+    where: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, True, _spill_on_unavailable=True)
+    made = _remote(concurrency_groups={"health": 1, "load": 1})(SeatedSearcher).options(
+        num_cpus=resources.cpus_per_searcher,
+        num_gpus=resources.gpus_per_searcher,
+        max_restarts=-1,
+        max_task_retries=0,
+        scheduling_strategy=where,
+    )
+    return made.remote(task)
+
+
+class Usher:
+    """Brings searchers to the nodes that their groups prefer, one look after the other."""
+
+    def __init__(self, searchers: Groups, task: SearcherTask, resources: ResourcesConfig) -> None:
+        """`task` is what new searchers are made of."""
+        self.searchers = searchers
+        self.task = task
+        self.resources = resources
+        self._seen: frozenset[str] = frozenset()
+        self._failed: set[tuple[int, str]] = set()
+
+    def look(self) -> list[placement.Move]:
+        """Where nodes came or went since the last look: move who prefers another one; gives the moves that were made.
+
+        While a searcher does not say where it is, nobody moves; the next look tries again.
+        """
+        own = seats(self.resources.cpus_per_searcher, self.resources.gpus_per_searcher)
+        if frozenset(own) == self._seen:
+            return []
+        there = self._nodes()
+        if there is None:
+            return []
+        before = {group: tuple(dict.fromkeys(nodes)) for group, nodes in there.items()}
+        after = seated(self._bytes(), own, self.resources.replicas, before)
+        made = []
+        for move in placement.moves(before, after):
+            if (move.shard, move.to) not in self._failed and self._moved(move, there[move.shard]):
+                made.append(move)
+        self._seen = frozenset(own)
+        self._failed = {(group, node) for group, node in self._failed if node in own}
+        return made
+
+    @contextmanager
+    def running(self, every_s: float = LOOK_S) -> Iterator[None]:
+        """Looks every so many seconds, in a thread, until the block ends."""
+        ended = threading.Event()
+
+        def look_until_ended() -> None:
+            while not ended.wait(every_s):
+                try:
+                    self.look()
+                except RayError as error:
+                    log.warning("nodes not looked at: %s", str(error).partition("\n")[0])
+
+        thread = threading.Thread(target=look_until_ended, name="mvr-usher", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(JOIN_S)
+
+    def _nodes(self) -> dict[int, list[str]] | None:
+        """The node of each searcher, by group; None where one does not say (it is starting again)."""
+        waiting = [
+            [actor.node.options(concurrency_group="health").remote() for actor in actors]
+            for actors in self.searchers.groups
+        ]
+        try:
+            return dict(enumerate(ray.get(refs, timeout=ANSWER_TIMEOUT_S) for refs in waiting))
+        except (RayError, GetTimeoutError):
+            return None
+
+    def _bytes(self) -> dict[int, int]:
+        """What each group holds of all versions that are open, and at least something."""
+        total: Counter[int] = Counter(dict.fromkeys(range(len(self.searchers.groups)), 1))
+        for holdings in list(self.searchers.placed.values()):
+            for group, (described, shards) in enumerate(holdings):
+                total[group] += sum(entry.num_bytes for entry in described.shards if entry.shard in shards)
+        return dict(total)
+
+    def _moved(self, move: placement.Move, nodes: list[str]) -> bool:
+        """Open a group's shards on another node and put that searcher in the place of one of the group's."""
+        group, _, target = move
+        doubled = [node for node, count in Counter(nodes).items() if count > 1]
+        leaves = move.source if move.source is not None else next(iter(doubled), None)
+        if leaves is None:
+            return False
+        number = nodes.index(leaves)
+        began = time.monotonic()
+        actor = new_searcher(self.task, self.resources, target)
+        versions = list(self.searchers.placed)
+        try:
+            with own_errors("moving a searcher"):
+                self._opened(actor, [self.searchers.placed[version][group] for version in versions], target)
+        except (MvrRayError, RayError, KeyError) as error:
+            log.warning("searcher stays: group=%d node=%s reason=%s", group, leaves[:8], error)
+            self._failed.add((group, target))
+            ray.kill(actor)
+            return False
+        nodes[number] = target
+        old = self._replaced(group, number, actor)
+        for version in set(versions) - set(self.searchers.placed):  # dropped meanwhile
+            actor.drop.options(concurrency_group="load").remote(version)
+        log.info(
+            "searcher moved: group=%d from=%s to=%s seconds=%.1f",
+            *(group, leaves[:8], target[:8], time.monotonic() - began),
+        )
+        _end(old)
+        return True
+
+    def _opened(self, actor: Any, holdings: Sequence[Holding], target: str) -> None:
+        """Return when it is where it shall be, has room for the shards, has opened them and answers a search."""
+        node = ray.get(actor.node.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
+        if node != target:
+            raise MvrRayError(f"Ray started it on node {node[:8]}, not on {target[:8]}")
+        bytes_of: dict[str, int] = {}
+        for described, shards in holdings:
+            keys = shard_keys(described)
+            bytes_of |= {keys[entry.shard]: entry.num_bytes for entry in described.shards if entry.shard in shards}
+        room = Room(*ray.get(actor.room.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S))
+        require_room("a moved searcher's shards", [bytes_of], [room], self.searchers.limit_bytes)
+        ray.get(actor.open.options(concurrency_group="load").remote(list(holdings)), timeout=OPEN_TIMEOUT_S)
+        ray.get(actor.canary.remote(), timeout=ANSWER_TIMEOUT_S)
+
+    def _replaced(self, group: int, number: int, actor: Any) -> Replica:
+        """From now on calls go to the new searcher; gives the old one."""
+        self.searchers.groups[group][number] = actor
+        return self.searchers.scatter.replace(group, number, actor)
+
+
+def _end(old: Replica) -> None:
+    until = time.monotonic() + DRAIN_S
+    while old.waiting and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    ray.kill(old.actor)

@@ -1,0 +1,142 @@
+"""A cluster that grows when an index is to be built, and shrinks when it is: nodes come for encoders, and go.
+
+Run by `make chaos`. The nodes are processes of this machine, which Ray's own autoscaler starts and ends by the provider
+that Ray has for that; a cloud's differs in how a node is made, not in when.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import RAY
+from test_nodes import WIDE, command, finished, live, run_file
+
+pytestmark = [pytest.mark.data, pytest.mark.nodes]
+
+HEAD = "f" * 51 + "00000"
+PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+
+
+class Growing:
+    """A head with few CPUs and an autoscaler that may start two nodes with more."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder = folder
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{found.getsockname()[1]}"
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_CLOUD_INSTANCE_ID": HEAD,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        }
+
+    def start(self) -> None:
+        cluster = {
+            "cluster_name": "growing",
+            "max_workers": 2,
+            "idle_timeout_minutes": 0.1,
+            "provider": {
+                "type": "external",
+                "module": PROVIDER,
+                "launch_multiple": True,
+                "head_node_id": HEAD,
+                "gcs_address": self.address,
+            },
+            "available_node_types": {
+                "head": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+                "encoder": {"resources": {"CPU": 3}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+            },
+            "head_node_type": "head",
+        }
+        file = self.folder / "cluster.json"
+        file.write_text(json.dumps(cluster))
+        command = [*RAY, "start", "--head", "--block", "--num-cpus=1", "--include-dashboard=false"]
+        command += ["--node-ip-address=127.0.0.1", f"--port={self.address.rpartition(':')[2]}"]
+        command += [f"--temp-dir={self.folder}", f"--autoscaling-config={file}", "--object-store-memory=150000000"]
+        with (self.folder / "head.log").open("w") as log:
+            self.head = subprocess.Popen(command, env=self.environ, stdout=log, stderr=log)
+
+    def workers(self) -> int | None:
+        """Nodes beside the head that are alive; None where the head does not answer."""
+        asking = "import ray; ray.init(logging_level='ERROR'); print(sum(n['Alive'] for n in ray.nodes()) - 1)"
+        told = subprocess.run(
+            [sys.executable, "-c", asking], env=self.client, capture_output=True, text=True, timeout=60, check=False
+        )
+        return int(told.stdout) if told.returncode == 0 else None
+
+    @property
+    def client(self) -> dict[str, str]:
+        names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED")
+        plain = {k: v for k, v in self.environ.items() if not k.startswith("RAY_") or k in names}
+        return plain | {"RAY_ADDRESS": self.address}
+
+    def until(self, what, seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while not what(self.workers()):
+            assert time.monotonic() < end, (self.folder / "head.log").read_text()[-2000:]
+
+    def stop(self) -> None:
+        """The head, and what the autoscaler started, which outlives it: every process that was given our folder."""
+        self.head.terminate()
+        try:
+            self.head.wait(40)
+        except subprocess.TimeoutExpired:
+            self.head.kill()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if str(self.folder) in path.read_text():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+@pytest.fixture
+def growing(monkeypatch) -> Iterator[Growing]:
+    folder = Path(tempfile.mkdtemp(prefix="mvr-", dir="/tmp"))
+    made = Growing(folder, "growing-" + "t" * 40)
+    try:
+        made.start()
+        made.until(lambda workers: workers == 0)
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            monkeypatch.delenv(name)
+        for name, value in made.client.items():
+            monkeypatch.setenv(name, value)
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.chaos(
+    "autoscaler adds nodes for an index and takes them away when idle",
+    "the command waits for them, ends well, and the index is the one of a calm machine to the byte",
+)
+def test_nodes_come_for_an_index_and_go_when_it_is_built(prepared, run_over, tmp_path, growing, record_property):
+    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
+    began = time.monotonic()
+    said = finished(command("index", run_file(run_over, store, autoscaling=True)))
+    took = time.monotonic() - began
+    assert growing.workers() in (1, 2)
+    growing.until(lambda workers: workers == 0)
+    shrunk = time.monotonic() - began - took
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name)
+    finished(command("index", run_file(run_over, calm)))
+    assert live(store).content_digest() == live(calm).content_digest()
+    assert WIDE["encoders_min"] == 2 and "passages read = embedded" in said
+    record_property("figures", f"built in {took:.0f} s with the nodes' start, no node left {shrunk:.0f} s after it")

@@ -1,0 +1,289 @@
+"""Publishing over HTTP: nothing but a whole version, once, after the version that its sender has seen."""
+
+import copy
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from asgi import Reply, call
+from library import Library
+from offered import as_sent, built, copied, corpus
+
+from mvr_ray.client import Client, RefusedError
+from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.service import SearchService
+from mvr_ray.serving.tokens import read_tokens
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.files import Store
+
+READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
+
+
+class Elsewhere:
+    """A server over a store to which an index was copied that was built and published in another one."""
+
+    def __init__(self, folder: Path, **limits: int) -> None:
+        self.source = folder / "source"
+        self.made = built(self.source)
+        self.sent = as_sent(self.source)
+        self.root = copied(self.source, folder / "served")
+        self.store = Store(str(self.root))
+        self.service = SearchService(Library(), ServeConfig(**limits), StoreCatalog(self.store, "library"))
+        tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
+        self.app = create_app(self.service, tokens)
+
+    def post(self, sent: dict, token: str = ADMIN, **more) -> Reply:
+        return call(self.app, "POST", "/v1/versions", {"manifest": sent, **more}, token=token)
+
+    def versions(self) -> list[int]:
+        return manifest.list_versions(self.store, "library")
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Elsewhere:
+    return Elsewhere(tmp_path)
+
+
+def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_there(elsewhere) -> None:
+    reply = elsewhere.post(elsewhere.sent)
+    assert (reply.status, reply.body["version"], reply.body["live"], reply.body["parent"]) == (200, 1, True, 0)
+    published = manifest.read(elsewhere.store, "library")
+    assert published.content_digest() == elsewhere.made.content_digest()
+    assert published.token != elsewhere.made.token
+    assert reply.body["passages"] == elsewhere.made.num_passages
+    manifest.verify(elsewhere.store, published).require()
+
+
+def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewhere) -> None:
+    first, again = elsewhere.post(elsewhere.sent), elsewhere.post(elsewhere.sent)
+    assert first.body == again.body
+    assert elsewhere.versions() == [1]
+    StoreCatalog(elsewhere.store, "library").rollback(1)
+    late = elsewhere.post(elsewhere.sent)
+    assert late.body == {**first.body, "live": False}
+    assert elsewhere.versions() == [1, 2]
+
+
+def test_only_an_admin_token_publishes_and_nobody_where_there_are_no_tokens(elsewhere) -> None:
+    refused = elsewhere.post(elsewhere.sent, token=READ)
+    assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
+    refused = call(create_app(elsewhere.service), "POST", "/v1/versions", {"manifest": elsewhere.sent})
+    assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
+    assert elsewhere.versions() == []
+
+
+@pytest.mark.chaos("two publishers over HTTP", "one wins; the other gets 409 and the version that is live")
+def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path) -> None:
+    assert elsewhere.post(elsewhere.sent).status == 200
+    offers = []
+    for number in (2, 3):
+        root = tmp_path / f"built{number}"
+        built(root, scale=number)
+        copied(root, elsewhere.root)
+        offers.append(as_sent(root))
+    both = [create_app(other(elsewhere), tokens()) for _ in offers]
+    with ThreadPoolExecutor(2) as threads:
+        start = threading.Barrier(2)
+
+        def send(app, sent) -> Reply:
+            start.wait()
+            return call(app, "POST", "/v1/versions", {"manifest": sent, "parent": 1}, token=ADMIN)
+
+        replies = list(threads.map(send, both, offers))
+    assert sorted(reply.status for reply in replies) == [200, 409]
+    [lost] = [reply.body["error"] for reply in replies if reply.status == 409]
+    assert lost["code"] == "publish_conflict" and "version 2 is live" in lost["message"]
+    [won] = [n for n, reply in enumerate(replies) if reply.status == 200]
+    live = manifest.read(elsewhere.store, "library")
+    assert (live.version, live.shards[0].digest) == (2, offers[won]["shards"][0]["digest"])
+    assert elsewhere.versions() == [1, 2]
+
+
+def other(elsewhere: Elsewhere) -> SearchService:
+    """Another server of the same store."""
+    return SearchService(Library(), ServeConfig(), StoreCatalog(Store(str(elsewhere.root)), "library"))
+
+
+def tokens():
+    return read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
+
+
+def test_a_manifest_that_follows_another_version_than_the_newest_is_a_conflict_unless_told_what_to_follow(
+    elsewhere, tmp_path
+) -> None:
+    assert elsewhere.post(elsewhere.sent).status == 200
+    built(tmp_path / "next", scale=2)
+    copied(tmp_path / "next", elsewhere.root)
+    sent = as_sent(tmp_path / "next")
+    for told in ({}, {"parent": 0}, {"parent": 7}):
+        reply = elsewhere.post(sent, **told)
+        assert (reply.status, reply.body["error"]["code"]) == (409, "publish_conflict")
+    assert elsewhere.versions() == [1]
+    reply = elsewhere.post(sent, parent=1)
+    assert (reply.status, reply.body["version"], reply.body["parent"]) == (200, 2, 1)
+
+
+def first_file(elsewhere: Elsewhere) -> Path:
+    return elsewhere.root / layout.shard_dir("library", elsewhere.made.shards[1].digest) / layout.EMBEDDINGS
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "missing": (lambda file: file.unlink(), "is missing"),
+    "cut short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not"),
+    "too long": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes, not"),
+    "flipped": (flipped, "another sha256"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_version_with_a_damaged_file_is_not_published_until_the_file_is_whole(elsewhere, kind) -> None:
+    do, told = DAMAGE[kind]
+    file = first_file(elsewhere)
+    whole = file.read_bytes()
+    do(file)
+    error = elsewhere.post(elsewhere.sent).body["error"]
+    assert (error["code"], error["field"]) == ("not_whole", "manifest.shards.1") and told in error["message"]
+    assert elsewhere.versions() == []
+    file.write_bytes(whole)
+    assert elsewhere.post(elsewhere.sent).status == 200
+
+
+def test_a_version_without_its_shard_corpus_or_encoder_is_not_published(elsewhere, tmp_path) -> None:
+    def refused() -> tuple[str, str]:
+        reply = elsewhere.post(elsewhere.sent)
+        assert reply.status == 422
+        return reply.body["error"]["code"], reply.body["error"]["field"]
+
+    for path, field in (
+        (layout.shard_dir("library", elsewhere.made.shards[0].digest), ("not_whole", "manifest.shards.0")),
+        (layout.encoders_dir("words"), ("no_encoder", "manifest.encoder_fingerprint")),
+        (layout.corpus_dir("books"), ("no_corpus", "manifest.corpus")),
+    ):
+        (elsewhere.root / path).rename(tmp_path / "aside")
+        assert refused() == field
+        (tmp_path / "aside").rename(elsewhere.root / path)
+    elsewhere.store.write_bytes(layout.corpus_json("books"), b'{"format_version": 1}')
+    assert refused()[0] == "no_corpus"
+    corpus(elsewhere.store)
+    assert elsewhere.post(elsewhere.sent).status == 200
+
+
+def changed(sent: dict, place: tuple, value: object) -> dict:
+    """The manifest with one field changed, and without its digest, as someone would send who made it up."""
+    made = copy.deepcopy(sent)
+    del made["digest"]
+    at = made
+    for part in place[:-1]:
+        at = at[part]
+    at[place[-1]] = value
+    return made
+
+
+MADE_UP = [
+    (("index",), "other", "wrong_index", "manifest.index"),
+    (("index",), "../library", "wrong_value", "manifest.index"),
+    (("encoder_name",), "../../etc", "wrong_value", "manifest.encoder_name"),
+    (("corpus",), "a/b", "wrong_value", "manifest.corpus"),
+    (("dimension",), 4, "not_whole", "manifest.shards.0"),
+    (("dimension",), 0, "wrong_value", "manifest.dimension"),
+    (("dimension",), 10**400, "wrong_value", "manifest.dimension"),
+    (("index_params", "kind"), "magic", "wrong_value", "manifest.index_params"),
+    (("index_params", "depth"), 3, "wrong_value", "manifest.index_params"),
+    (("shards", 0, "digest"), "0" * 32, "wrong_digest", "manifest.shards.0.digest"),
+    (("shards", 0, "digest"), "../" * 10 + "ab", "wrong_value", "manifest.shards.0.digest"),
+    (("shards", 0, "num_passages"), 99, "wrong_digest", "manifest.shards.0.digest"),
+    (("shards", 1, "shard"), 0, "wrong_value", "manifest.shards.1.shard"),
+    (("shards", 0, "files"), {}, "wrong_value", "manifest.shards.0.files"),
+    (("shards", 0, "files"), {"../x": {"num_bytes": 1, "sha256": "0" * 64}}, "wrong_value", None),
+    (("shards",), [], "wrong_value", "manifest.shards"),
+    (("refined_queries",), {"dev": "0" * 32}, "not_whole", "manifest.refined_queries"),
+    (("corpus_digest",), "0" * 32, "no_corpus", "manifest.corpus_digest"),
+    (("encoder_fingerprint",), "0" * 16, "no_encoder", "manifest.encoder_fingerprint"),
+    (("format_version",), 2, "wrong_value", "manifest.format_version"),
+    (("surprise",), 1, "unknown_field", "manifest.surprise"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "code", "field"), MADE_UP, ids=[f"{'.'.join(map(str, p))}-{c}" for p, _, c, _ in MADE_UP]
+)
+def test_a_made_up_manifest_is_refused_by_name_and_nothing_is_published(elsewhere, place, value, code, field) -> None:
+    reply = elsewhere.post(changed(elsewhere.sent, place, value))
+    error = reply.body["error"]
+    assert (reply.status, error["code"], elsewhere.versions()) == (422, code, [])
+    assert field is None or error["field"] == field
+
+
+def test_a_manifest_that_was_changed_under_its_digest_is_refused(elsewhere) -> None:
+    sent = elsewhere.sent | {"metrics": {"lv": 0.26}}
+    error = elsewhere.post(sent).body["error"]
+    assert (error["code"], error["field"]) == ("wrong_digest", "manifest.digest")
+
+
+class Slow(Store):
+    """Reads no file until it is let."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.let = threading.Event()
+        self.read = 0
+
+    def sha256(self, path: str) -> str:
+        self.let.wait(20)
+        self.read += 1
+        return super().sha256(path)
+
+
+def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewhere) -> None:
+    slow = Slow(str(elsewhere.root))
+    service = SearchService(Library(), ServeConfig(timeout_ms=200), StoreCatalog(slow, "library"))
+    app = create_app(service, tokens())
+    first = call(app, "POST", "/v1/versions", {"manifest": elsewhere.sent}, token=ADMIN)
+    assert (first.status, first.body["error"]["code"], first.headers["retry-after"]) == (503, "publishing", "2")
+    another = changed(elsewhere.sent, ("metrics",), {"lv": 1.0})
+    second = call(app, "POST", "/v1/versions", {"manifest": another}, token=ADMIN)
+    assert (second.status, second.body["error"]["code"]) == (503, "publishing")
+    assert call(app, "GET", "/v1/versions", token=ADMIN).status == 200
+    slow.let.set()
+    reply, until = first, time.monotonic() + 20
+    while reply.status == 503 and time.monotonic() < until:
+        reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.sent}, token=ADMIN)
+    assert (reply.status, reply.body["version"]) == (200, 1)
+    assert slow.read == sum(len(entry.files) for entry in elsewhere.made.shards)
+
+
+def test_the_client_publishes_a_manifest_or_its_json_and_names_what_is_wrong(elsewhere, tmp_path) -> None:
+    with Client.over(elsewhere.service) as client:
+        assert client.publish(elsewhere.sent).version == client.publish(elsewhere.made, parent=0).version == 1
+        assert client.versions().live == 1
+        with pytest.raises(RefusedError) as refused:
+            client.publish(elsewhere.made, parent=4)
+        assert (refused.value.status, refused.value.code) == (409, "publish_conflict")
+        with pytest.raises(RefusedError, match=r"unknown_field: manifest\.more"):
+            client.publish({**elsewhere.sent, "more": 1})
+
+
+def test_a_published_version_is_answered_from_as_its_source_is(elsewhere, tmp_path) -> None:
+    """The second version of a served index comes from another store, and is promoted."""
+    built(tmp_path / "next", scale=2)
+    copied(tmp_path / "next", elsewhere.root)
+    assert elsewhere.post(elsewhere.sent).status == 200
+    run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
+    with Client.in_process(run) as client:
+        before = client.search([[1.0, 0, 0]], k=3, text=False)
+        assert client.publish(as_sent(tmp_path / "next"), parent=1).version == 2
+        assert client.promote(2).version == 2
+        after = client.search([[1.0, 0, 0]], k=3, text=False)
+    assert (before.version, after.version) == (1, 2)
+    assert [hit.score for hit in after.results[0]] == [2 * hit.score for hit in before.results[0]]
+    assert [hit.id for hit in after.results[0]] == [hit.id for hit in before.results[0]]
