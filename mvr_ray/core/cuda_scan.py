@@ -77,23 +77,23 @@ class FusedKernel(TorchKernel):
         """The rows as they are."""
         return Rows(rows_ND, scale_N1)
 
-    def max_norm(self, vectors: Rows) -> float:  # pyrefly: ignore
+    def max_norm(self, vectors_ND: Rows) -> float:  # pyrefly: ignore
         highest = torch.zeros((), device=self.device)
-        for at in range(0, len(vectors.rows_ND), GPU_STEP):
-            plain_ND = self._plain(vectors, slice(at, at + GPU_STEP))
+        for at in range(0, len(vectors_ND.rows_ND), GPU_STEP):
+            plain_ND = self._plain(vectors_ND, slice(at, at + GPU_STEP))
             highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
         return float(highest)
 
     def best_views(  # pyrefly: ignore
-        self, queries_QD: torch.Tensor, vectors: Rows, counts_P: IntArray, uniform: int
+        self, queries_QD: torch.Tensor, vectors_ND: Rows, counts_P: IntArray, uniform: int
     ) -> torch.Tensor:
         """best_QP, and columns of -inf up to a whole number of blocks."""
-        rows_ND, num_queries = vectors.rows_ND, len(queries_QD)
+        rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
         most = uniform or int(counts_P.max())
         width = -(-len(counts_P) // BLOCK) * BLOCK
         halves = rows_ND.dtype in (torch.int8, torch.float16)
         if not self.fused or not halves or rows_ND.shape[1] > LONGEST or most > MOST_VIEWS:
-            return self._best_plain(queries_QD, vectors, counts_P, uniform, width)
+            return self._best_plain(queries_QD, vectors_ND, counts_P, uniform, width)
         from mvr_ray.core.cuda_kernel import best_views
 
         half_QD, power_Q = _halves(queries_QD)
@@ -102,7 +102,7 @@ class FusedKernel(TorchKernel):
         passages = max(1, self.tuning.rows // slots)
         query_tile = 16 if num_queries <= 16 else 32 if num_queries <= 32 else 64
         query_tiles = -(-num_queries // query_tile)
-        scale = power_Q if vectors.scale_N1 is None else vectors.scale_N1
+        scale = power_Q if vectors_ND.scale_N1 is None else vectors_ND.scale_N1
         best_views[(-(-width // passages) * query_tiles,)](
             rows_ND,
             scale,
@@ -116,7 +116,7 @@ class FusedKernel(TorchKernel):
             DIMENSION=rows_ND.shape[1],
             VIEWS=uniform,
             SLOTS=slots,
-            SCALED=vectors.scale_N1 is not None,
+            SCALED=vectors_ND.scale_N1 is not None,
             PASSAGES=passages,
             QUERIES=query_tile,
             QUERY_TILES=query_tiles,

@@ -159,13 +159,11 @@ def packed_attention(
 
         flat = [one.contiguous() for one in heads]
         return varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling)[None], None  # pyrefly: ignore
-    ends = host_bounds.tolist()
-    parts = [
-        F.scaled_dot_product_attention(
-            *(one[None, :, low:high] for one in (query_1HTE[0], key_1HTE[0], value_1HTE[0])), scale=scaling
-        )
-        for low, high in pairwise(ends)
-    ]
+    query, key, value = query_1HTE, key_1HTE, value_1HTE
+    parts = []
+    for low, high in pairwise(host_bounds.tolist()):
+        of = slice(low, high)
+        parts.append(F.scaled_dot_product_attention(query[:, :, of], key[:, :, of], value[:, :, of], scale=scaling))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 

@@ -1,0 +1,256 @@
+"""Clusters of 1, 2 and 4 searchers on this machine, as the check of the model that predicts larger ones.
+
+What the model is given is measured on one searcher and in this process: seconds of a search, cores' speed when two of
+them work, the router's own CPU time a query and a group, and the time between processes. What it must predict is how
+long answers take with more searchers, alone and under load. Both see the same arrivals.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from cluster_model import Cluster, Routing, Service, poisson, simulate
+from numpy.typing import NDArray
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.core.codes import encode
+from mvr_ray.distributed import session
+from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.flat import FlatIndex
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, FloatArray
+
+V, D, K, SHARDS = 8, 384, 100, 8
+SEARCHERS = (1, 2, 4)
+LOAD = 0.5
+"""Of what the cores could bear."""
+IDLE_CALLS = 40
+
+
+class Sizes(NamedTuple):
+    """How much is made and measured."""
+
+    passages: int = 10_000
+    load_s: float = 6.0
+    idle_calls: int = IDLE_CALLS
+
+
+class Scan(NamedTuple):
+    """Seconds of one search on one thread, by the size of its batch, and how calls of the same size differ."""
+
+    vectors: int
+    one_s: float
+    many_s: float
+    batch: int
+    spread: float
+
+    def service(self, vectors: float, speed: float = 1.0) -> Service:
+        """The same scan of another number of vectors, on something `speed` times as fast."""
+        share = vectors / self.vectors / speed
+        return Service(0.0, self.one_s * share, self.many_s / self.batch * share, self.spread)
+
+
+class Calibration(NamedTuple):
+    scan: Scan
+    speeds: tuple[float, ...]
+    routing: Routing
+
+
+class Check(NamedTuple):
+    """One thing measured and predicted: latencies of the same queries."""
+
+    what: str
+    measured_Q: NDArray[np.float64]
+    predicted_Q: NDArray[np.float64]
+    calibrated: bool
+
+    def ratio(self, share: float) -> float:
+        return float(np.quantile(self.predicted_Q, share) / np.quantile(self.measured_Q, share))
+
+
+def made_block(ids: list[str], seed: int) -> EmbeddingBlock:
+    """Unit views around a direction of their passage's own."""
+    rng = np.random.default_rng(seed)
+    views_PVD = rng.standard_normal((len(ids), V, D), dtype=np.float32) + rng.standard_normal(
+        (len(ids), 1, D), dtype=np.float32
+    )
+    views_PVD /= np.linalg.norm(views_PVD, axis=2, keepdims=True)
+    numbers_N = np.tile(np.arange(V, dtype=np.int16), len(ids))
+    return EmbeddingBlock(ids, np.arange(len(ids) + 1) * V, numbers_N, views_PVD.reshape(-1, D).astype(np.float16))
+
+
+def queries(count: int) -> FloatArray:
+    made_QD = np.random.default_rng(1).standard_normal((count, D), dtype=np.float32)
+    return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
+
+
+def publish(store: Store, passages: int) -> Manifest:
+    """An index `simulated` of made-up views in SHARDS shards."""
+    draft = Manifest(
+        index="simulated",
+        operation="index",
+        encoder_name="none",
+        encoder_fingerprint="f" * 16,
+        similarity="cosine",
+        num_views=V,
+        dimension=D,
+        dtype="fp16",
+        corpus="none",
+        corpus_digest="",
+        index_params=dataclasses.asdict(IndexParams()),
+        shards=(),
+    )
+    ids: list[list[str]] = [[] for _ in range(SHARDS)]
+    for number in range(passages):
+        name = f"{number:09d}"
+        ids[shard_of(name, SHARDS)].append(name)
+    entries = []
+    for shard, own in enumerate(ids):
+        with store.scratch() as scratch:
+            folder = scratch / "shard"
+            folder.mkdir()
+            with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
+                writer.write(made_block(own, shard))
+            entries.append(build_shard(store, draft, shard, folder))
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+
+
+def seconds(run: Callable[[], Any], times: int) -> list[float]:
+    """Of each of so many runs, after one that is not counted."""
+    run()
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def scan_rates(passages: int, times: int) -> dict[str, Scan]:
+    """One thread over one shard's views, as stored and by their codes."""
+    block = made_block([f"{number:09d}" for number in range(passages)], 0)
+    codes = encode(block.vectors_ND)
+    found = {}
+    for name, index in (
+        ("fp16", FlatIndex([block], threads=1)),
+        ("int8", FlatIndex([block], codes=codes, threads=1)),
+    ):
+        one = seconds(lambda index=index: index.search(queries(1), K), times)
+        many = seconds(lambda index=index: index.search(queries(32), K), max(3, times // 8))
+        spread = float(np.std(np.log(one)))
+        found[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
+    return found
+
+
+@contextmanager
+def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
+    run = RunConfig.model_validate(
+        {
+            "store": {"path": str(folder)},
+            "index": {"name": "simulated"},
+            "resources": {"searchers": searchers, "cpus_per_searcher": 0.5, "torch_threads": 1},
+        }
+    )
+    with open_live(run, canary_s=3600) as live:
+        live.ready()
+        for _ in range(3):
+            live.search(queries(1), K)
+        yield live
+
+
+def service_of(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
+    """Seconds that the first searcher works on its shards, less what a call costs that does nothing; and how much
+    longer a search takes when a second searcher works too (1 where there is none)."""
+    searchers: Any = live.searchers
+    first, *others = searchers.actors
+    shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
+    query_1D = queries(1)
+    call_s = statistics.median(seconds(lambda: ray.get(first.search.remote(query_1D, K, {})), times))
+    alone = seconds(lambda: ray.get(first.search.remote(query_1D, K, shards[0])), times)
+    work = np.maximum(np.array(alone) - call_s, 1e-6)
+    if not others:
+        return work, 1.0
+    both = seconds(
+        lambda: ray.get(
+            [actor.search.remote(query_1D, K, held) for actor, held in zip((first, others[0]), shards[:2])]
+        ),
+        times,
+    )
+    return work, (statistics.median(both) - call_s) / float(np.median(work))
+
+
+def idle(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
+    """Seconds of searches one after the other, and this process's CPU seconds a search."""
+    began = time.process_time()
+    taken = seconds(lambda: live.search(queries(1), K), times)
+    return np.array(taken), (time.process_time() - began) / (times + 1)
+
+
+def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of searches that arrive at these times, whoever is under way."""
+    taken = np.zeros(len(arrival_Q))
+    query_1D = queries(1)
+
+    def ask(number: int, due_s: float) -> None:
+        live.search(query_1D, K)
+        taken[number] = time.perf_counter() - due_s
+
+    with ThreadPoolExecutor(32) as threads:
+        began = time.perf_counter() + 0.05
+        for number, at_s in enumerate(arrival_Q.tolist()):
+            time.sleep(max(0.0, began + at_s - time.perf_counter()))
+            threads.submit(ask, number, began + at_s)
+    return taken
+
+
+def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
+    """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
+    described = publish(Store(str(folder)), sizes.passages)
+    vectors = sum(entry.num_vectors for entry in described.shards)
+    checks: list[Check] = []
+    with session.connect(ResourcesConfig(local_cpus=8)):
+        told: dict[int, tuple[NDArray[np.float64], float]] = {}
+        speeds: tuple[float, ...] = (1.0,)
+        for searchers in SEARCHERS[:2]:
+            with opened(folder, searchers) as live:
+                alone, longer = service_of(live, sizes.idle_calls)
+                told[searchers] = idle(live, sizes.idle_calls)
+                if searchers == 1:
+                    scan = Scan(vectors, float(np.median(alone)), 0.0, 32, float(np.std(np.log(alone))))
+                else:
+                    speeds = (1.0, float(np.clip(2 / longer, 1.0, 2.0)))
+        group_s = max(0.0, told[2][1] - told[1][1])
+        query_s = max(0.0, told[1][1] - group_s)
+        wire_s = max(0.0, float(np.median(told[1][0])) - scan.one_s - query_s - group_s)
+        calibration = Calibration(scan, speeds, Routing(query_s, group_s, wire_s))
+        say(f"calibrated: {calibration}")
+        for searchers in SEARCHERS:
+            cluster = Cluster(searchers, speeds=speeds, shared=True)
+            service = Service(0.0, scan.one_s / searchers, 0.0, scan.spread)
+            bearable = min(searchers, speeds[-1]) / (scan.one_s + query_s + group_s * searchers)
+            arrival_Q = poisson(LOAD * bearable, max(20, round(LOAD * bearable * sizes.load_s)), seed=searchers)
+            with opened(folder, searchers) as live:
+                alone_Q, _ = idle(live, sizes.idle_calls)
+                loaded_Q = loaded(live, arrival_Q)
+            far_Q = np.arange(200) * 100.0
+            quiet = simulate(cluster, service, far_Q, calibration.routing)
+            busy = simulate(cluster, service, arrival_Q, calibration.routing)
+            rate = len(arrival_Q) / arrival_Q[-1]
+            checks.append(Check(f"{searchers} searchers, idle", alone_Q, quiet.latency_Q, searchers == 1))
+            checks.append(Check(f"{searchers} searchers, {rate:.1f} queries/s", loaded_Q, busy.latency_Q, False))
+            for check in checks[-2:]:
+                say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
+    return calibration, checks
