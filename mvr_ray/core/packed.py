@@ -26,7 +26,7 @@ from mvr_ray.core.backbones import Tower
 from mvr_ray.core.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
-from mvr_ray.types import FloatArray
+from mvr_ray.types import FloatArray, IntArray
 
 ATTENTION = "mvr_ray_packed"
 """The name by which transformers knows this attention."""
@@ -35,7 +35,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Packed(NamedTuple):
-    """A batch on the host, ready to be copied.
+    """A batch on the host: plain arrays, so that any process can make one.
 
     ids_T, positions_T  int64
     bounds              int32 [B + 1], where each text begins
@@ -43,12 +43,30 @@ class Packed(NamedTuple):
     count_PV            int64, how many tokens each view has, 0 where it is missing
     """
 
-    ids_T: Tensor
-    positions_T: Tensor
-    bounds: Tensor
-    order_M: Tensor
-    count_PV: Tensor
-    longest: int
+    ids_T: IntArray
+    positions_T: IntArray
+    bounds: IntArray
+    order_M: IntArray
+    count_PV: IntArray
+
+
+def pack(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> Packed:
+    """One batch, at least one passage, of an encoder's `tokenize_passages`."""
+    texts: Sequence[TokenizedPassage] = tokenized
+    if encoder.spec.has_pieces:
+        texts = [row for passage in tokenized for row in encoder.layout.rows(passage)]
+    view_T = np.concatenate([passage.view_T for passage in tokenized]).astype(np.int64)
+    passage_T = np.repeat(np.arange(len(tokenized)), [passage.num_tokens for passage in tokenized])
+    slot_T = np.where(view_T < 0, -1, passage_T * encoder.num_views + view_T)
+    order_M = np.argsort(slot_T, kind="stable")[int((slot_T < 0).sum()) :]
+    count = np.bincount(slot_T[order_M], minlength=len(tokenized) * encoder.num_views)
+    return Packed(
+        np.concatenate([passage.input_ids for passage in tokenized]).astype(np.int64),
+        np.concatenate([passage.position_ids for passage in tokenized]).astype(np.int64),
+        np.cumsum([0, *(text.num_tokens for text in texts)]).astype(np.int32),
+        order_M,
+        count.reshape(len(tokenized), encoder.num_views),
+    )
 
 
 class PackedEncoder:
@@ -63,55 +81,35 @@ class PackedEncoder:
                 f"backbone type {backbone.config.model_type!r} cannot be read without padding: its attention is its "
                 f"own; embed with DualEncoder.embed_passages"
             )
-        self.spec, self.layout, self.num_views = encoder.spec, encoder.layout, encoder.num_views
+        self.normalize = encoder.spec.normalize
         self.device, self.precision = torch.device(device), precision
         self.tower: Tower = copy.deepcopy(tower).to(device=self.device, dtype=precision).eval()
         own: Any = self.tower.backbone
         own.set_attn_implementation(ATTENTION)
 
-    def pack(self, tokenized: Sequence[TokenizedPassage]) -> Packed:
-        """One batch, at least one passage. Touches no device: meant for another thread than the one that encodes."""
-        pieces = self.spec.has_pieces
-        texts = [row for passage in tokenized for row in self.layout.rows(passage)] if pieces else tokenized
-        bounds = np.cumsum([0, *(text.num_tokens for text in texts)]).astype(np.int32)
-        view_T = np.concatenate([passage.view_T for passage in tokenized]).astype(np.int64)
-        passage_T = np.repeat(np.arange(len(tokenized)), [passage.num_tokens for passage in tokenized])
-        slot_T = np.where(view_T < 0, -1, passage_T * self.num_views + view_T)
-        order_M = np.argsort(slot_T, kind="stable")[int((slot_T < 0).sum()) :]
-        count = np.bincount(slot_T[order_M], minlength=len(tokenized) * self.num_views)
-        arrays = (
-            np.concatenate([passage.input_ids for passage in tokenized]).astype(np.int64),
-            np.concatenate([passage.position_ids for passage in tokenized]).astype(np.int64),
-            bounds,
-            order_M,
-            count.reshape(len(tokenized), self.num_views),
-        )
-        pinned = self.device.type == "cuda"
-        tensors = (torch.from_numpy(array) for array in arrays)
-        ids_T, positions_T, starts, order, counts = (one.pin_memory() if pinned else one for one in tensors)
-        return Packed(ids_T, positions_T, starts, order, counts, int(np.diff(bounds).max()))
-
     @torch.inference_mode()
     def encode(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """views_PVD float32 on the device, zero where missing, and mask_PV. Returns before the device is done."""
-        ids_T, positions_T, bounds, order_M, count_PV = (
-            tensor.to(self.device, non_blocking=True) for tensor in packed[:-1]
-        )
+        """views_PVD float32 on the device, zero where missing, and mask_PV. Returns before a GPU is done."""
+        ids_T, positions_T, bounds, order_M, count_PV = map(self._put, packed)
         states_TD = self.tower(
             ids_T[None],
             positions_T[None],
             torch.ones_like(ids_T[None], dtype=torch.bool),
             bounds=bounds,
-            host_bounds=packed.bounds,
-            longest=packed.longest,
+            ends=packed.bounds.tolist(),
+            longest=int(np.diff(packed.bounds).max()),
         )[0]
         members_MD = states_TD.index_select(0, order_M).float()
         flat_count = count_PV.flatten()
         sums = torch.segment_reduce(members_MD, "sum", lengths=flat_count, axis=0, unsafe=True, initial=0)
         views_PVD = (sums / flat_count.clamp(min=1)[:, None]).view(*count_PV.shape, -1)
-        if self.spec.normalize:
+        if self.normalize:
             views_PVD = F.normalize(views_PVD, dim=-1)
         return views_PVD, count_PV > 0
+
+    def _put(self, array: IntArray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def embed(self, batches: Iterable[Packed]) -> Iterator[EmbeddedViews]:
         """The views of each batch on the host. A batch is fetched when the next one has been handed to the device."""
@@ -147,7 +145,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     bounds: Tensor,
-    host_bounds: Tensor,
+    ends: Sequence[int],
     longest: int,
     scaling: float | None = None,
     **others: Any,
@@ -161,7 +159,7 @@ def packed_attention(
         return varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling)[None], None  # pyrefly: ignore
     query, key, value = query_1HTE, key_1HTE, value_1HTE
     parts = []
-    for low, high in pairwise(host_bounds.tolist()):
+    for low, high in pairwise(ends):
         of = slice(low, high)
         parts.append(F.scaled_dot_product_attention(query[:, :, of], key[:, :, of], value[:, :, of], scale=scaling))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import PackedEncoder, filled_batches
+from mvr_ray.core.packed import PackedEncoder, filled_batches, pack
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -43,7 +43,7 @@ def test_views_are_those_of_the_padded_encoder(tiny, kind, name):
     views_PVD, mask_PV = encoder.embed_passages(tokenized)
     packed = PackedEncoder(encoder, torch.float32, "cpu")
     for batches in ([range(5)], [range(0, 2), range(2, 3), range(3, 5)]):
-        parts = list(packed.embed(packed.pack([tokenized[row] for row in rows]) for rows in batches))
+        parts = list(packed.embed(pack(encoder, [tokenized[row] for row in rows]) for rows in batches))
         np.testing.assert_allclose(np.concatenate([part.views_PVD for part in parts]), views_PVD, atol=1e-5)
         assert (np.concatenate([part.mask_PV for part in parts]) == mask_PV).all()
 
@@ -53,7 +53,7 @@ def test_half_the_bits_turn_a_view_by_little_and_the_encoder_stays_as_it_was(tin
     tokenized = encoder.tokenize_passages(PASSAGES)
     before = encoder.fingerprint
     packed = PackedEncoder(encoder, torch.bfloat16, "cpu")
-    [low] = packed.embed([packed.pack(tokenized)])
+    [low] = packed.embed([pack(encoder, tokenized)])
     plain = encoder.embed_passages(tokenized)
     cosine_PV = (low.views_PVD * plain.views_PVD).sum(-1)[plain.mask_PV]
     assert cosine_PV.min() > 0.999 and not np.array_equal(low.views_PVD, plain.views_PVD)
