@@ -159,10 +159,14 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         hedges = scatter.budget.hedges
         assert 1 <= hedges <= 0.05 * scatter.budget.calls
         assert 1 <= scatter.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
+        counts = scatter.counts()
+        assert (counts.hedges, counts.hedge_wins, counts.refused) == (hedges, hedges, 0)
+        assert counts.most_waiting == counts.waiting == scatter.groups[0][0].waiting
         monkeypatch.setattr("mvr_ray.distributed.scatter.CALM_S", 1e9)
         scatter.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)
+        assert scatter.counts().refused == 1
         scatter.queue = 64
         shut(second)
         answer = router.search(QUERIES_QD, K, timeout_s=1, min_coverage=0.0)
