@@ -88,6 +88,39 @@ def test_the_kernel_errs_within_its_bound():
     assert done.stdout.strip() == "checked", done.stderr
 
 
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from mvr_ray.core.cuda_kernel import best_views
+from mvr_ray.core.cuda_scan import Tuning
+
+tuning, names = Tuning(), best_views.arg_names
+for architecture, product in ((90, "wgmma"), (80, "mma.sync")):
+    for kind, scaled, views in (("i8", True, 8), ("fp16", False, 0)):
+        sizes = {"DIMENSION": 384, "VIEWS": views, "SLOTS": 8, "SCALED": scaled, "PASSAGES": tuning.rows // 8}
+        sizes |= {"QUERIES": 16, "QUERY_TILES": 1, "COMPONENTS": tuning.components}
+        types = {"rows_ptr": f"*{kind}", "scale_ptr": "*fp32", "start_ptr": "*i32", "queries_ptr": "*fp16"}
+        types |= {"power_ptr": "*fp32", "best_ptr": "*fp32"}
+        types |= dict.fromkeys(("num_passages", "num_queries", "width"), "i32")
+        signature = {**types, **dict.fromkeys(sizes, "constexpr")}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in types if name.endswith("ptr")}
+        constants = {(names.index(name),): value for name, value in sizes.items()}
+        source = ASTSource(fn=best_views, signature=signature, constexprs=constants, attrs=aligned)
+        options = {"num_warps": tuning.warps, "num_stages": tuning.stages}
+        made = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        assert product in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        assert "st.local" not in made.asm["ptx"] and made.metadata.shared < 160_000
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_the_kernel_compiles_for_hopper_and_ampere_onto_tensor_cores_without_spilling():
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "compiled", done.stderr
+
+
 def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
     rng = np.random.default_rng(4)
     vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
