@@ -20,9 +20,9 @@ from measure import Bar, Part, interleaved, speedup
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from mvr_ray.core.cuda_packed import Packed, UnpaddedEncoder, filled_batches, pack
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.losses import LossTerms, dpr_loss
-from mvr_ray.core.packed import Packed, PackedEncoder, filled_batches, pack
 from mvr_ray.core.training import Share, StepSettings, loss_and_gradients
 from mvr_ray.types import FloatArray, Passage
 
@@ -97,7 +97,7 @@ def ahead(pool: Executor, load: Load) -> Iterator[Packed]:
         yield from one.result()
 
 
-def ours(encoder: PackedEncoder, pool: Executor, load: Load) -> FloatArray:
+def ours(encoder: UnpaddedEncoder, pool: Executor, load: Load) -> FloatArray:
     return np.concatenate([batch.views_PVD[:, 0] for batch in encoder.embed(ahead(pool, load))])
 
 
@@ -147,10 +147,10 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
     plain = DualEncoder.from_backbone(folder, SPEC).to(device)
     some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
     padded = plain.embed_passages(some).views_PVD[:, 0]
-    [exact] = PackedEncoder(plain, torch.float32, device).embed([pack(plain, some)])
+    [exact] = UnpaddedEncoder(plain, torch.float32, device).embed([pack(plain, some)])
     away = float(np.abs(exact.views_PVD[:, 0] - padded).max())
     part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
-    encoder = PackedEncoder(plain, torch.bfloat16, device)
+    encoder = UnpaddedEncoder(plain, torch.bfloat16, device)
     [low] = encoder.embed([pack(plain, some)])
     cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
     part.facts["least cosine of a bf16 embedding with fp32"] = cosine

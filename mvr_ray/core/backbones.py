@@ -119,7 +119,7 @@ class Tower(nn.Module):
         """Attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
         return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
 
-    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: Any) -> Any:
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
         words = self._words
         if self.viewers is None:
             embeddings_BTD = words(ids_BT)

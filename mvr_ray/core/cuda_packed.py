@@ -1,4 +1,4 @@
-"""Passages without padding: the tokens of a batch in one row, and attention inside each text alone.
+"""Passages without padding on a GPU: a batch in one row of tokens, and attention inside each text alone.
 
     ids       t_1 .. t_a | u_1 .. u_b | ...      texts one after the other, bounds_B+1 where each begins
     attention softmax(q k / sqrt(d)) v           of each text by itself: flash attention with those bounds on a GPU,
@@ -69,7 +69,7 @@ def pack(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> Packed:
     )
 
 
-class PackedEncoder:
+class UnpaddedEncoder:
     """The passage side of an encoder, for indexing. A copy of its weights in `precision` on `device`."""
 
     def __init__(self, encoder: DualEncoder, precision: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvr_ray.core.cuda_packed import UnpaddedEncoder, filled_batches, pack
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import PackedEncoder, filled_batches, pack
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -41,7 +41,7 @@ def test_views_are_those_of_the_padded_encoder(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
     tokenized = encoder.tokenize_passages(PASSAGES)
     views_PVD, mask_PV = encoder.embed_passages(tokenized)
-    packed = PackedEncoder(encoder, torch.float32, "cpu")
+    packed = UnpaddedEncoder(encoder, torch.float32, "cpu")
     for batches in ([range(5)], [range(0, 2), range(2, 3), range(3, 5)]):
         parts = list(packed.embed(pack(encoder, [tokenized[row] for row in rows]) for rows in batches))
         np.testing.assert_allclose(np.concatenate([part.views_PVD for part in parts]), views_PVD, atol=1e-5)
@@ -52,7 +52,7 @@ def test_half_the_bits_turn_a_view_by_little_and_the_encoder_stays_as_it_was(tin
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = encoder.tokenize_passages(PASSAGES)
     before = encoder.fingerprint
-    packed = PackedEncoder(encoder, torch.bfloat16, "cpu")
+    packed = UnpaddedEncoder(encoder, torch.bfloat16, "cpu")
     [low] = packed.embed([pack(encoder, tokenized)])
     plain = encoder.embed_passages(tokenized)
     cosine_PV = (low.views_PVD * plain.views_PVD).sum(-1)[plain.mask_PV]
@@ -63,7 +63,7 @@ def test_half_the_bits_turn_a_view_by_little_and_the_encoder_stays_as_it_was(tin
 def test_a_backbone_with_an_attention_of_its_own_is_refused(tiny):
     encoder = DualEncoder.from_backbone(tiny("mpnet"), SPEC)
     with pytest.raises(EncoderError, match="'mpnet' cannot be read without padding"):
-        PackedEncoder(encoder, torch.float32, "cpu")
+        UnpaddedEncoder(encoder, torch.float32, "cpu")
 
 
 @given(st.lists(st.integers(1, 30)), st.integers(1, 60))
@@ -81,7 +81,7 @@ def test_an_encoder_that_cuts_no_sentences_never_loads_what_cuts_them(tiny):
     script = (
         "import sys\n"
         "from mvr_ray.core.encoder import DualEncoder, EncoderSpec\n"
-        "from mvr_ray.core.packed import PackedEncoder\n"
+        "from mvr_ray.core.cuda_packed import UnpaddedEncoder\n"
         "from mvr_ray.index.flat import FlatIndex\n"
         "from mvr_ray.types import Passage\n"
         f"encoder = DualEncoder.from_backbone({tiny('bert')!r}, EncoderSpec(strategy='mean', max_passage_tokens=64))\n"
