@@ -39,6 +39,23 @@ class Service(NamedTuple):
         return self.fixed_s + max(self.read_s, queries * self.query_s)
 
 
+class Scan(NamedTuple):
+    """Seconds of one exhaustive search of so many vectors: of one query and of `batch` together, on `threads`, and how
+    much calls of the same size differ."""
+
+    vectors: int
+    one_s: float
+    many_s: float
+    batch: int
+    spread: float
+    threads: int = 1
+
+    def service(self, vectors: float, speed: float = 1.0) -> Service:
+        """The same scan of another number of vectors, on something `speed` times as fast."""
+        share = vectors / self.vectors / speed
+        return Service(0.0, self.one_s * share, self.many_s / self.batch * share, self.spread)
+
+
 class Routing(NamedTuple):
     """What one query costs the router, and the time that a call spends between processes without work."""
 

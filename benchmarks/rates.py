@@ -1,7 +1,7 @@
 """Measured rates for the simulation: from the parts on file, else from a quick measurement of its own, which is told.
 
-A part tells a rate in `facts["rates"]`, by one of the names below; where it does not, the name of a case that can only
-mean that rate is looked for, and its rate is its work over its median.
+A part tells a rate in `facts["rates"]`, by one of the names below; where it does not, by the case that means that rate:
+its work over its median. Of cases that differ in their size alone, the largest speaks.
 """
 
 import json
@@ -11,18 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-OURS = r"(ours|mvr_ray)"
+import numpy as np
+from cluster_model import Scan
+
 KNOWN = {
-    "encoded passages/s": ("encoding", rf"{OURS}.*(fp32|float32)"),
-    "encoded passages/s, int8": ("encoding", rf"{OURS}.*int8"),
-    "encoded passages/s, GPU": ("gpu", rf"{OURS}.*packed.*bf16"),
-    "scanned vectors/s, fp16, one query": ("search", None),
-    "scanned vectors/s, int8, one query": ("search", None),
-    "indexed passages/s": ("growth", r"index\b.*(1,000,000|1 ?M|1000 ?k)"),
-    "published versions/s": ("growth", r"publish.*(1,000,000|1 ?M|1000 ?k)"),
-    "updated passages/s": ("refinement", rf"{OURS}.*update"),
+    "encoded passages/s": ("encoding", r"mvr_ray fp32"),
+    "encoded passages/s, bf16": ("encoding", r"mvr_ray bf16"),
+    "encoded passages/s, int8": ("encoding", r"mvr_ray int8"),
+    "encoded passages/s, GPU": ("gpu", r"ours, packed, bf16"),
+    "indexed passages/s": ("growth", r"index, ([\d,]+) passages"),
+    "re-indexed passages/s, 5 % of them dirty": ("refinement", r"re-index, changed alone"),
+    "updated passages/s": ("refinement", r"update, closed form"),
 }
-"""Name of a rate: the part that measures it, and what its case is called (None: only `facts["rates"]` can tell it)."""
+"""Name of a rate: the part that measures it, and what its case is called."""
+SCANS = {"fp16": "fp16", "int8": "int8 + re-scoring"}
+"""What is scanned: how the part `search` calls it."""
+FEW, MANY = 1, 32
 
 
 class Rate(NamedTuple):
@@ -44,14 +48,31 @@ def read_rates(folder: Path) -> dict[str, Rate]:
     return found
 
 
-def told(name: str, report: Mapping, pattern: str | None) -> Rate | None:
-    """The rate in one part's report; None where it tells none, or several cases could mean it."""
+def told(name: str, report: Mapping, pattern: str) -> Rate | None:
+    """The rate in one part's report, None where it tells none."""
     source = f"{report['name']}.json of {report['hardware']['date']}"
     stated = report["facts"].get("rates", {})
     if name in stated:
         return Rate(float(stated[name]), source)
-    cases = [case for case in report["samples"] if pattern and re.search(pattern, case, re.IGNORECASE)]
-    if len(cases) != 1:
+    matches = [match for case in report["samples"] if (match := re.fullmatch(pattern, case))]
+    if not matches:
         return None
-    [case] = cases
+    case = max(matches, key=lambda match: [int(size.replace(",", "")) for size in match.groups()]).string
     return Rate(report["work"][case] / statistics.median(report["samples"][case]), f"{source}, case {case!r}")
+
+
+def read_scans(folder: Path, threads: int) -> tuple[dict[str, Scan], str]:
+    """Exhaustive search on so many threads as the part `search` measured it, and its date; nothing where it did not."""
+    path = folder / "search.json"
+    if not path.is_file():
+        return {}, ""
+    report = json.loads(path.read_text())
+    name, found = f"{threads} thread{'s' * (threads > 1)}", {}
+    for kind, case in SCANS.items():
+        samples = [report["samples"].get(f"{name}, batch {batch}, {case}") for batch in (FEW, MANY)]
+        if all(samples) and "vectors" in report["facts"]:
+            one, many = samples
+            spread = float(np.std(np.log(one)))
+            medians = statistics.median(one), statistics.median(many)
+            found[kind] = Scan(int(report["facts"]["vectors"]), *medians, MANY, spread, threads)
+    return found, report["hardware"]["date"]

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from cluster_model import Cluster, Routing, Service, makespan_s, poisson, simulate
+from cluster_model import Cluster, Routing, Scan, Service, makespan_s, poisson, simulate
 from measure import FOLDER, Bar, Part, write
-from rates import KNOWN, Rate, read_rates
-from small_clusters import LOAD, Calibration, Check, D, Scan, Sizes, V, measured, publish, scan_rates
+from rates import KNOWN, SCANS, Rate, read_rates, read_scans
+from small_clusters import LOAD, Calibration, Check, D, Sizes, V, measured, publish, scan_rates
 
 from mvr_ray.store.files import Store
 
@@ -47,12 +47,9 @@ class World(NamedTuple):
     queries: int = 1500
 
 
-def quick_rates(missing: set[str], folder: Path, scans: dict[str, Scan], cores: int) -> dict[str, Rate]:
+def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
     """What no part tells, measured here in seconds. A rate that cannot be had is left out, and so is what needs it."""
     found = {}
-    for kind, scan in scans.items():
-        rate = scan.vectors / scan.one_s
-        found[f"scanned vectors/s, {kind}, one query"] = Rate(rate, "measured here, one thread")
     if "indexed passages/s" in missing:
         began = time.perf_counter()
         publish(Store(str(folder / "quick")), 4000)
@@ -90,7 +87,7 @@ def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
     """Hours of encoding and indexing everything once, by the rates that there are."""
     hours = {}
     chunk_s = np.diff([*range(0, PASSAGES, CHUNK), PASSAGES])
-    for name in ("encoded passages/s", "encoded passages/s, int8", "encoded passages/s, GPU"):
+    for name in (name for name in KNOWN if name.startswith("encoded")):
         if name in rates:
             each_s = (chunk_s / (rates[name].value * (1 if "GPU" in name else world.node_speed))).tolist()
             kind = name.partition(", ")[2] or "fp32"
@@ -104,7 +101,8 @@ def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
 def node_service(world: World, scan: Scan, cores_speed: float) -> Service:
     """One call to a node: its share of the vectors, scanned by all its cores."""
     shards = -(-NUM_SHARDS // world.nodes)
-    return scan.service(PASSAGES * V * shards / NUM_SHARDS, cores_speed * world.node_speed)
+    speed = cores_speed if scan.threads == 1 else 1.0
+    return scan.service(PASSAGES * V * shards / NUM_SHARDS, speed * world.node_speed)
 
 
 def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> dict[str, dict[str, float]]:
@@ -138,9 +136,12 @@ def refinement(world: World, scan: Scan, rates: dict[str, Rate], cores_speed: fl
     if "updated passages/s" in rates:
         touched = QUESTIONS / world.nodes
         hours["update, at most"] = touched / rates["updated passages/s"].value / world.node_speed / 3600
-    if "indexed passages/s" in rates:
-        shard_s = PASSAGES / NUM_SHARDS / rates["indexed passages/s"].value / world.node_speed
-        hours["re-index, every shard as if anew"] = makespan_s([shard_s] * NUM_SHARDS, world.nodes) / 3600
+    name = "re-indexed passages/s, 5 % of them dirty"
+    rate = rates.get(name) or rates.get("indexed passages/s")
+    if rate is not None:
+        shard_s = PASSAGES / NUM_SHARDS / rate.value / world.node_speed
+        how = "at most 5 % dirty" if name in rates else "every shard as if anew"
+        hours[f"re-index, {how}"] = makespan_s([shard_s] * NUM_SHARDS, world.nodes) / 3600
     return hours
 
 
@@ -200,10 +201,11 @@ def main(words: list[str]) -> int:
     part = Part("simulate", "A cluster of 21 million passages, predicted", "queries")
     with tempfile.TemporaryDirectory(prefix="mvr-sim-") as scratch:
         folder = Path(scratch)
-        scans = scan_rates(sizes.passages, sizes.idle_calls)
-        say("scans measured")
+        scans, scanned = read_scans(FOLDER, cores)
+        if set(scans) != set(SCANS):
+            scans, scanned = scan_rates(sizes.passages, sizes.idle_calls), ""
         known = read_rates(FOLDER)
-        rates = {**quick_rates(set(KNOWN) - set(known), folder, scans, cores), **known}
+        rates = {**quick_rates(set(KNOWN) - set(known), folder, cores), **known}
         say("rates read")
         calibration, checks = measured(folder / "small", sizes, say)
     for check in checks:
@@ -221,6 +223,13 @@ def main(words: list[str]) -> int:
         f"{calibration.speeds[-1]:.2f}; router {1e3 * calibration.routing.query_s:.2f} ms a query and "
         f"{1e3 * calibration.routing.group_s:.2f} ms a group of CPU, {1e3 * calibration.routing.wire_s:.2f} ms between"
     )
+    part.facts["scans"] = {
+        kind: f"{scan.vectors / scan.one_s:,.4g} vectors/s for one query, {scan.batch} together in "
+        f"{scan.many_s / scan.one_s:.3g} times as long ("
+        + (f"search.json of {scanned}" if scanned else "measured here, on one thread")
+        + ")"
+        for kind, scan in scans.items()
+    }
     predicted(part, world, calibration, scans, rates)
     if chosen.tiny:
         say(f"a tiny run says nothing and is not kept: {statistics.median(checks[0].measured_Q):.4f} s")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from cluster_model import Cluster, Routing, Service, poisson, simulate
+from cluster_model import Cluster, Routing, Scan, Service, poisson, simulate
 from numpy.typing import NDArray
 
 from mvr_ray.config import ResourcesConfig, RunConfig
@@ -46,21 +46,6 @@ class Sizes(NamedTuple):
     passages: int = 10_000
     load_s: float = 6.0
     idle_calls: int = IDLE_CALLS
-
-
-class Scan(NamedTuple):
-    """Seconds of one search on one thread, by the size of its batch, and how calls of the same size differ."""
-
-    vectors: int
-    one_s: float
-    many_s: float
-    batch: int
-    spread: float
-
-    def service(self, vectors: float, speed: float = 1.0) -> Service:
-        """The same scan of another number of vectors, on something `speed` times as fast."""
-        share = vectors / self.vectors / speed
-        return Service(0.0, self.one_s * share, self.many_s / self.batch * share, self.spread)
 
 
 class Calibration(NamedTuple):
