@@ -105,27 +105,28 @@ def node_service(world: World, scan: Scan, cores_speed: float) -> Service:
     return scan.service(PASSAGES * V * shards / NUM_SHARDS, speed * world.node_speed)
 
 
-def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> dict[str, dict[str, float]]:
-    """Milliseconds a query over the whole index: kind of scan, queries put together, replicas, load."""
-    table: dict[str, dict[str, float]] = {}
+def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> dict[str, str]:
+    """Seconds a query over the whole index: kind of scan, queries put together, replicas; each at several loads."""
+    table: dict[str, str] = {}
     routing = Routing(*(one / world.node_speed for one in calibration.routing[:2]), calibration.routing.wire_s)
     for kind, scan in scans.items():
         service = node_service(world, scan, calibration.speeds[-1])
         for batch in (1, 32):
             bearable = batch / service.work_s(batch)
             for replicas in (1, 2):
+                told = []
                 for load in LOADS:
                     rate = load * bearable * replicas
                     cluster = Cluster(world.nodes, replicas, batch=batch)
                     outcome = simulate(cluster, service, poisson(rate, world.queries, seed=batch), routing, seed=2)
-                    name = f"exact {kind}, {replicas} x {world.nodes} nodes, up to {batch} together, {rate:.2f} q/s"
-                    table[name] = {
-                        "p50 ms": 1e3 * outcome.quantile_s(0.5),
-                        "p99 ms": 1e3 * outcome.quantile_s(0.99),
-                        "refused": outcome.refused,
-                        "hedges": outcome.hedges,
-                        "busy": outcome.busy_share,
-                    }
+                    told.append(
+                        f"{rate:.3g} q/s p50 {outcome.quantile_s(0.5):.3g} s p99 {outcome.quantile_s(0.99):.3g} s"
+                        + f", {outcome.refused} of {world.queries} refused" * bool(outcome.refused)
+                        + f", {outcome.hedges / outcome.calls:.1%} hedged" * bool(outcome.hedges)
+                    )
+                nodes = f"{world.nodes} nodes" + f" x {replicas} replicas" * (replicas > 1)
+                together = f"up to {batch} queries together" if batch > 1 else "one query at a time"
+                table[f"exact {kind}, {nodes}, {together}"] = "; ".join(told)
     return table
 
 
@@ -217,12 +218,16 @@ def main(words: list[str]) -> int:
     part.bars = bars(checks)
     part.facts["index"] = f"{PASSAGES:,} passages x {V} views of {D} dimensions in {NUM_SHARDS} shards"
     part.facts["node"] = f"{world.node_speed:g} x this machine, {cores} cores"
-    part.facts["small clusters"] = (
-        f"{sizes.passages:,} passages in 8 shards, {LOAD:.0%} of what the cores bear; one search takes a searcher "
-        f"{1e3 * calibration.scan.one_s:.3g} ms; speed of {len(calibration.speeds)} busy cores "
-        f"{calibration.speeds[-1]:.2f}; router {1e3 * calibration.routing.query_s:.2f} ms a query and "
-        f"{1e3 * calibration.routing.group_s:.2f} ms a group of CPU, {1e3 * calibration.routing.wire_s:.2f} ms between"
-    )
+    part.facts["small clusters"] = f"{sizes.passages:,} passages in 8 shards, {LOAD:.0%} of what the cores bear"
+    query_s, group_s, wire_s = calibration.routing
+    part.facts["calibration, ms"] = {
+        "one searcher's work on a search": 1e3 * calibration.scan.one_s,
+        "of a call that asks nothing": 1e3 * calibration.fixed_s,
+        "the router's CPU a query": 1e3 * query_s,
+        "and a group": 1e3 * group_s,
+        "between": 1e3 * wire_s,
+    }
+    part.facts["speed of two busy cores, of one"] = calibration.speeds[-1]
     part.facts["scans"] = {
         kind: f"{scan.vectors / scan.one_s:,.4g} vectors/s for one query, {scan.batch} together in "
         f"{scan.many_s / scan.one_s:.3g} times as long ("

@@ -52,6 +52,7 @@ class Calibration(NamedTuple):
     scan: Scan
     speeds: tuple[float, ...]
     routing: Routing
+    fixed_s: float
 
 
 class Check(NamedTuple):
@@ -156,9 +157,16 @@ def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
         yield live
 
 
-def service_of(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
-    """Seconds that the first searcher works on its shards, less what a call costs that does nothing; and how much
-    longer a search takes when a second searcher works too (1 where there is none)."""
+class Own(NamedTuple):
+    """What searchers take, asked directly: seconds of work on the first one's shards, of a call that asks nothing, and
+    how much longer the work takes when a second searcher works too (1 where there is none)."""
+
+    work: NDArray[np.float64]
+    call_s: float
+    longer: float
+
+
+def service_of(live: LiveRouter, times: int) -> Own:
     searchers: Any = live.searchers
     first, *others = searchers.actors
     shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
@@ -167,14 +175,14 @@ def service_of(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float
     alone = seconds(lambda: ray.get(first.search.remote(query_1D, K, shards[0])), times)
     work = np.maximum(np.array(alone) - call_s, 1e-6)
     if not others:
-        return work, 1.0
-    both = seconds(
-        lambda: ray.get(
-            [actor.search.remote(query_1D, K, held) for actor, held in zip((first, others[0]), shards[:2])]
-        ),
-        times,
-    )
-    return work, (statistics.median(both) - call_s) / float(np.median(work))
+        return Own(work, call_s, 1.0)
+
+    def together() -> None:
+        asked = zip((first, others[0]), shards)
+        ray.get([actor.search.remote(query_1D, K, held) for actor, held in asked])
+
+    both_s = statistics.median(seconds(together, times)) - call_s
+    return Own(work, call_s, both_s / float(np.median(work)))
 
 
 def idle(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
@@ -201,41 +209,56 @@ def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float
     return taken
 
 
+class Seen(NamedTuple):
+    """What was measured on one cluster."""
+
+    own: Own
+    idle_Q: NDArray[np.float64]
+    cpu_s: float
+    arrival_Q: NDArray[np.float64]
+    loaded_Q: NDArray[np.float64]
+
+
+def seen(folder: Path, searchers: int, sizes: Sizes) -> Seen:
+    with opened(folder, searchers) as live:
+        own = service_of(live, sizes.idle_calls)
+        idle_Q, cpu_s = idle(live, sizes.idle_calls)
+        at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
+        rate = LOAD * at_once / (searchers * float(np.median(own.work)) + cpu_s)
+        arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=searchers)
+        return Seen(own, idle_Q, cpu_s, arrival_Q, loaded(live, arrival_Q))
+
+
+def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
+    """From one searcher; from two, only what a second one changes: the cores' speed, and the router's work a group."""
+    work_s = float(np.median(one.own.work))
+    middle = np.quantile(np.log(one.own.work), [0.25, 0.75])
+    scan = Scan(vectors, work_s, 0.0, 32, float(middle[1] - middle[0]) / 1.35)
+    group_s = max(0.0, two.cpu_s - one.cpu_s)
+    query_s = max(0.0, one.cpu_s - group_s)
+    fixed_s = max(0.0, one.own.call_s - group_s)
+    wire_s = max(0.0, float(np.median(one.idle_Q)) - work_s - query_s - group_s - fixed_s)
+    speeds = (1.0, float(np.clip(2 / two.own.longer, 1.0, 2.0)))
+    return Calibration(scan, speeds, Routing(query_s, group_s, wire_s), fixed_s)
+
+
 def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
     """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
     described = publish(Store(str(folder)), sizes.passages)
-    vectors = sum(entry.num_vectors for entry in described.shards)
-    checks: list[Check] = []
     with session.connect(ResourcesConfig(local_cpus=8)):
-        told: dict[int, tuple[NDArray[np.float64], float]] = {}
-        speeds: tuple[float, ...] = (1.0,)
-        for searchers in SEARCHERS[:2]:
-            with opened(folder, searchers) as live:
-                alone, longer = service_of(live, sizes.idle_calls)
-                told[searchers] = idle(live, sizes.idle_calls)
-                if searchers == 1:
-                    scan = Scan(vectors, float(np.median(alone)), 0.0, 32, float(np.std(np.log(alone))))
-                else:
-                    speeds = (1.0, float(np.clip(2 / longer, 1.0, 2.0)))
-        group_s = max(0.0, told[2][1] - told[1][1])
-        query_s = max(0.0, told[1][1] - group_s)
-        wire_s = max(0.0, float(np.median(told[1][0])) - scan.one_s - query_s - group_s)
-        calibration = Calibration(scan, speeds, Routing(query_s, group_s, wire_s))
-        say(f"calibrated: {calibration}")
-        for searchers in SEARCHERS:
-            cluster = Cluster(searchers, speeds=speeds, shared=True)
-            service = Service(0.0, scan.one_s / searchers, 0.0, scan.spread)
-            bearable = min(searchers, speeds[-1]) / (scan.one_s + query_s + group_s * searchers)
-            arrival_Q = poisson(LOAD * bearable, max(20, round(LOAD * bearable * sizes.load_s)), seed=searchers)
-            with opened(folder, searchers) as live:
-                alone_Q, _ = idle(live, sizes.idle_calls)
-                loaded_Q = loaded(live, arrival_Q)
-            far_Q = np.arange(200) * 100.0
-            quiet = simulate(cluster, service, far_Q, calibration.routing)
-            busy = simulate(cluster, service, arrival_Q, calibration.routing)
-            rate = len(arrival_Q) / arrival_Q[-1]
-            checks.append(Check(f"{searchers} searchers, idle", alone_Q, quiet.latency_Q, searchers == 1))
-            checks.append(Check(f"{searchers} searchers, {rate:.1f} queries/s", loaded_Q, busy.latency_Q, False))
-            for check in checks[-2:]:
-                say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
-    return calibration, checks
+        found = {searchers: seen(folder, searchers, sizes) for searchers in SEARCHERS}
+    given = calibrated(sum(entry.num_vectors for entry in described.shards), found[1], found[2])
+    say(f"calibrated: {given}")
+    checks: list[Check] = []
+    for searchers, one in found.items():
+        cluster = Cluster(searchers, speeds=given.speeds, shared=True)
+        service = Service(given.fixed_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
+        quiet = simulate(cluster, service, np.arange(200) * 100.0, given.routing)
+        busy = simulate(cluster, service, one.arrival_Q, given.routing)
+        rate = len(one.arrival_Q) / one.arrival_Q[-1]
+        name = f"{searchers} searcher{'s' * (searchers > 1)}"
+        checks.append(Check(f"{name}, idle", one.idle_Q, quiet.latency_Q, searchers == 1))
+        checks.append(Check(f"{name}, {rate:.1f} queries/s", one.loaded_Q, busy.latency_Q, False))
+        for check in checks[-2:]:
+            say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
+    return given, checks
