@@ -29,10 +29,11 @@ MASK = (1 << 32) - 1
 BAR = 1.4
 TUNINGS = (
     Tuning(),
-    Tuning(rows=128, components=64, warps=4, stages=4),
-    Tuning(rows=128, components=128, warps=8, stages=3),
-    Tuning(rows=64, components=128, warps=4, stages=4),
-    Tuning(rows=256, components=64, warps=8, stages=3),
+    Tuning(rows=128, row_bytes=64, warps=4, stages=4),
+    Tuning(rows=128, row_bytes=128, warps=8, stages=4),
+    Tuning(rows=128, row_bytes=256, warps=4, stages=3),
+    Tuning(rows=64, row_bytes=128, warps=4, stages=4),
+    Tuning(rows=256, row_bytes=64, warps=8, stages=3),
 )
 
 
@@ -180,7 +181,11 @@ def tuned(scan: Scan[Any], queries: int, machine: Machine) -> Tuning:
     step, rows = scan.steps[0], Rows(*scan.resident[0])
     asked_QD = scan.kernel.put(drawn(queries, scan.table.dimension))
     seconds = {}
-    for tuning in TUNINGS if scan.kernel.fused and machine.device.startswith("cuda") else ():
+    if not scan.kernel.fused or not machine.device.startswith("cuda"):
+        return Tuning()
+    from triton.errors import TritonError
+
+    for tuning in TUNINGS:
         scan.kernel.tuning = tuning
         try:
             taken = []
@@ -190,9 +195,9 @@ def tuned(scan: Scan[Any], queries: int, machine: Machine) -> Tuning:
                 machine.sync()
                 taken.append(time.perf_counter() - began)
             seconds[tuning] = min(taken)
-        except RuntimeError as error:  # more shared memory than there is
+        except TritonError as error:  # it wants more shared memory than there is
             print(f"{tuning}: {error}", flush=True)
-    return min(seconds, key=seconds.__getitem__) if seconds else Tuning()
+    return min(seconds, key=seconds.__getitem__)
 
 
 def measure_search(part: Part, machine: Machine, passages: int, dimension: int, kind: str, rounds: int) -> None:
@@ -239,7 +244,9 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
             part.bars.append(Bar(f"{name}: time over bytes by bandwidth", over, BAR, at_least=False))
     part.facts[f"{what}, made in s"] = made_s
     part.facts[f"{what}, tuning"] = {f"batch {batch}": str(tuple(tuning)) for batch, tuning in chosen.items()}
-    part.facts[f"{what}, fused"] = "Triton" if kernel.fused else "no: Triton is not there, torch computed the scores"
+    part.facts[f"{what}, fused"] = (
+        "Triton" if kernel.fused else "no: Triton is not there or could not compile; torch did it"
+    )
     against_plain(part, machine, scan, what, rounds)
 
 

@@ -19,7 +19,9 @@ Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K
 """
 
 import importlib.util
+import logging
 import os
+import subprocess
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ import torch.nn.functional as F
 
 from mvr_ray.core.kernels import GPU_STEP, Survivors, TorchKernel
 from mvr_ray.types import FloatArray, IntArray
+
+log = logging.getLogger(__name__)
 
 BLOCK = 32
 LONGEST = 1016
@@ -39,10 +43,13 @@ BYTES_A_VECTOR = 8192
 
 
 class Tuning(NamedTuple):
-    """How a block of threads works: rows of vectors it scores at once, components it reads at once, warps, stages."""
+    """How a block of threads works: vectors that it scores at once, how much of each it reads at once, warps, stages.
+
+    Three stages of this size fit the shared memory of any card since Ampere.
+    """
 
     rows: int = ROWS_A_TILE
-    components: int = 128
+    row_bytes: int = 128
     warps: int = 4
     stages: int = 3
 
@@ -57,7 +64,7 @@ class Rows(NamedTuple):
 class FusedKernel(TorchKernel):
     """What `TorchKernel` computes, without its memory traffic. `vectors` are `Rows`: nothing is converted ahead.
 
-    Without Triton it is torch that computes the scores, in the same blocks.
+    Where Triton is not there or cannot compile, it is torch that computes the scores, in the same blocks.
     """
 
     def __init__(self, device: str = "cuda", tuning: Tuning | None = None) -> None:
@@ -68,6 +75,8 @@ class FusedKernel(TorchKernel):
         if self.device.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(self.device)[0]
             self.vectors_per_step = min(LARGEST_STEP, max(GPU_STEP, free_bytes // BYTES_A_VECTOR))
+        if self.fused and self.device.type == "cuda":
+            self._try_out()
 
     @property
     def input_rounding(self) -> float:
@@ -120,11 +129,25 @@ class FusedKernel(TorchKernel):
             PASSAGES=passages,
             QUERIES=query_tile,
             QUERY_TILES=query_tiles,
-            COMPONENTS=min(self.tuning.components, max(16, 1 << (rows_ND.shape[1] - 1).bit_length())),
+            COMPONENTS=min(
+                self.tuning.row_bytes // rows_ND.element_size(), max(16, 1 << (rows_ND.shape[1] - 1).bit_length())
+            ),
             num_warps=self.tuning.warps,
             num_stages=self.tuning.stages,
         )
         return best_QP
+
+    def _try_out(self) -> None:
+        """Go on without the kernel where it cannot be compiled or started: no C compiler, an old card, no room."""
+        from triton.errors import TritonError  # pyrefly: ignore[missing-import]
+
+        rows_ND = torch.ones(8, 16, dtype=torch.float16, device=self.device)
+        try:
+            self.best_views(torch.ones(1, 16, device=self.device), Rows(rows_ND, None), np.array([8]), 8)
+            torch.cuda.synchronize(self.device)
+        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+            log.warning("scan without its kernel: device=%s reason=%s", self.device, str(error).partition("\n")[0])
+            self.fused = False
 
     def select(
         self, best_QP: torch.Tensor, error_Q: FloatArray, low_QK: torch.Tensor
