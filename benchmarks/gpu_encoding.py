@@ -147,11 +147,11 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
     plain = DualEncoder.from_backbone(folder, SPEC).to(device)
     some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
     padded = plain.embed_passages(some).views_PVD[:, 0]
-    [exact] = UnpaddedEncoder(plain, torch.float32, device).embed([pack(plain, some)])
+    exact = UnpaddedEncoder(plain, torch.float32, device).embed_passages(some)
     away = float(np.abs(exact.views_PVD[:, 0] - padded).max())
     part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
     encoder = UnpaddedEncoder(plain, torch.bfloat16, device)
-    [low] = encoder.embed([pack(plain, some)])
+    low = encoder.embed_passages(some)
     cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
     part.facts["least cosine of a bf16 embedding with fp32"] = cosine
     lengths = [len(text.split()) + 2 for text in load.texts]

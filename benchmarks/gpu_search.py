@@ -244,9 +244,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
             part.bars.append(Bar(f"{name}: time over bytes by bandwidth", over, BAR, at_least=False))
     part.facts[f"{what}, made in s"] = made_s
     part.facts[f"{what}, tuning"] = {f"batch {batch}": str(tuple(tuning)) for batch, tuning in chosen.items()}
-    part.facts[f"{what}, fused"] = (
-        "Triton" if kernel.fused else "no: Triton is not there or could not compile; torch did it"
-    )
+    part.facts[f"{what}, fused"] = "Triton" if kernel.fused else "no: Triton is not there, or cannot compile"
     against_plain(part, machine, scan, what, rounds)
 
 

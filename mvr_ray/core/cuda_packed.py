@@ -81,11 +81,17 @@ class UnpaddedEncoder:
                 f"backbone type {backbone.config.model_type!r} cannot be read without padding: its attention is its "
                 f"own; embed with DualEncoder.embed_passages"
             )
-        self.normalize = encoder.spec.normalize
+        self.encoder, self.normalize = encoder, encoder.spec.normalize
+        self.num_views, self.dimension = encoder.num_views, encoder.dimension
         self.device, self.precision = torch.device(device), precision
         self.tower: Tower = copy.deepcopy(tower).to(device=self.device, dtype=precision).eval()
         own: Any = self.tower.backbone
         own.set_attn_implementation(ATTENTION)
+
+    def embed_passages(self, tokenized: Sequence[TokenizedPassage]) -> EmbeddedViews:
+        """Views of one batch, as `DualEncoder.embed_passages` gives them."""
+        [embedded] = self.embed([pack(self.encoder, tokenized)])
+        return embedded
 
     @torch.inference_mode()
     def encode(self, packed: Packed) -> tuple[Tensor, Tensor]:
