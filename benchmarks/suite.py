@@ -36,6 +36,8 @@ def collect() -> Path:
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():
         lines += [f"| {part} | {bar_row(bar)} |" for bar in report["bars"]]
+    if "gpu" not in reports:
+        lines.append("| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |")
     lines.append("")
     target = RESULTS / "bench.md"
     target.write_text("\n".join([*lines, *(markdown(report) for report in reports.values())]))

@@ -113,6 +113,20 @@ class Answer(NamedTuple):
         return self.passages_searched / self.passages_total if self.passages_total else 1.0
 
 
+class FleetCounts(NamedTuple):
+    """What a process knows of its calls to searchers, since it began; `waiting` is now.
+
+    `hedges` calls were made because another replica was slow, `hedge_wins` of them answered first; `refused` requests
+    found every queue full. `waiting` calls wait or run, `most_waiting` of them at one searcher.
+    """
+
+    hedges: int = 0
+    hedge_wins: int = 0
+    refused: int = 0
+    waiting: int = 0
+    most_waiting: int = 0
+
+
 class PassageScores(NamedTuple):
     """Every stored view of one passage, scored with every query: what a search takes the best of.
 

@@ -111,9 +111,9 @@ class Tower(nn.Module):
         weight[0] = self._words.weight[self.tokenizer.cls_token_id].detach().cpu()
         self.viewers = nn.Embedding.from_pretrained(weight, freeze=False)
 
-    def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
-        """Token states_BTD. `real_BT` is false on padding."""
-        return self._run(ids_BT, positions_BT, real_BT).last_hidden_state
+    def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: Any) -> Tensor:
+        """Token states_BTD. `real_BT` is false on padding; `options` go to the backbone's attention."""
+        return self._run(ids_BT, positions_BT, real_BT, **options).last_hidden_state
 
     def attentions(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Sequence[Tensor]:
         """Attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""

@@ -179,7 +179,12 @@ def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None =
 
     if threads is not None and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    return TorchKernel(device)
+    kernel = TorchKernel(device)
+    if kernel.device.type == "cuda":
+        from mvr_ray.core.cuda_scan import FusedKernel
+
+        return FusedKernel(device)
+    return kernel
 
 
 def _torch_input_rounding() -> float:

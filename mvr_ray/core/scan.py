@@ -88,7 +88,7 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
 
 
 class Scan(Generic[Array]):
-    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 8 bytes a step,
+    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 16 bytes a step,
     unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
     scanned in place of the vectors, which then only the candidates need."""
 
@@ -107,6 +107,7 @@ class Scan(Generic[Array]):
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
         self.norms = [-1.0] * len(self.steps)
+        self.residuals = [-1.0] * len(self.steps)
         self.codes = codes
         if codes is not None and len(codes.codes_ND) != self.table.num_vectors:
             raise ShardIndexError(
@@ -127,9 +128,10 @@ class Scan(Generic[Array]):
             rows_ND, scale_N1 = self.resident[number] if self.resident else self._put(step)
             vectors_ND = self.kernel.float32(rows_ND, scale_N1)
             if self.norms[number] < 0:
+                self.residuals[number] = self._residual(step)
                 self.norms[number] = self._norm(step, self.kernel.max_norm(vectors_ND))
             for batch in batches:
-                batch.scan(step, vectors_ND, self.norms[number], self._residual(step))
+                batch.scan(step, vectors_ND, self.norms[number], self.residuals[number])
         scored = [batch.finish() for batch in batches]
         return pack_hits(scored, [len(batch.queries_QD) for batch in batches], len(queries_QD), k)
 

@@ -15,13 +15,15 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from itertools import pairwise
-
-from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer, PunktTrainer
+from typing import TYPE_CHECKING
 
 from mvr_ray.errors import EncoderError
+
+if TYPE_CHECKING:  # imported where it is needed: an encoder that cuts no sentences runs without it
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 Span = tuple[int, int]
 
@@ -81,7 +83,12 @@ class Splitter:
 
     def __init__(self, params: PunktParams) -> None:
         self.params = params
-        punkt = PunktParameters()
+
+    @cached_property
+    def _punkt(self) -> "PunktSentenceTokenizer":
+        from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+        params, punkt = self.params, PunktParameters()
         punkt.abbrev_types = set(params.abbreviations)
         punkt.collocations = set(params.collocations)
         punkt.sent_starters = set(params.sentence_starters)
@@ -89,7 +96,7 @@ class Splitter:
             punkt.add_ortho_context(word, _MID_SMALL)
         for word in params.mixed_case_words:
             punkt.add_ortho_context(word, _MID_SMALL | _MID_CAPITAL)
-        self._punkt = PunktSentenceTokenizer(punkt)
+        return PunktSentenceTokenizer(punkt)
 
     def spans(self, text: str) -> list[Span]:
         return list(self._punkt.span_tokenize(text))
@@ -111,6 +118,8 @@ def train_punkt(texts: Iterable[str]) -> PunktParams:
 
     The same texts give the same parameters.
     """
+    from nltk.tokenize.punkt import PunktTrainer
+
     trainer = PunktTrainer()
     for text in texts:
         trainer.train(text, finalize=False)

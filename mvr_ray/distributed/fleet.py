@@ -24,12 +24,14 @@ from mvr_ray.distributed.room import Room, require_room
 from mvr_ray.distributed.scatter import QUEUE, Scatter
 from mvr_ray.distributed.searchers import (
     Asked,
+    ExactFleet,
     Fleet,
     Gathered,
     GatheredViews,
     Holding,
     LocalFleet,
     SearcherTask,
+    ShardFound,
     ShardSearcher,
     Unanswered,
     Wanted,
@@ -40,7 +42,7 @@ from mvr_ray.distributed.searchers import (
 from mvr_ray.distributed.seats import new_searcher, seated, seats
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FloatArray
+from mvr_ray.types import FleetCounts, FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ CANARY_TIMEOUT_S = 60.0
 class Searchers(Protocol):
     """Holders of versions of one index."""
 
-    def fleet(self, described: Manifest) -> Fleet:
+    def fleet(self, described: Manifest) -> ExactFleet:
         """Of a version whose shards are opened when first asked for."""
         ...
 
@@ -66,6 +68,8 @@ class Searchers(Protocol):
         ...
 
     def drop(self, version: int) -> None: ...
+
+    def counts(self) -> FleetCounts: ...
 
     def stop(self) -> None: ...
 
@@ -97,6 +101,9 @@ class LocalSearchers:
 
     def drop(self, version: int) -> None:
         self.searcher.drop(version)
+
+    def counts(self) -> FleetCounts:
+        return FleetCounts()
 
     def stop(self) -> None:
         pass
@@ -171,6 +178,9 @@ class RemoteSearchers:
         self.placed.pop(version, None)
         for actor in self.actors:
             actor.drop.options(concurrency_group="load", max_task_retries=-1).remote(version)
+
+    def counts(self) -> FleetCounts:
+        return self.scatter.counts()
 
     def stop(self) -> None:
         for actor in self.actors:
@@ -255,6 +265,16 @@ class RemoteFleet:
             again,
         )
         return gathered(answers, silent)
+
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardFound]:
+        """The true best k of every shard, by exhaustive search beside the searches that wait in the queues."""
+        asked = zip(self.holdings, self.searchers.groups)
+        waiting = [
+            actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, holding.shards, self.version)
+            for holding, actors in asked
+        ]
+        with own_errors("searching exactly"):
+            return [one for answers in ray.get(waiting, timeout=timeout_s) for one in answers]
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         answers, silent = self._gathered(

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from mvr_ray.distributed.failures import unwrapped
 from mvr_ray.distributed.hedging import HedgeBudget, Latencies
 from mvr_ray.errors import MvrRayError, OverloadedError
+from mvr_ray.types import FleetCounts
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +67,15 @@ class Replies(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """One request under way: what it asks of each group, what came, who was asked, and the calls that run."""
+    """One request under way: what it asks of each group, what came, who was asked, the calls that run, and
+    who was asked because another was slow."""
 
     requests: Mapping[int, Send]
     answers: dict[int, list[Any]]
     silent: dict[int, str]
     tried: dict[int, list[Replica]]
     calls: dict[Any, _Call]
+    hedged: dict[int, Replica]
 
     @property
     def waits(self) -> bool:
@@ -99,6 +102,7 @@ class Scatter:
         self.budget = HedgeBudget()
         self.latencies = [Latencies() for _ in groups]
         self.refused = 0
+        self.hedge_wins = 0
         self._restart = restart
         self._lock = threading.Lock()
         self._turns = 0
@@ -114,7 +118,7 @@ class Scatter:
         began_s = time.monotonic()
         deadline_s = began_s + max(timeout_s, 0.0)
         chosen, silent = self._admit(requests, admitted)
-        at = _Request(requests, {}, silent, {group: [replica] for group, replica in chosen.items()}, {})
+        at = _Request(requests, {}, silent, {group: [replica] for group, replica in chosen.items()}, {}, {})
         unsent = list(chosen.items())
         try:
             while unsent:
@@ -145,6 +149,12 @@ class Scatter:
     @property
     def _replicated(self) -> bool:
         return any(len(replicas) > 1 for replicas in self.groups)
+
+    def counts(self) -> FleetCounts:
+        """What became of calls so far, and how many wait."""
+        with self._lock:
+            waiting = [self._load(replica) for replicas in self.groups for replica in replicas]
+            return FleetCounts(self.budget.hedges, self.hedge_wins, self.refused, sum(waiting), max(waiting, default=0))
 
     def down(self, replica: Replica, group: int, state: str, killed: str | None = None) -> None:
         """Ask this replica no more until it has started again; `killed` names the life that must not answer."""
@@ -206,6 +216,8 @@ class Scatter:
                 return False
             self._book(other)
         at.tried[group].append(other)
+        if hedge:
+            at.hedged[group] = other
         self._call(at, group, other)
         return True
 
@@ -261,6 +273,7 @@ class Scatter:
         group, replica, _, began_s = at.calls.pop(ref)
         self._unbook(replica)
         answer = _fetched(ref, "searching")
+        self._note_win(at, group, replica, answer)
         if not isinstance(answer, _Lost):
             at.answers.setdefault(group, answer)
             with self._lock:
@@ -269,6 +282,12 @@ class Scatter:
         self.down(replica, group, "died")
         if at.waits_for(group) and not self._call_other(at, group) and not at.is_asked(group):
             at.silent[group] = replica.state or "died"
+
+    def _note_win(self, at: _Request, group: int, replica: Replica, answer: Any) -> None:
+        """Whether the second call came before the first, which it was made for."""
+        if at.hedged.get(group) is replica and at.waits_for(group) and not isinstance(answer, _Lost):
+            with self._lock:
+                self.hedge_wins += 1
 
     def _leave(self, running: Mapping[Any, _Call]) -> None:
         """Wait no longer for these: those still in a queue are passed by when their turn comes, those that run run.

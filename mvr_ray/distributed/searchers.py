@@ -14,6 +14,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -122,6 +123,13 @@ class _Held(NamedTuple):
     ids: list[str]
     num_bytes: int
 
+    def scanned(self, task: SearcherTask) -> "_Held":
+        """The same shard without its index: every view is scanned."""
+        if self.index is None or self.index.exact:
+            return self
+        flat = open_index(IndexParams(), self.embedded.blocks(), Path(), device=task.device, threads=task.threads)
+        return self._replace(index=flat)
+
 
 class ShardSearcher:
     """Some shards of some versions. Opens them when told or first asked to. Safe to use from several threads."""
@@ -200,6 +208,15 @@ class ShardSearcher:
             else:
                 answers.append(held)
         self._finished += 1
+        return answers
+
+    def exact(self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int) -> list[ShardFound]:
+        """The true best k of these shards, whatever their index is; those that cannot be opened are left out."""
+        of, answers = self._version(version), []
+        for shard in shards:
+            held = self._opened(of, shard)
+            if isinstance(held, _Held):
+                answers.append(_search(held.scanned(self.task), shard, queries_QD, k))
         return answers
 
     def views(self, wanted: Wanted, version: int | None = None, call: str = "") -> list[ShardViews | Unanswered]:
@@ -307,6 +324,12 @@ class Fleet(Protocol):
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews: ...
 
 
+class ExactFleet(Fleet, Protocol):
+    """A fleet that can be asked past its indexes."""
+
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardFound]: ...
+
+
 class LocalFleet:
     """One searcher in this process, which takes the time that it takes."""
 
@@ -320,6 +343,10 @@ class LocalFleet:
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
         return gathered(self.searcher.search(queries_QD, k, asked, self.task.manifest.version), [])
+
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardFound]:
+        """The true best k of every shard, by exhaustive search."""
+        return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         return gathered_views(self.searcher.views(wanted, self.task.manifest.version), [])

@@ -2,11 +2,18 @@
 
 Stages: `queue` from arrival to a free thread, `service` all that follows; of that, `encode` the questions, `search` the
 shards (each round), `merge` their answers, as the router tells them.
-Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share.
+Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share, and
+rate(sampled_recall) / rate(sampled_queries) the recall of an approximate index. What searchers are asked, and the share
+of passages that the version changed, is looked up when Prometheus asks.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mvr_ray.serving.ports import Counting
 from mvr_ray.serving.wire import SearchResponse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,8 +39,18 @@ class Metrics:
         self.second_rounds = Counter("mvr_ray_second_rounds", "Searches that asked shards again.", registry=own)
         self.coverage = Gauge("mvr_ray_coverage_share", "Passages searched for the newest answer.", registry=own)
         self.version = Gauge("mvr_ray_index_version", "Version of the newest answer.", ("index",), registry=own)
+        self.sampled = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
+        self.recall = Counter("mvr_ray_sampled_recall", "Sum of their recalls.", registry=own)
         for certified in ("true", "false"):
             self.answers.labels(certified)
+
+    def watch(self, router: Counting) -> None:
+        """Tell from now on what this router knows of its searchers and its version."""
+        self.registry.register(_Searchers(router))
+
+    def note_recall(self, recall: float) -> None:
+        self.sampled.inc()
+        self.recall.inc(recall)
 
     def note_stage(self, stage: str, seconds: float) -> None:
         self.stage_s.labels(stage).observe(seconds)
@@ -57,3 +74,25 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Searchers(Collector):
+    """A router's own counts."""
+
+    def __init__(self, router: Counting) -> None:
+        self.router = router
+
+    def collect(self) -> Iterator[Metric]:
+        hedges, wins, refused, waiting, most = self.router.counts()
+        for name, told, count in (
+            ("hedged_calls", "Calls made because another replica was slow.", hedges),
+            ("hedge_wins", "Hedged calls that answered first.", wins),
+            ("refused_searches", "Searches that found every queue of a searcher's group full.", refused),
+        ):
+            yield CounterMetricFamily(f"mvr_ray_{name}", told, value=count)
+        yield GaugeMetricFamily("mvr_ray_calls_waiting", "Calls that wait or run at all searchers.", value=waiting)
+        yield GaugeMetricFamily("mvr_ray_most_calls_waiting", "Calls that wait or run at one searcher.", value=most)
+        dirty = GaugeMetricFamily("mvr_ray_dirty_share", "Passages that the live version changed.", labels=["index"])
+        if self.router.dirty_share is not None:
+            dirty.add_metric([self.router.index], self.router.dirty_share)
+        yield dirty

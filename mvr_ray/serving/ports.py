@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+from mvr_ray.types import Answer, FleetCounts, FloatArray, Hit, Passage, PassageScores
 
 
 class Searchable(Protocol):
@@ -55,3 +55,25 @@ class Moving(Protocol):
     def follow(self) -> bool:
         """Look for a newer version now; whether it is answered from."""
         ...
+
+
+class Exhaustive(Protocol):
+    """What can answer past its index."""
+
+    def pinned(self, version: int | None = None) -> AbstractContextManager[Explainable]: ...
+
+    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
+        """The true best k of one version."""
+        ...
+
+
+class Counting(Protocol):
+    """What knows of its calls to searchers, and of the version that it answers from."""
+
+    @property
+    def index(self) -> str: ...
+
+    @property
+    def dirty_share(self) -> float | None: ...
+
+    def counts(self) -> FleetCounts: ...

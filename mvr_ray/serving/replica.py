@@ -17,6 +17,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.catalog import StoreCatalog
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.serving.sampling import RecallSampler
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import KnownToken, Tokens, read_tokens, require_tokens
 from mvr_ray.store.files import Store
@@ -32,6 +33,7 @@ class SearchIngress:
     """The replica: answers HTTP from the live version, and from newer ones as they are published."""
 
     def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
+        from mvr_ray.distributed.insight import Insight
         from mvr_ray.distributed.live import open_live
 
         config = RunConfig.model_validate(run)
@@ -41,7 +43,11 @@ class SearchIngress:
         opened = open_live(config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage)
         router = self._held.enter_context(opened)
         catalog = StoreCatalog(Store(config.store.path), config.index.name)
-        self.service = SearchService(router, config.serve, catalog, router)
+        insight = Insight(router)
+        sampler = RecallSampler(insight, self._metrics.note_recall)
+        self._held.callback(sampler.close)
+        self._metrics.watch(insight)
+        self.service = SearchService(router, config.serve, catalog, router, sampler)
         self._tokens = Tokens(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -22,6 +22,7 @@ from mvr_ray.serving.limits import check_request as check_request
 from mvr_ray.serving.limits import checked_vectors
 from mvr_ray.serving.offer import PublishRequest
 from mvr_ray.serving.ports import Explainable, Moving
+from mvr_ray.serving.sampling import RecallSampler
 from mvr_ray.serving.wire import (
     Coverage,
     Exact,
@@ -55,15 +56,21 @@ class SearchService:
     """
 
     def __init__(
-        self, router: Explainable, limits: ServeConfig, catalog: Catalog | None = None, moving: Moving | None = None
+        self,
+        router: Explainable,
+        limits: ServeConfig,
+        catalog: Catalog | None = None,
+        moving: Moving | None = None,
+        sampler: RecallSampler | None = None,
     ) -> None:
         """Without a catalog nothing is known about other versions than the router's; without `moving` there is no
-        other one to ask.
+        other one to ask. `sampler` is shown every answer.
         """
         self.router = router
         self.limits = limits
         self.catalog = catalog
         self.moving = moving
+        self.sampler = sampler
 
     def search(self, request: SearchRequest, timeout_s: float | None = None) -> SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -84,6 +91,8 @@ class SearchService:
                 )
             )
             same_encoder(request.encoder_fingerprint, answer)
+            if self.sampler is not None:
+                self.sampler.note(request.queries, request.k, answer)
             results = [[bare(hit, router.num_views) for hit in hits] for hits in answer.hits]
             if request.text:
                 wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})

@@ -159,10 +159,20 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         hedges = scatter.budget.hedges
         assert 1 <= hedges <= 0.05 * scatter.budget.calls
         assert 1 <= scatter.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
+        counts = scatter.counts()
+        assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
+        scatter.budget = HedgeBudget(share=1.0)
+        scatter.groups[0][1].waiting += 32  # so that the shut one is asked first
+        assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+        scatter.groups[0][1].waiting -= 32
+        assert counts.hedge_wins < scatter.counts().hedge_wins
+        assert scatter.counts().most_waiting == scatter.groups[0][0].waiting <= scatter.counts().waiting
+        hedges = scatter.budget.hedges
         monkeypatch.setattr("mvr_ray.distributed.scatter.CALM_S", 1e9)
         scatter.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)
+        assert scatter.counts().refused == 1
         scatter.queue = 64
         shut(second)
         answer = router.search(QUERIES_QD, K, timeout_s=1, min_coverage=0.0)

@@ -21,6 +21,7 @@ from mvr_ray.config import load_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.declared import Declared, app
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.types import FleetCounts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLOUDS = {"aws": ROOT / "cluster.yaml", "gcp": ROOT / "deploy" / "gcp.yaml"}
@@ -194,12 +195,42 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
         assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]
 
 
+class Counted:
+    """In the place of a router that counts."""
+
+    index = "squad"
+    dirty_share = 0.25
+
+    def counts(self) -> FleetCounts:
+        return FleetCounts(5, 4, 3, 2, 1)
+
+
+def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
+    metrics = Metrics()
+    metrics.watch(Counted())
+    metrics.note_recall(0.5)
+    metrics.note_recall(1.0)
+    told = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    expected = {
+        "mvr_ray_hedged_calls_total": 5,
+        "mvr_ray_hedge_wins_total": 4,
+        "mvr_ray_refused_searches_total": 3,
+        "mvr_ray_calls_waiting": 2,
+        "mvr_ray_most_calls_waiting": 1,
+        'mvr_ray_dirty_share{index="squad"}': 0.25,
+        "mvr_ray_sampled_queries_total": 2,
+        "mvr_ray_sampled_recall_total": 1.5,
+    }
+    assert {name: float(told[name]) for name in expected} == expected
+
+
 def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     """Names and labels of every query; a series without labels of its own needs none."""
     metrics = Metrics()
     metrics.note_request("/v1/search", "POST", 200, 0.1)
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
+    metrics.watch(Counted())
     lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     counted: dict[str, set[str]] = {}
     for line in lines:

@@ -1,0 +1,215 @@
+"""Encoding on a GPU without padding, beside sentence-transformers' encode, and training steps in half precision.
+
+Ours: texts are tokenised and packed by other processes, batches hold so many tokens and no padding, and a batch is
+fetched while the next one is computed. Peer: sentence-transformers, batches of 32 as it comes; where it is not
+installed, its loop (longest first, padded to the longest of the batch), and the name of the case says so.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gpu_search import Machine
+from measure import Bar, Part, interleaved, speedup
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from mvr_ray.core.cuda_packed import Packed, UnpaddedEncoder, filled_batches, pack
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.losses import LossTerms, dpr_loss
+from mvr_ray.core.training import Share, StepSettings, loss_and_gradients
+from mvr_ray.types import FloatArray, Passage
+
+MAX_TOKENS, PEER_BATCH, WINDOW = 256, 32, 1024
+SPEC = EncoderSpec(strategy="mean", num_views=1, use_title=False, max_passage_tokens=MAX_TOKENS)
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+class Load(NamedTuple):
+    """What is encoded, how, and with how many helping processes (0: a thread)."""
+
+    texts: list[str]
+    tokens_per_batch: int
+    helpers: int
+
+
+def random_model(folder: Path, words: int, **sizes: int) -> None:
+    """A BERT of these sizes with random weights, and a tokenizer that knows the words w0, w1, .."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(words))])}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(vocabulary), **sizes)).save_pretrained(folder)
+
+
+def made_texts(count: int, words: int, longest: int) -> list[str]:
+    """As long as SQuAD's paragraphs are: half of them have up to 142 tokens, one in twenty more than 277."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(np.log(142), 0.41, count)), 4, longest).astype(int)
+    return [" ".join(f"w{number}" for number in rng.integers(0, words, length)) for length in lengths]
+
+
+_helper: DualEncoder | None = None
+
+
+def open_helper(folder: str) -> None:
+    """In a process that tokenises: its own tokenizer and layout."""
+    global _helper
+    torch.set_num_threads(1)
+    _helper = DualEncoder.from_backbone(folder, SPEC)
+
+
+def packed_window(texts: Sequence[str], budget: int) -> list[Packed]:
+    assert _helper is not None
+    tokenized = _helper.tokenize_passages([Passage(str(number), "", text) for number, text in enumerate(texts)])
+    batches = filled_batches([one.num_tokens for one in tokenized], budget)
+    return [pack(_helper, [tokenized[row] for row in rows]) for rows in batches]
+
+
+@contextmanager
+def helpers(folder: str, count: int) -> Iterator[Executor]:
+    """Processes that tokenise, ready to; a thread where there are none."""
+    if not count:
+        open_helper(folder)
+    pool: Executor = (
+        ProcessPoolExecutor(count, get_context("spawn"), open_helper, (folder,)) if count else ThreadPoolExecutor(1)
+    )
+    with pool:
+        [one.result() for one in [pool.submit(packed_window, ["w1"], 64) for _ in range(4 * max(count, 1))]]
+        yield pool
+
+
+def ahead(pool: Executor, load: Load) -> Iterator[Packed]:
+    """Batches of all texts in order, made by the pool while earlier ones are computed."""
+    windows = [load.texts[at : at + WINDOW] for at in range(0, len(load.texts), WINDOW)]
+    coming = [pool.submit(packed_window, window, load.tokens_per_batch) for window in windows]
+    for one in coming:
+        yield from one.result()
+
+
+def ours(encoder: UnpaddedEncoder, pool: Executor, load: Load) -> FloatArray:
+    return np.concatenate([batch.views_PVD[:, 0] for batch in encoder.embed(ahead(pool, load))])
+
+
+def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callable[[list[str]], FloatArray]]:
+    """Its name, and what it does to texts."""
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision]
+    if importlib.util.find_spec("sentence_transformers") is not None:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.models import Normalize, Pooling, Transformer
+
+        body = Transformer(folder, max_seq_length=MAX_TOKENS)
+        modules = [body, Pooling(body.get_word_embedding_dimension(), "mean"), Normalize()]
+        model: Any = SentenceTransformer(modules=modules, device=device).to(precision)
+        return f"sentence-transformers, {kind}", lambda texts: _floats(
+            model.encode(texts, batch_size=PEER_BATCH, convert_to_tensor=True, show_progress_bar=False)
+        )
+    encoder = DualEncoder.from_backbone(folder, SPEC).to(device=device, dtype=precision)
+
+    def loop(texts: list[str]) -> FloatArray:
+        tokenized = encoder.tokenize_passages([Passage(str(number), "", text) for number, text in enumerate(texts)])
+        order = sorted(range(len(texts)), key=lambda row: -tokenized[row].num_tokens)
+        found = np.empty((len(texts), encoder.dimension), np.float32)
+        for at in range(0, len(order), PEER_BATCH):
+            rows = order[at : at + PEER_BATCH]
+            found[rows] = encoder.embed_passages([tokenized[row] for row in rows]).views_PVD[:, 0]
+        return found
+
+    return f"the loop of sentence-transformers (not installed), {kind}", loop
+
+
+def _floats(vectors: torch.Tensor) -> FloatArray:
+    return vectors.float().cpu().numpy()
+
+
+def work_flops(encoder: DualEncoder, lengths: Sequence[int]) -> float:
+    """Of the matrix products that these texts need without padding: with the weights, and attention's own two."""
+    config: Any = encoder.passage_tower.backbone.config  # type: ignore[union-attr]
+    matrices = config.num_hidden_layers * (
+        4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+    )
+    squares = float(np.square(np.asarray(lengths, np.float64)).sum())
+    return 2.0 * matrices * sum(lengths) + 4.0 * config.num_hidden_layers * config.hidden_size * squares
+
+
+def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, rounds: int) -> None:
+    device = machine.device
+    plain = DualEncoder.from_backbone(folder, SPEC).to(device)
+    some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
+    padded = plain.embed_passages(some).views_PVD[:, 0]
+    exact = UnpaddedEncoder(plain, torch.float32, device).embed_passages(some)
+    away = float(np.abs(exact.views_PVD[:, 0] - padded).max())
+    part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
+    encoder = UnpaddedEncoder(plain, torch.bfloat16, device)
+    low = encoder.embed_passages(some)
+    cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
+    part.facts["least cosine of a bf16 embedding with fp32"] = cosine
+    lengths = [len(text.split()) + 2 for text in load.texts]
+    lengths = [min(length, MAX_TOKENS) for length in lengths]
+    with helpers(folder, load.helpers) as pool:
+        mine = "ours, packed, bf16"
+        peers = [peer(folder, device, torch.float32)]
+        if device.startswith("cuda"):
+            peers.append(peer(folder, device, torch.bfloat16))
+        same = peers[0][1](load.texts[:64])
+        part.facts["peer and ours apart in fp32, same texts"] = float(np.abs(same - padded).max())
+        cases: dict[str, Callable[[], Any]] = {mine: lambda: (ours(encoder, pool, load), machine.sync())}
+        for name, run in peers:
+            cases[name] = lambda run=run: (run(load.texts), machine.sync())
+        samples = interleaved(cases, rounds=rounds, warm=1)
+        part.add(samples, len(load.texts))
+        ready = list(ahead(pool, load))
+        part.add(
+            interleaved({"ours, batches ready": lambda: list(encoder.embed(ready))}, rounds=rounds), len(load.texts)
+        )
+    flops = work_flops(plain, lengths)
+    part.floors[mine] = part.floors["ours, batches ready"] = flops / machine.matrix_flops
+    part.facts["share of the matrix rate, end to end"] = flops / machine.matrix_flops / float(np.median(samples[mine]))
+    part.facts["tokens a text"] = sum(lengths) / len(lengths)
+    for name, _ in peers:
+        note = "" if "not installed" not in name else "the peer is not installed; its loop stands for it"
+        part.bars.append(Bar(f"encoding: over {name}", speedup(samples, mine, name), 2, note=note))
+
+
+def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtype) -> Callable[[], None]:
+    """One step of DPR's loss after another over one batch of two passages a question, as `train` takes them."""
+    device, texts = machine.device, made_texts(3 * questions, 500, 158)
+    encoder = DualEncoder.from_backbone(folder, SPEC).to(device).train()
+    tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
+    asked = [" ".join(text.split()[:14]) for text in texts[:questions]]
+    share = Share(asked, tokenized, torch.ones(len(tokenized), dtype=torch.bool, device=device))
+    positive_Q = torch.arange(questions, device=device)
+    optimizer = torch.optim.AdamW(encoder.parameters(), 2e-5, fused=device.startswith("cuda"))
+
+    def loss(queries_QD: torch.Tensor, views_PVD: torch.Tensor, mask_PV: torch.Tensor) -> LossTerms:
+        return dpr_loss(queries_QD, views_PVD, mask_PV, positive_Q, scale=20.0)
+
+    def step() -> None:
+        loss_and_gradients(encoder, share, loss, StepSettings(precision=precision))
+        optimizer.step()
+        optimizer.zero_grad()
+        machine.sync()
+
+    return step
+
+
+def measure_training(part: Part, machine: Machine, folder: str, questions: int, rounds: int) -> None:
+    """Both precisions, one after the other: their peaks of memory must not mix."""
+    for kind, precision in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        if machine.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        name = f"training step, {questions} questions, {2 * questions} passages, {kind}"
+        part.add(interleaved({name: trainer(folder, machine, questions, precision)}, rounds=rounds, warm=2), 1)
+        if machine.device.startswith("cuda"):
+            part.facts[f"{name}, peak bytes"] = torch.cuda.max_memory_allocated()

@@ -1,0 +1,78 @@
+"""Measured rates for the simulation: from the parts on file, else from a quick measurement of its own, which is told.
+
+A part tells a rate in `facts["rates"]`, by one of the names below; where it does not, by the case that means that rate:
+its work over its median. Of cases that differ in their size alone, the largest speaks.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from cluster_model import Scan
+
+KNOWN = {
+    "encoded passages/s": ("encoding", r"mvr_ray fp32"),
+    "encoded passages/s, bf16": ("encoding", r"mvr_ray bf16"),
+    "encoded passages/s, int8": ("encoding", r"mvr_ray int8"),
+    "encoded passages/s, GPU": ("gpu", r"ours, packed, bf16"),
+    "indexed passages/s": ("growth", r"index, ([\d,]+) passages"),
+    "re-indexed passages/s, 5 % of them dirty": ("refinement", r"re-index, changed alone"),
+    "updated passages/s": ("refinement", r"update, closed form"),
+}
+"""Name of a rate: the part that measures it, and what its case is called."""
+SCANS = {"fp16": "fp16", "int8": "int8 + re-scoring"}
+"""What is scanned: how the part `search` calls it."""
+FEW, MANY = 1, 32
+
+
+class Rate(NamedTuple):
+    """So many a second, and where that is from."""
+
+    value: float
+    source: str
+
+
+def read_rates(folder: Path) -> dict[str, Rate]:
+    """Every rate of KNOWN that a part on file tells."""
+    found = {}
+    for name, (part, pattern) in KNOWN.items():
+        path = folder / f"{part}.json"
+        if path.is_file():
+            rate = told(name, json.loads(path.read_text()), pattern)
+            if rate is not None:
+                found[name] = rate
+    return found
+
+
+def told(name: str, report: Mapping, pattern: str) -> Rate | None:
+    """The rate in one part's report, None where it tells none."""
+    source = f"{report['name']}.json of {report['hardware']['date']}"
+    stated = report["facts"].get("rates", {})
+    if name in stated:
+        return Rate(float(stated[name]), source)
+    matches = [match for case in report["samples"] if (match := re.fullmatch(pattern, case))]
+    if not matches:
+        return None
+    case = max(matches, key=lambda match: [int(size.replace(",", "")) for size in match.groups()]).string
+    return Rate(report["work"][case] / statistics.median(report["samples"][case]), f"{source}, case {case!r}")
+
+
+def read_scans(folder: Path, threads: int) -> tuple[dict[str, Scan], str]:
+    """Exhaustive search on so many threads as the part `search` measured it, and its date; nothing where it did not."""
+    path = folder / "search.json"
+    if not path.is_file():
+        return {}, ""
+    report = json.loads(path.read_text())
+    name, found = f"{threads} thread{'s' * (threads > 1)}", {}
+    for kind, case in SCANS.items():
+        samples = [report["samples"].get(f"{name}, batch {batch}, {case}") for batch in (FEW, MANY)]
+        if all(samples) and "vectors" in report["facts"]:
+            one, many = samples
+            spread = float(np.std(np.log(one)))
+            medians = statistics.median(one), statistics.median(many)
+            found[kind] = Scan(int(report["facts"]["vectors"]), *medians, MANY, spread, threads)
+    return found, report["hardware"]["date"]

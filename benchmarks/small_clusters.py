@@ -1,0 +1,264 @@
+"""Clusters of 1, 2 and 4 searchers on this machine, as the check of the model that predicts larger ones.
+
+What the model is given is measured on one searcher and in this process: seconds of a search, cores' speed when two of
+them work, the router's own CPU time a query and a group, and the time between processes. What it must predict is how
+long answers take with more searchers, alone and under load. Both see the same arrivals.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from cluster_model import Cluster, Routing, Scan, Service, poisson, simulate
+from numpy.typing import NDArray
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.core.codes import encode
+from mvr_ray.distributed import session
+from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.flat import FlatIndex
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, FloatArray
+
+V, D, K, SHARDS = 8, 384, 100, 8
+SEARCHERS = (1, 2, 4)
+LOAD = 0.5
+"""Of what the cores could bear."""
+IDLE_CALLS = 40
+
+
+class Sizes(NamedTuple):
+    """How much is made and measured."""
+
+    passages: int = 10_000
+    load_s: float = 6.0
+    idle_calls: int = IDLE_CALLS
+
+
+class Calibration(NamedTuple):
+    scan: Scan
+    speeds: tuple[float, ...]
+    routing: Routing
+    fixed_s: float
+
+
+class Check(NamedTuple):
+    """One thing measured and predicted: latencies of the same queries."""
+
+    what: str
+    measured_Q: NDArray[np.float64]
+    predicted_Q: NDArray[np.float64]
+    calibrated: bool
+
+    def ratio(self, share: float) -> float:
+        return float(np.quantile(self.predicted_Q, share) / np.quantile(self.measured_Q, share))
+
+
+def made_block(ids: list[str], seed: int) -> EmbeddingBlock:
+    """Unit views around a direction of their passage's own."""
+    rng = np.random.default_rng(seed)
+    views_PVD = rng.standard_normal((len(ids), V, D), dtype=np.float32) + rng.standard_normal(
+        (len(ids), 1, D), dtype=np.float32
+    )
+    views_PVD /= np.linalg.norm(views_PVD, axis=2, keepdims=True)
+    numbers_N = np.tile(np.arange(V, dtype=np.int16), len(ids))
+    return EmbeddingBlock(ids, np.arange(len(ids) + 1) * V, numbers_N, views_PVD.reshape(-1, D).astype(np.float16))
+
+
+def queries(count: int) -> FloatArray:
+    made_QD = np.random.default_rng(1).standard_normal((count, D), dtype=np.float32)
+    return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
+
+
+def publish(store: Store, passages: int) -> Manifest:
+    """An index `simulated` of made-up views in SHARDS shards."""
+    draft = Manifest(
+        index="simulated",
+        operation="index",
+        encoder_name="none",
+        encoder_fingerprint="f" * 16,
+        similarity="cosine",
+        num_views=V,
+        dimension=D,
+        dtype="fp16",
+        corpus="none",
+        corpus_digest="",
+        index_params=dataclasses.asdict(IndexParams()),
+        shards=(),
+    )
+    ids: list[list[str]] = [[] for _ in range(SHARDS)]
+    for number in range(passages):
+        name = f"{number:09d}"
+        ids[shard_of(name, SHARDS)].append(name)
+    entries = []
+    for shard, own in enumerate(ids):
+        with store.scratch() as scratch:
+            folder = scratch / "shard"
+            folder.mkdir()
+            with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
+                writer.write(made_block(own, shard))
+            entries.append(build_shard(store, draft, shard, folder))
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+
+
+def seconds(run: Callable[[], Any], times: int) -> list[float]:
+    """Of each of so many runs, after one that is not counted."""
+    run()
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def scan_rates(passages: int, times: int) -> dict[str, Scan]:
+    """One thread over one shard's views, as stored and by their codes."""
+    block = made_block([f"{number:09d}" for number in range(passages)], 0)
+    codes = encode(block.vectors_ND)
+    found = {}
+    for name, index in (
+        ("fp16", FlatIndex([block], threads=1)),
+        ("int8", FlatIndex([block], codes=codes, threads=1)),
+    ):
+        one = seconds(lambda index=index: index.search(queries(1), K), times)
+        many = seconds(lambda index=index: index.search(queries(32), K), max(3, times // 8))
+        spread = float(np.std(np.log(one)))
+        found[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
+    return found
+
+
+@contextmanager
+def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
+    run = RunConfig.model_validate(
+        {
+            "store": {"path": str(folder)},
+            "index": {"name": "simulated"},
+            "resources": {"searchers": searchers, "cpus_per_searcher": 0.5, "torch_threads": 1},
+        }
+    )
+    with open_live(run, canary_s=3600) as live:
+        live.ready()
+        for _ in range(3):
+            live.search(queries(1), K)
+        yield live
+
+
+class Own(NamedTuple):
+    """What searchers take, asked directly: seconds of work on the first one's shards, of a call that asks nothing, and
+    how much longer the work takes when a second searcher works too (1 where there is none)."""
+
+    work: NDArray[np.float64]
+    call_s: float
+    longer: float
+
+
+def service_of(live: LiveRouter, times: int) -> Own:
+    searchers: Any = live.searchers
+    first, *others = searchers.actors
+    shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
+    query_1D = queries(1)
+    call_s = statistics.median(seconds(lambda: ray.get(first.search.remote(query_1D, K, {})), times))
+    alone = seconds(lambda: ray.get(first.search.remote(query_1D, K, shards[0])), times)
+    work = np.maximum(np.array(alone) - call_s, 1e-6)
+    if not others:
+        return Own(work, call_s, 1.0)
+
+    def together() -> None:
+        asked = zip((first, others[0]), shards)
+        ray.get([actor.search.remote(query_1D, K, held) for actor, held in asked])
+
+    both_s = statistics.median(seconds(together, times)) - call_s
+    return Own(work, call_s, both_s / float(np.median(work)))
+
+
+def idle(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
+    """Seconds of searches one after the other, and this process's CPU seconds a search."""
+    began = time.process_time()
+    taken = seconds(lambda: live.search(queries(1), K), times)
+    return np.array(taken), (time.process_time() - began) / (times + 1)
+
+
+def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of searches that arrive at these times, whoever is under way."""
+    taken = np.zeros(len(arrival_Q))
+    query_1D = queries(1)
+
+    def ask(number: int, due_s: float) -> None:
+        live.search(query_1D, K)
+        taken[number] = time.perf_counter() - due_s
+
+    with ThreadPoolExecutor(32) as threads:
+        began = time.perf_counter() + 0.05
+        for number, at_s in enumerate(arrival_Q.tolist()):
+            time.sleep(max(0.0, began + at_s - time.perf_counter()))
+            threads.submit(ask, number, began + at_s)
+    return taken
+
+
+class Seen(NamedTuple):
+    """What was measured on one cluster."""
+
+    own: Own
+    idle_Q: NDArray[np.float64]
+    cpu_s: float
+    arrival_Q: NDArray[np.float64]
+    loaded_Q: NDArray[np.float64]
+
+
+def seen(folder: Path, searchers: int, sizes: Sizes) -> Seen:
+    with opened(folder, searchers) as live:
+        own = service_of(live, sizes.idle_calls)
+        idle_Q, cpu_s = idle(live, sizes.idle_calls)
+        at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
+        rate = LOAD * at_once / (searchers * float(np.median(own.work)) + cpu_s)
+        arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=searchers)
+        return Seen(own, idle_Q, cpu_s, arrival_Q, loaded(live, arrival_Q))
+
+
+def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
+    """From one searcher; from two, only what a second one changes: the cores' speed, and the router's work a group."""
+    work_s = float(np.median(one.own.work))
+    middle = np.quantile(np.log(one.own.work), [0.25, 0.75])
+    scan = Scan(vectors, work_s, 0.0, 32, float(middle[1] - middle[0]) / 1.35)
+    group_s = max(0.0, two.cpu_s - one.cpu_s)
+    query_s = max(0.0, one.cpu_s - group_s)
+    fixed_s = max(0.0, one.own.call_s - group_s)
+    wire_s = max(0.0, float(np.median(one.idle_Q)) - work_s - query_s - group_s - fixed_s)
+    speeds = (1.0, float(np.clip(2 / two.own.longer, 1.0, 2.0)))
+    return Calibration(scan, speeds, Routing(query_s, group_s, wire_s), fixed_s)
+
+
+def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
+    """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
+    described = publish(Store(str(folder)), sizes.passages)
+    with session.connect(ResourcesConfig(local_cpus=8)):
+        found = {searchers: seen(folder, searchers, sizes) for searchers in SEARCHERS}
+    given = calibrated(sum(entry.num_vectors for entry in described.shards), found[1], found[2])
+    say(f"calibrated: {given}")
+    checks: list[Check] = []
+    for searchers, one in found.items():
+        cluster = Cluster(searchers, speeds=given.speeds, shared=True)
+        service = Service(given.fixed_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
+        quiet = simulate(cluster, service, np.arange(200) * 100.0, given.routing)
+        busy = simulate(cluster, service, one.arrival_Q, given.routing)
+        rate = len(one.arrival_Q) / one.arrival_Q[-1]
+        name = f"{searchers} searcher{'s' * (searchers > 1)}"
+        checks.append(Check(f"{name}, idle", one.idle_Q, quiet.latency_Q, searchers == 1))
+        checks.append(Check(f"{name}, {rate:.1f} queries/s", one.loaded_Q, busy.latency_Q, False))
+        for check in checks[-2:]:
+            say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
+    return given, checks

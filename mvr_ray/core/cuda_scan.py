@@ -1,0 +1,209 @@
+"""The fast half of a scan on a GPU as one kernel: halves or eight-bit codes in, each passage's best score out.
+
+    best(q, p) = max_v  2^e s_pv sum_d h_d c_pvd         h = fp16(2^-e q), e the exponent of q's largest component
+
+A block of threads reads the views of some passages once, multiplies them with up to 64 queries on the tensor cores,
+and takes the maximum over the views in registers. What reaches memory is a number a query and passage; neither float32
+vectors nor scores of single views ever do. At one query the time is that of reading the vectors.
+
+**Error.** Codes and halves are exact as factors, and products of two halves are exact in float32. Rounding q to h errs
+by 2^-11 a component relative to it, or by 2^-25 of the largest one where h is subnormal. Tensor cores add with
+truncation and a few spare bits (Fasi, Higham, Mikaitis, Pranesh 2021, PeerJ Comput. Sci. 7:e330), which 8 u an addition
+cover many times over; for D <= 1016 that is under 2^-11 in all. So 2^-11 is told as the rounding of a factor: the bound
+of `scan` squares it, once for q and once for the sums. Longer or float32 vectors go the plain way.
+
+**Selection** looks at blocks of 32 passages: the K best are among those of the K blocks with the best maxima, and only
+blocks whose maximum can still matter are opened.
+
+Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept, B blocks, M survivors.
+"""
+
+import importlib.util
+import logging
+import os
+import subprocess
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from mvr_ray.core.kernels import GPU_STEP, Survivors, TorchKernel
+from mvr_ray.types import FloatArray, IntArray
+
+log = logging.getLogger(__name__)
+
+BLOCK = 32
+LONGEST = 1016
+MOST_VIEWS = 64
+ROWS_A_TILE = 128
+LARGEST_STEP = 1 << 24
+BYTES_A_VECTOR = 8192
+"""Free memory a vector of a step: scores of 256 queries, one view a passage, are an eighth of it."""
+
+
+class Tuning(NamedTuple):
+    """How a block of threads works: vectors that it scores at once, how much of each it reads at once, warps, stages.
+
+    Three stages of this size fit the shared memory of any card since Ampere.
+    """
+
+    rows: int = ROWS_A_TILE
+    row_bytes: int = 128
+    warps: int = 4
+    stages: int = 3
+
+
+class Rows(NamedTuple):
+    """Vectors of a step as they lie on the device: halves, or codes with their scales."""
+
+    rows_ND: torch.Tensor
+    scale_N1: torch.Tensor | None
+
+
+class FusedKernel(TorchKernel):
+    """What `TorchKernel` computes, without its memory traffic. `vectors` are `Rows`: nothing is converted ahead.
+
+    Where Triton is not there or cannot compile, it is torch that computes the scores, in the same blocks.
+    """
+
+    def __init__(self, device: str = "cuda", tuning: Tuning | None = None) -> None:
+        super().__init__(device)
+        self.tuning = tuning or Tuning()
+        self.fused = _can_compile(self.device.type)
+        self._starts: dict[int, tuple[IntArray, torch.Tensor]] = {}
+        if self.device.type == "cuda":
+            free_bytes = torch.cuda.mem_get_info(self.device)[0]
+            self.vectors_per_step = min(LARGEST_STEP, max(GPU_STEP, free_bytes // BYTES_A_VECTOR))
+        if self.fused and self.device.type == "cuda":
+            self._try_out()
+
+    @property
+    def input_rounding(self) -> float:
+        return max(2.0**-11, super().input_rounding)
+
+    def float32(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> Rows:  # pyrefly: ignore
+        """The rows as they are."""
+        return Rows(rows_ND, scale_N1)
+
+    def max_norm(self, vectors_ND: Rows) -> float:  # pyrefly: ignore
+        highest = torch.zeros((), device=self.device)
+        for at in range(0, len(vectors_ND.rows_ND), GPU_STEP):
+            plain_ND = self._plain(vectors_ND, slice(at, at + GPU_STEP))
+            highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
+        return float(highest)
+
+    def best_views(  # pyrefly: ignore
+        self, queries_QD: torch.Tensor, vectors_ND: Rows, counts_P: IntArray, uniform: int
+    ) -> torch.Tensor:
+        """best_QP, and columns of -inf up to a whole number of blocks."""
+        rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
+        most = uniform or int(counts_P.max())
+        width = -(-len(counts_P) // BLOCK) * BLOCK
+        halves = rows_ND.dtype in (torch.int8, torch.float16)
+        if not self.fused or not halves or rows_ND.shape[1] > LONGEST or most > MOST_VIEWS:
+            return self._best_plain(queries_QD, vectors_ND, counts_P, uniform, width)
+        from mvr_ray.core.cuda_kernel import best_views
+
+        half_QD, power_Q = _halves(queries_QD)
+        best_QP = torch.empty(num_queries, width, device=self.device)
+        slots = 1 << (most - 1).bit_length()
+        passages = max(1, self.tuning.rows // slots)
+        query_tile = 16 if num_queries <= 16 else 32 if num_queries <= 32 else 64
+        query_tiles = -(-num_queries // query_tile)
+        scale = power_Q if vectors_ND.scale_N1 is None else vectors_ND.scale_N1
+        best_views[(-(-width // passages) * query_tiles,)](
+            rows_ND,
+            scale,
+            power_Q if uniform else self._start_of(counts_P),
+            half_QD,
+            power_Q,
+            best_QP,
+            len(counts_P),
+            num_queries,
+            width,
+            DIMENSION=rows_ND.shape[1],
+            VIEWS=uniform,
+            SLOTS=slots,
+            SCALED=vectors_ND.scale_N1 is not None,
+            PASSAGES=passages,
+            QUERIES=query_tile,
+            QUERY_TILES=query_tiles,
+            COMPONENTS=min(
+                self.tuning.row_bytes // rows_ND.element_size(), max(16, 1 << (rows_ND.shape[1] - 1).bit_length())
+            ),
+            num_warps=self.tuning.warps,
+            num_stages=self.tuning.stages,
+        )
+        return best_QP
+
+    def _try_out(self) -> None:
+        """Go on without the kernel where it cannot be compiled or started: no C compiler, an old card, no room."""
+        from triton.errors import TritonError  # pyrefly: ignore[missing-import]
+
+        rows_ND = torch.ones(8, 16, dtype=torch.float16, device=self.device)
+        try:
+            self.best_views(torch.ones(1, 16, device=self.device), Rows(rows_ND, None), np.array([8]), 8)
+            torch.cuda.synchronize(self.device)
+        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+            log.warning("scan without its kernel: device=%s reason=%s", self.device, str(error).partition("\n")[0])
+            self.fused = False
+
+    def select(
+        self, best_QP: torch.Tensor, error_Q: FloatArray, low_QK: torch.Tensor
+    ) -> tuple[torch.Tensor, Survivors]:
+        num_queries, keep = low_QK.shape
+        best_QBP = best_QP.view(num_queries, -1, BLOCK)
+        highest_QB = best_QBP.amax(2)
+        error_Q1 = self.put(error_Q[:, None].astype(np.float32))
+        blocks_QK = highest_QB.topk(min(keep, highest_QB.shape[1]), dim=1).indices
+        inside_QP = best_QBP.gather(1, blocks_QK[..., None].expand(-1, -1, BLOCK)).flatten(1)
+        high_QK = inside_QP.topk(min(keep, inside_QP.shape[1]), dim=1).values
+        low_QK = torch.cat([low_QK, high_QK - error_Q1], dim=1).topk(keep, dim=1).values
+        query_O, block_O = torch.nonzero(highest_QB + error_Q1 >= low_QK[:, -1:], as_tuple=True)
+        upper_OP = best_QBP[query_O, block_O] + error_Q1[query_O]
+        there_OP = (upper_OP >= low_QK[query_O, -1:]) & (upper_OP > -torch.inf)
+        opened_M, inside_M = torch.nonzero(there_OP, as_tuple=True)
+        passage_M = block_O[opened_M] * BLOCK + inside_M
+        survivors = (query_O[opened_M], passage_M, upper_OP[opened_M, inside_M])
+        return low_QK, Survivors(*(one.cpu().numpy() for one in survivors))
+
+    def _plain(self, vectors: Rows, which: slice) -> torch.Tensor:
+        scale_N1 = None if vectors.scale_N1 is None else vectors.scale_N1[which]
+        return super().float32(vectors.rows_ND[which], scale_N1)
+
+    def _best_plain(
+        self, queries_QD: torch.Tensor, vectors: Rows, counts_P: IntArray, uniform: int, width: int
+    ) -> torch.Tensor:
+        """As torch has it, some vectors after the other."""
+        starts_P = np.cumsum([0, *counts_P])
+        parts, low = [], 0
+        while low < len(counts_P):
+            high = int(np.searchsorted(starts_P, starts_P[low] + GPU_STEP, side="right")) - 1
+            high = min(max(high, low + 1), len(counts_P))
+            plain_ND = self._plain(vectors, slice(int(starts_P[low]), int(starts_P[high])))
+            parts.append(super().best_views(queries_QD, plain_ND, counts_P[low:high], uniform))
+            low = high
+        return F.pad(torch.cat(parts, 1), (0, width - len(counts_P)), value=-torch.inf)
+
+    def _start_of(self, counts_P: IntArray) -> torch.Tensor:
+        """Bounds of the passages' views on the device, kept with the array that they are of."""
+        kept = self._starts.get(id(counts_P))
+        if kept is None:
+            starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
+            kept = self._starts[id(counts_P)] = (counts_P, starts)
+        return kept[1]
+
+
+def _can_compile(device_type: str) -> bool:
+    """Triton compiles for GPUs; elsewhere its interpreter, asked for by TRITON_INTERPRET=1, can check the kernel."""
+    there = importlib.util.find_spec("triton") is not None
+    return there and (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def _halves(queries_QD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries as halves of at most 2, and the power of two that each was divided by."""
+    largest_Q1 = queries_QD.abs().amax(1, keepdim=True)
+    exponent_Q1 = torch.frexp(largest_Q1).exponent.clamp(-126, 127)
+    power_Q1 = torch.ldexp(torch.ones_like(largest_Q1), exponent_Q1)
+    return (queries_QD / power_Q1).half().contiguous(), power_Q1[:, 0].contiguous()

@@ -1,0 +1,45 @@
+"""What a live router can tell about itself: its calls to searchers, its version, and the truth beside its index.
+
+Shapes: Q queries, D dimension.
+"""
+
+from contextlib import AbstractContextManager
+
+from mvr_ray.core.exact import checked_k, checked_queries
+from mvr_ray.core.scoring import merge_hits
+from mvr_ray.distributed.live import LiveRouter
+from mvr_ray.distributed.router import Router
+from mvr_ray.types import FleetCounts, FloatArray, Hit
+
+
+class Insight:
+    """Looks at a live router from beside; asks its searchers, never its queues."""
+
+    def __init__(self, live: LiveRouter) -> None:
+        self.live = live
+
+    @property
+    def index(self) -> str:
+        return self.live.index
+
+    @property
+    def dirty_share(self) -> float | None:
+        """The share of passages that the live version changed, None where its manifest does not say."""
+        return self.live.manifest.dirty_share
+
+    def counts(self) -> FleetCounts:
+        """What became of this process's calls to searchers so far."""
+        return self.live.searchers.counts()
+
+    def pinned(self, version: int | None = None) -> AbstractContextManager[Router]:
+        return self.live.pinned(version)
+
+    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
+        """The true best k of a version by exhaustive search, whatever its index is.
+
+        Raises ResourceError where a searcher is gone, TimeoutError where it takes longer than any answer may.
+        """
+        with self.live.pinned(version) as router:
+            queries_QD = checked_queries(queries_QD, router.dimension)
+            fleet = self.live.searchers.fleet(router.manifest)
+            return merge_hits(fleet.exact(queries_QD, checked_k(k), self.live.timeout_s), k)

@@ -1,0 +1,132 @@
+"""The GPU's scan: the oracle's answers, by torch everywhere, and by the kernel itself where Triton can interpret it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from mvr_ray.core.codes import encode
+from mvr_ray.core.cuda_scan import FusedKernel, Rows
+from mvr_ray.core.kernels import NumpyKernel, TorchKernel
+from mvr_ray.core.scan import Scan, score_error
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+SHAPES = [("gaussian", True), ("ternary", False), ("nearly equal", True), ("cancelling", False), ("duplicates", True)]
+
+
+@pytest.mark.parametrize(("palette", "ragged"), SHAPES)
+@pytest.mark.parametrize("coded", [False, True])
+def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, palette, ragged, coded):
+    blocks = shard(5, 300, palette=palette, ragged=ragged)
+    queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    for resident in (False, True):
+        hits = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident).search(queries_QD, 40)
+        check_exact(hits, queries_QD, blocks, 40)
+
+
+@pytest.mark.parametrize("num_passages", [1, 31, 32, 33, 100])
+def test_k_beyond_what_there_is_gives_all_there_is(shard, check_exact, num_passages):
+    blocks = shard(8, num_passages)
+    queries_QD = np.random.default_rng(9).standard_normal((2, 16)).astype(np.float32)
+    check_exact(Scan(blocks, FusedKernel("cpu")).search(queries_QD, 120), queries_QD, blocks, 120)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 320])
+@pytest.mark.parametrize("keep", [1, 7, 101])
+def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, keep):
+    rng = np.random.default_rng(columns + keep)
+    best_QP = torch.from_numpy(rng.integers(-20, 20, (4, columns)).astype(np.float32))
+    best_QP[:, columns - 5 :] = -torch.inf
+    error_Q = np.array([0.0, 0.5, 2.0, 30.0])
+    low_QK = torch.from_numpy(np.sort(rng.integers(-30, 12, (4, keep)).astype(np.float32))[:, ::-1].copy())
+    low, found = FusedKernel("cpu").select(best_QP, error_Q, low_QK)
+    plain_low, plain = TorchKernel("cpu").select(best_QP[:, : columns - 5], error_Q, low_QK)
+    assert low.tolist() == plain_low.tolist()
+    assert set(zip(*(a.tolist() for a in found))) == set(zip(*(a.tolist() for a in plain)))
+
+
+KERNEL = """
+import numpy as np, torch
+from mvr_ray.core.codes import encode
+from mvr_ray.core.cuda_scan import FusedKernel, Rows, Tuning
+from mvr_ray.core.kernels import TorchKernel
+from mvr_ray.core.scan import score_error
+
+rng = np.random.default_rng(3)
+CASES = ((16, [8] * 40, 1), (384, [8] * 40, 3), (40, [3, 1, 8, 5] * 9, 17), (64, [1] * 70, 70))
+for dimension, counts, queries in CASES:
+    uniform = counts[0] if len(set(counts)) == 1 else 0
+    vectors = rng.standard_normal((sum(counts), dimension)).astype(np.float16)
+    asked = rng.standard_normal((queries, dimension)).astype(np.float32) * 10.0 ** rng.integers(-20, 20, (queries, 1))
+    asked = asked.astype(np.float32)
+    codes = encode(vectors)
+    kernel, plain = FusedKernel("cpu", Tuning(rows=32)), TorchKernel("cpu")
+    assert kernel.fused
+    of = np.array(counts)
+    rows = Rows(torch.from_numpy(vectors), None), Rows(*map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None])))
+    for one in rows:
+        wide = plain.float32(one.rows_ND, one.scale_N1)
+        truth = plain.best_views(torch.from_numpy(asked), wide, of, uniform).double().numpy()
+        got = kernel.best_views(torch.from_numpy(asked), one, of, uniform).double().numpy()
+        norm = np.linalg.norm(asked.astype(np.float64), axis=1)
+        bound = 2 * score_error(norm, plain.max_norm(wide), dimension, kernel.input_rounding)[:, None]
+        assert (np.abs(got[:, : len(of)] - truth) <= bound).all()
+        assert (got[:, len(of) :] == -np.inf).all() and got.shape[1] % 32 == 0
+print("checked")
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_the_kernel_errs_within_its_bound():
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "checked", done.stderr
+
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from mvr_ray.core.cuda_kernel import best_views
+from mvr_ray.core.cuda_scan import Tuning
+
+tuning, names = Tuning(), best_views.arg_names
+for architecture, product in ((90, "wgmma"), (80, "mma.sync")):
+    for kind, scaled, views in (("i8", True, 8), ("fp16", False, 0)):
+        sizes = {"DIMENSION": 384, "VIEWS": views, "SLOTS": 8, "SCALED": scaled, "PASSAGES": tuning.rows // 8}
+        sizes |= {"QUERIES": 64, "QUERY_TILES": 1, "COMPONENTS": tuning.row_bytes // (1 if kind == "i8" else 2)}
+        types = {"rows_ptr": f"*{kind}", "scale_ptr": "*fp32", "start_ptr": "*i32", "queries_ptr": "*fp16"}
+        types |= {"power_ptr": "*fp32", "best_ptr": "*fp32"}
+        types |= dict.fromkeys(("num_passages", "num_queries", "width"), "i32")
+        signature = {**types, **dict.fromkeys(sizes, "constexpr")}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in types if name.endswith("ptr")}
+        constants = {(names.index(name),): value for name, value in sizes.items()}
+        source = ASTSource(fn=best_views, signature=signature, constexprs=constants, attrs=aligned)
+        options = {"num_warps": tuning.warps, "num_stages": tuning.stages}
+        made = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        assert product in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        assert "st.local" not in made.asm["ptx"] and made.metadata.shared < 99_000
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_the_kernel_compiles_for_hopper_and_ampere_onto_tensor_cores_without_spilling():
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "compiled", done.stderr
+
+
+def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
+    rng = np.random.default_rng(4)
+    vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
+    codes, kernel = encode(vectors_ND), FusedKernel("cpu")
+    assert kernel.input_rounding == 2.0**-11
+    wide_ND = NumpyKernel().float32(codes.codes_ND, codes.scale_N[:, None])
+    rows = Rows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
+    assert kernel.max_norm(rows) == pytest.approx(float(np.linalg.norm(wide_ND, axis=1).max()), rel=1e-6)
+    assert (score_error(np.ones(1), 1.0, 384, 2.0**-11) > score_error(np.ones(1), 1.0, 384, 0.0)).all()
