@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -84,6 +84,9 @@ class Unanswered(NamedTuple):
 class Gathered(NamedTuple):
     found: list[ShardFound]
     unanswered: list[Unanswered]
+
+
+Hear = Callable[[Gathered], None]
 
 
 class GatheredViews(NamedTuple):
@@ -302,7 +305,9 @@ class Fleet(Protocol):
         """Return when every shard is open."""
         ...
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered: ...
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
+        """`hear` is told each part of the answer as it comes, where parts come one by one."""
+        ...
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews: ...
 
@@ -318,7 +323,7 @@ class LocalFleet:
     def ready(self) -> None:
         self.searcher.open([Holding(self.task.manifest, self.task.shards)])
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
         return gathered(self.searcher.search(queries_QD, k, asked, self.task.manifest.version), [])
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:

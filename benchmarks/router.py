@@ -1,0 +1,232 @@
+"""The router against an in-process call to the same shards, and searches coalesced under load.
+
+    python benchmarks/router.py
+
+Made-up views as many as SQuAD's, 384 dimensions, fp16, exact search, k = 100, every answer merged and certified. The
+searchers are Ray actors; the in-process router calls the same searcher class over the same files, and has as many
+threads as all searchers together. "The slowest shard" is what the searchers' own clocks say of the same calls.
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import synthetic
+from measure import Bar, Part, interleaved, write
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed import session
+from mvr_ray.distributed.coalesce import Coalescing
+from mvr_ray.distributed.fleet import RemoteSearchers
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searchers import Asked, LocalFleet, SearcherTask, ShardFound, ShardSearcher, Unanswered
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray
+
+PASSAGES, K = 20_958, 100
+LAYOUTS = ((1, 1), (2, 2), (4, 2), (8, 2))
+"""Shards, and the searchers that hold them."""
+BATCHES = {1: (40, 8), 32: (7, 1), 256: (5, 1)}
+"""Queries at once: rounds, and calls a sample... one for batch 1, whose calls are told one by one."""
+CLIENTS, LOAD_S, DEADLINE_S = 32, 8.0, 2.0
+
+
+class TimedSearcher(ShardSearcher):
+    """A searcher that remembers how long each of its searches took."""
+
+    def __init__(self, task: SearcherTask) -> None:
+        super().__init__(task)
+        self.seconds: list[float] = []
+
+    def search(
+        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
+    ) -> list[ShardFound | Unanswered]:
+        began = time.perf_counter()
+        answers = super().search(queries_QD, k, asked, version, call)
+        self.seconds.append(time.perf_counter() - began)
+        return answers
+
+    def told(self) -> list[float]:
+        """What it remembers, and forgets now."""
+        seconds, self.seconds = self.seconds, []
+        return seconds
+
+
+class Both(NamedTuple):
+    """One index, behind the router and in this process."""
+
+    routed: Router
+    local: Router
+    actors: list[Any]
+
+
+@contextmanager
+def opened(folder: str, shards: int, searchers: int, threads: int) -> Iterator[Both]:
+    run = RunConfig.model_validate({"store": {"path": folder}, "index": {"name": f"made{shards}"}})
+    store = Store(folder)
+    described = synthetic.publish(store, run, PASSAGES, shards)
+    held = tuple(range(shards))
+    task = SearcherTask(store.address, described, held, threads // searchers)
+    timed: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
+    parts = [held[at::searchers] for at in range(searchers)]
+    groups = [[timed.options(num_cpus=1).remote(task._replace(shards=part))] for part in parts]
+    remote = RemoteSearchers(groups)
+    remote.placed[described.version] = _holdings(described, parts)
+    fleet = remote.fleet(described)
+    local = LocalFleet(task._replace(threads=threads))
+    try:
+        fleet.ready()
+        local.ready()
+        yield Both(Router(store, described, fleet), Router(store, described, local), remote.actors)
+    finally:
+        remote.stop()
+
+
+def _holdings(described: Manifest, parts: list[tuple[int, ...]]) -> list[Any]:
+    from mvr_ray.distributed.searchers import Holding
+
+    return [Holding(described, part) for part in parts]
+
+
+def compare(part: Part, both: Both, name: str, cores: int) -> dict[int, dict[str, float]]:
+    """Both ways at each batch size, in turn; what the router adds."""
+    told = {}
+    for batch, (rounds, _) in BATCHES.items():
+        queries_QD = synthetic.queries(batch, seed=batch)
+        mine = both.routed.search(queries_QD, K)
+        assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
+        [ray.get(actor.told.remote()) for actor in both.actors]
+        samples = interleaved(
+            {
+                f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
+                f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
+            },
+            rounds=rounds,
+            warm=2,
+        )
+        part.add(samples, batch)
+        routed, local = samples.values()
+        own = [seconds[-rounds:] for seconds in ray.get([actor.told.remote() for actor in both.actors])]
+        slowest = [max(seconds) for seconds in zip(*own)]
+        told[batch] = {
+            "over in process": statistics.median(a / b for a, b in zip(routed, local)) - 1,
+            "ms over the slowest searcher": 1e3 * (statistics.median(routed) - statistics.median(slowest)),
+            "slowest searcher, ms": 1e3 * statistics.median(slowest),
+        }
+        print(name, batch, {key: round(value, 3) for key, value in told[batch].items()}, flush=True)
+    return told
+
+
+class Load(NamedTuple):
+    latencies: list[float]
+    missed: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies) / self.seconds
+
+    def facts(self) -> dict[str, float]:
+        at = np.quantile(self.latencies, [0.5, 0.99])
+        return {"queries/s": self.rate, "p50 ms": 1e3 * at[0], "p99 ms": 1e3 * at[1], "missed": self.missed}
+
+
+def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> Load:
+    """So many clients, each with one query at a time and a deadline for it, until the time is over."""
+    queries_QD = synthetic.queries(1024, seed=7)
+    latencies: list[list[float]] = [[] for _ in range(clients)]
+    missed = [0] * clients
+    began = time.perf_counter()
+
+    def ask(client: int) -> None:
+        number = client
+        while time.perf_counter() - began < seconds:
+            sent = time.perf_counter()
+            answer = search(queries_QD[number % 1024 : number % 1024 + 1])
+            took = time.perf_counter() - sent
+            missed[client] += answer.coverage_share < 1 or took > DEADLINE_S
+            latencies[client].append(took)
+            number += clients
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return Load([one for many in latencies for one in many], sum(missed), time.perf_counter() - began)
+
+
+def loads(part: Part, both: Both) -> None:
+    """The same clients with and without searches put together, in turn."""
+    together = Coalescing(both.routed.fleet)
+    routed = Router(both.routed.store, both.routed.manifest, together)
+    cases = {"one by one": both.routed, "coalesced": routed}
+    runs: dict[str, list[Load]] = {name: [] for name in cases}
+    for _ in range(2):
+        for name, router in cases.items():
+
+            def search(query_1D: FloatArray, router: Router = router) -> Any:
+                return router.search(query_1D, K, timeout_s=DEADLINE_S, min_coverage=0.0)
+
+            runs[name].append(under_load(search, CLIENTS, LOAD_S / 2))
+            print(name, runs[name][-1].facts(), flush=True)
+    for name, many in runs.items():
+        joined = Load([s for one in many for s in one.latencies], sum(m.missed for m in many), LOAD_S)
+        part.facts[f"{CLIENTS} clients of one query each, {name}"] = joined.facts()
+    size = together.searches / together.calls
+    part.facts["searches put together, mean"] = size
+    gain = statistics.median(b.rate / a.rate for a, b in zip(*runs.values()))
+    missed = sum(one.missed for one in runs["coalesced"])
+    what = f"deadlines of {DEADLINE_S:g} s missed by coalesced searches of {CLIENTS} clients"
+    part.bars.append(Bar(what, missed, 0, at_least=False, unit="missed"))
+    part.bars.append(Bar(f"searches that one call answers with {CLIENTS} clients, mean", size, 2, unit="searches"))
+    part.bars.append(Bar("queries/s coalesced over one by one", gain, 1))
+
+
+def main() -> None:
+    part = Part("router", "Router", "queries")
+    part.facts["index"] = f"{PASSAGES:,} passages x {synthetic.V} made-up views, {synthetic.D} dimensions, fp16, k {K}"
+    table: dict[str, dict[int, dict[str, float]]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mvr-router-"))
+        stack.enter_context(session.connect(ResourcesConfig(local_cpus=4)))
+        for shards, searchers in LAYOUTS:
+            with opened(folder, shards, searchers, threads=2) as both:
+                name = f"{shards} shards on {searchers}"
+                table[name] = compare(part, both, name, 2)
+                if shards == 4:
+                    loads(part, both)
+    for name, told in table.items():
+        part.facts[f"{name} searchers, over in process"] = {f"batch {b}": t["over in process"] for b, t in told.items()}
+    worst = max(table, key=lambda name: table[name][32]["over in process"])
+    part.bars.insert(
+        0,
+        Bar(
+            f"time over in-process, batch 32, worst layout ({worst})",
+            100 * table[worst][32]["over in process"],
+            10,
+            at_least=False,
+            unit="%",
+        ),
+    )
+    slow = max(table, key=lambda name: table[name][1]["ms over the slowest searcher"])
+    part.bars.insert(
+        1,
+        Bar(
+            f"p50 over the slowest shard's own, batch 1, worst layout ({slow})",
+            table[slow][1]["ms over the slowest searcher"],
+            3,
+            at_least=False,
+            unit="ms",
+        ),
+    )
+    write(part)
+
+
+if __name__ == "__main__":
+    main()
