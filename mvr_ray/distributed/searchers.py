@@ -21,10 +21,11 @@ import numpy as np
 from mvr_ray.distributed.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
@@ -283,7 +284,7 @@ class ShardSearcher:
     def _read(self, described: Manifest, entry: ShardEntry) -> _Held:
         shard = entry.shard
         folder = manifest.open_shard(Store(self.task.store), described.index, entry)
-        embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
+        embedded = open_embeddings(folder, entry.files)
         if (embedded.dimension, embedded.num_passages) != (described.dimension, entry.num_passages):
             raise ManifestError(
                 f"shard {shard} of index {described.index!r} holds {embedded.num_passages} passages in dimension "

@@ -22,11 +22,12 @@ from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.distributed.reindex import build_shard, shard_recall
-from mvr_ray.index.base import IndexParams, ShardIndex, open_index
+from mvr_ray.index.base import IndexParams, ShardIndex, open_index, searches_embeddings
 from mvr_ray.store import embeddings, layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
+from mvr_ray.store.overlay import open_embeddings, write_changed
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 FLAT = IndexParams(kind="flat")
@@ -212,13 +213,17 @@ class ShardRefiner:
             with self.store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
-                entry = build_shard(self.store, self.manifest, shard, folder)
+                known = {}
+                if not searches_embeddings(IndexParams(**self.manifest.index_params)):
+                    embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
+                elif write_changed(self.stored[shard], folder, changes):
+                    known[layout.EMBEDDINGS] = entry.files[layout.EMBEDDINGS]
+                entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
     def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
-        return embeddings.EmbeddingShard.open(folder / layout.EMBEDDINGS)
+        return open_embeddings(folder, self.entries[shard].files)
 
     @cached_property
     def corpus(self) -> Corpus:
