@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import made_up
 import numpy as np
-import synthetic
 from machine import RESULTS, ROOT, hardware
 from measure import Bar, Part, write
 
@@ -121,9 +121,11 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
     from mvr_ray.store import manifest
 
     run = config(folder)
-    corpus = synthetic.prepare(run, passages, {"known": KNOWN, "gate": GATE, "asked": ASKED})
-    staged = synthetic.stage(run, corpus)
-    planned = planning.plan(run, planning.corpus_size(run), planning.most_feedback_views(run, passages))
+    corpus = made_up.prepare(run, passages, {"known": KNOWN, "gate": GATE, "asked": ASKED})
+    staged = made_up.stage(run, corpus)
+    planned = planning.plan(
+        run, planning.corpus_size(run), planning.most_feedback_views(run, passages), planning.passage_bytes(run)
+    )
     seconds: dict[str, float] = {}
     told: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staged}}
 
@@ -165,7 +167,7 @@ def served(run: Any, timed: Callable[..., Any]) -> dict[str, float]:
     with open_router(run) as router:
         found = {}
         for batch, rounds in ((1, 9), (32, 5)):
-            queries_QD = synthetic.queries(batch)
+            queries_QD = made_up.queries(batch)
             samples = []
             for _ in range(rounds):
                 began = time.perf_counter()
@@ -232,7 +234,7 @@ def main(large: bool) -> None:
             Bar(f"plan off what was used, {largest['passages']:,}: {what}", 100 * abs(share), 10, False, "%")
         )
     for one in [*runs, *(one for one in kept["runs"] if "retrieve" not in one["seconds"])]:
-        name = f"{one['passages']:,} passages x {synthetic.V} views"
+        name = f"{one['passages']:,} passages x {made_up.V} views"
         part.facts[f"{name}, most MB"] = {role: used["most"] / 1e6 for role, used in one["memory"].items()}
         part.facts[f"{name}, own MB"] = {role: used["own"] / 1e6 for role, used in one["memory"].items()}
         part.facts[f"{name}, plan off by"] = off(one)

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import made_up
 import numpy as np
-import synthetic
 import torch
 from machine import ROOT
 from measure import Bar, Part, interleaved, speedup, write
@@ -103,7 +103,7 @@ def asked(store: Store, of: Stored) -> tuple[RefineQuestions, FloatArray]:
     gold_T = np.array([row[question.positive_ids[0]] for question in questions.table])
     rng = np.random.default_rng(3)
     every_ND = np.concatenate([block.vectors_ND for block in of.blocks])
-    near_TD = every_ND[gold_T * synthetic.V + rng.integers(0, synthetic.V, len(gold_T))].astype(np.float32)
+    near_TD = every_ND[gold_T * made_up.V + rng.integers(0, made_up.V, len(gold_T))].astype(np.float32)
     near_TD += 0.05 * rng.standard_normal(near_TD.shape, dtype=np.float32)
     return questions, near_TD / np.linalg.norm(near_TD, axis=1, keepdims=True)
 
@@ -201,7 +201,7 @@ def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> N
     views = ShardViews(of.blocks)
     slot_L = views.slots(labels.passage_L, labels.view_L)
     views_ND = np.concatenate([block.vectors_ND for block in of.blocks])
-    passage_N = np.repeat(np.arange(len(of.ids)), synthetic.V)
+    passage_N = np.repeat(np.arange(len(of.ids)), made_up.V)
     matrices = label_matrices(slot_L, labels.question_L, labels.positive_L, len(views_ND), len(queries_LD))
     torch.set_num_threads(1)
     queries = torch.from_numpy(queries_LD)
@@ -267,8 +267,8 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
         base = manifest.read(store, run.index.name)
         for entry in of.described.shards:
             rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
-            vectors = rng.standard_normal((len(rows), synthetic.D), dtype=np.float32) / synthetic.D**0.5
-            state = ShardState.untouched(synthetic.D).with_feedback(rows, vectors)
+            vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
+            state = ShardState.untouched(made_up.D).with_feedback(rows, vectors)
             store.write_bytes(state_path(staging, at, entry.shard), state.to_bytes())
         began = time.perf_counter()
         described, _ = describe(run, of.described, refiners, at, [], {})
@@ -297,7 +297,7 @@ def main() -> None:
         with clock("prepare"):
             prepare.prepare(run.prepare, store)
         with clock("make views"):
-            synthetic.stage(run, corpus.Corpus.open(store, "squad"))
+            made_up.stage(run, corpus.Corpus.open(store, "squad"))
         staged = Path(folder) / "staged"
         shutil.copytree(store.local_path(layout.staging_root("squad")), staged, copy_function=os.link)
         with session.connect(run.resources) as info:
@@ -318,7 +318,7 @@ def main() -> None:
     stages = {name: clock.seconds[name] for name in ("retrieve", "judge", "label", "update")}
     whole = sum(stages.values())
     part.bars.append(Bar("retrieval's share of the round", 100 * stages["retrieve"] / whole, 50, unit="%"))
-    part.facts["passages, views a passage, questions"] = f"{len(of.ids):,}, {synthetic.V}, {QUESTIONS:,}"
+    part.facts["passages, views a passage, questions"] = f"{len(of.ids):,}, {made_up.V}, {QUESTIONS:,}"
     part.facts["one round, seconds"] = {**stages, "in all": whole}
     part.facts["vectors"] = "made up: questions lie near a view of their gold passage; texts and answers are SQuAD's"
     write(part)

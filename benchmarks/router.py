@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import made_up
 import numpy as np
 import ray
-import synthetic
 from measure import Bar, Part, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
@@ -71,7 +71,7 @@ class Both(NamedTuple):
 def opened(folder: str, shards: int, searchers: int, threads: int) -> Iterator[Both]:
     run = RunConfig.model_validate({"store": {"path": folder}, "index": {"name": f"made{shards}"}})
     store = Store(folder)
-    described = synthetic.publish(store, run, PASSAGES, shards)
+    described = made_up.publish(store, run, PASSAGES, shards)
     held = tuple(range(shards))
     task = SearcherTask(store.address, described, held, threads // searchers)
     timed: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
@@ -99,7 +99,7 @@ def compare(part: Part, both: Both, name: str, cores: int) -> dict[int, dict[str
     """Both ways at each batch size, in turn; what the router adds."""
     told = {}
     for batch, (rounds, _) in BATCHES.items():
-        queries_QD = synthetic.queries(batch, seed=batch)
+        queries_QD = made_up.queries(batch, seed=batch)
         mine = both.routed.search(queries_QD, K)
         assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
         [ray.get(actor.told.remote()) for actor in both.actors]
@@ -140,7 +140,7 @@ class Load(NamedTuple):
 
 def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> Load:
     """So many clients, each with one query at a time and a deadline for it, until the time is over."""
-    queries_QD = synthetic.queries(1024, seed=7)
+    queries_QD = made_up.queries(1024, seed=7)
     latencies: list[list[float]] = [[] for _ in range(clients)]
     missed = [0] * clients
     began = time.perf_counter()
@@ -190,7 +190,7 @@ def loads(part: Part, both: Both) -> None:
 
 def main() -> None:
     part = Part("router", "Router", "queries")
-    part.facts["index"] = f"{PASSAGES:,} passages x {synthetic.V} made-up views, {synthetic.D} dimensions, fp16, k {K}"
+    part.facts["index"] = f"{PASSAGES:,} passages x {made_up.V} made-up views, {made_up.D} dimensions, fp16, k {K}"
     table: dict[str, dict[int, dict[str, float]]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mvr-router-"))
