@@ -59,8 +59,8 @@ def shards_of(passages: int, num_shards: int) -> list[list[str]]:
     return found
 
 
-def publish(store: Store, run: RunConfig, passages: int, num_shards: int) -> Manifest:
-    """An index of made-up views that nothing but searchers will look at."""
+def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent: int = 0) -> Manifest:
+    """A version of made-up views that nothing but searchers will look at."""
     draft = Manifest(
         index=run.index.name,
         operation="index",
@@ -74,6 +74,7 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int) -> Man
         corpus_digest="",
         index_params=dataclasses.asdict(index_params(run.index)),
         shards=(),
+        parent=parent,
     )
     entries = []
     for shard, ids in enumerate(shards_of(passages, num_shards)):

@@ -3,8 +3,8 @@
     python benchmarks/router.py
 
 Made-up views as many as SQuAD's, 384 dimensions, fp16, exact search, k = 100, every answer merged and certified. The
-searchers are Ray actors; the in-process router calls the same searcher class over the same files, and has as many
-threads as all searchers together. "The slowest shard" is what the searchers' own clocks say of the same calls.
+searchers are Ray actors of one thread; the in-process router calls the same searcher class over the same files, on as
+many threads as there are searchers. "The slowest shard" is what the searchers' own clocks say of the same calls.
 """
 
 import statistics
@@ -25,16 +25,25 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searchers import Asked, LocalFleet, SearcherTask, ShardFound, ShardSearcher, Unanswered
+from mvr_ray.distributed.searchers import (
+    Asked,
+    Holding,
+    LocalFleet,
+    SearcherTask,
+    ShardFound,
+    ShardSearcher,
+    Unanswered,
+)
+from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
 
 PASSAGES, K = 20_958, 100
 LAYOUTS = ((1, 1), (2, 2), (4, 2), (8, 2))
 """Shards, and the searchers that hold them."""
-BATCHES = {1: (40, 8), 32: (7, 1), 256: (5, 1)}
-"""Queries at once: rounds, and calls a sample... one for batch 1, whose calls are told one by one."""
+BATCHES = {1: 40, 32: 7, 256: 5}
+"""Queries at once, and how many rounds of them."""
+RUN = RunConfig.model_validate({"index": {"name": "made"}})
 CLIENTS, LOAD_S, DEADLINE_S = 32, 8.0, 2.0
 
 
@@ -60,7 +69,7 @@ class TimedSearcher(ShardSearcher):
 
 
 class Both(NamedTuple):
-    """One index, behind the router and in this process."""
+    """One version, behind the router and in this process."""
 
     routed: Router
     local: Router
@@ -68,37 +77,37 @@ class Both(NamedTuple):
 
 
 @contextmanager
-def opened(folder: str, shards: int, searchers: int, threads: int) -> Iterator[Both]:
-    run = RunConfig.model_validate({"store": {"path": folder}, "index": {"name": f"made{shards}"}})
+def searchers(folder: str) -> Iterator[RemoteSearchers]:
+    """Two searchers of one thread each, for all versions; the first one's index is the smallest."""
     store = Store(folder)
-    described = made_up.publish(store, run, PASSAGES, shards)
-    held = tuple(range(shards))
-    task = SearcherTask(store.address, described, held, threads // searchers)
+    described = made_up.publish(store, RUN, 8, 1)
+    task = SearcherTask(store.address, described, (), 1)
     timed: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
-    parts = [held[at::searchers] for at in range(searchers)]
-    groups = [[timed.options(num_cpus=1).remote(task._replace(shards=part))] for part in parts]
-    remote = RemoteSearchers(groups)
-    remote.placed[described.version] = _holdings(described, parts)
-    fleet = remote.fleet(described)
-    local = LocalFleet(task._replace(threads=threads))
+    started = RemoteSearchers([[timed.options(num_cpus=1).remote(task)] for _ in range(2)])
     try:
-        fleet.ready()
-        local.ready()
-        yield Both(Router(store, described, fleet), Router(store, described, local), remote.actors)
+        yield started
     finally:
-        remote.stop()
+        started.stop()
 
 
-def _holdings(described: Manifest, parts: list[tuple[int, ...]]) -> list[Any]:
-    from mvr_ray.distributed.searchers import Holding
+def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> Both:
+    """A version of so many shards on the first `held_by` searchers, and the same in this process on as many threads."""
+    store = Store(folder)
+    described = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
+    every = tuple(range(shards))
+    parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
+    remote.placed[described.version] = [Holding(described, part) for part in parts]
+    fleet = remote.fleet(described)
+    local = LocalFleet(SearcherTask(store.address, described, every, held_by))
+    fleet.ready()
+    local.ready()
+    return Both(Router(store, described, fleet), Router(store, described, local), remote.actors[:held_by])
 
-    return [Holding(described, part) for part in parts]
 
-
-def compare(part: Part, both: Both, name: str, cores: int) -> dict[int, dict[str, float]]:
+def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
     """Both ways at each batch size, in turn; what the router adds."""
     told = {}
-    for batch, (rounds, _) in BATCHES.items():
+    for batch, rounds in BATCHES.items():
         queries_QD = made_up.queries(batch, seed=batch)
         mine = both.routed.search(queries_QD, K)
         assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
@@ -195,12 +204,14 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mvr-router-"))
         stack.enter_context(session.connect(ResourcesConfig(local_cpus=4)))
-        for shards, searchers in LAYOUTS:
-            with opened(folder, shards, searchers, threads=2) as both:
-                name = f"{shards} shards on {searchers}"
-                table[name] = compare(part, both, name, 2)
-                if shards == 4:
-                    loads(part, both)
+        remote = stack.enter_context(searchers(folder))
+        for shards, held_by in LAYOUTS:
+            both = opened(folder, remote, shards, held_by)
+            name = f"{shards} shards on {held_by}"
+            table[name] = compare(part, both, name)
+            if shards == 4:
+                loads(part, both)
+            remote.drop(both.routed.manifest.version)
     for name, told in table.items():
         part.facts[f"{name} searchers, over in process"] = {f"batch {b}": t["over in process"] for b, t in told.items()}
     worst = max(table, key=lambda name: table[name][32]["over in process"])
