@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS_AT_ONCE = 16_384
-_SINGLE_ROWS_AT_ONCE = 1024
+_SINGLE_ROWS_AT_ONCE = 512
 _PAIRS_AT_ONCE = 65_536
 
 
@@ -240,31 +240,31 @@ def _single_step(
     both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
     positive_MQ, negative_MQ = labels.rows(both.rows_M)
     partners = torch.from_numpy(np.array(partners_QD, np.float32, copy=None, order="C"))
-    outside, below, loss_sum, kept, moved = 0, 0, 0.0, [], []
+    moved_MD = np.empty((len(both.rows_M), vectors_ND.shape[1]), np.float32)
+    scores_M2 = np.empty((len(both.rows_M), 2), np.float32)  # <x, A> and <x, B>
+    terms = torch.empty(_SINGLE_ROWS_AT_ONCE, vectors_ND.shape[1])
     for start in range(0, len(both.rows_M), _SINGLE_ROWS_AT_ONCE):
-        rows_M = both.rows_M[start : start + _SINGLE_ROWS_AT_ONCE]
-        stop = start + len(rows_M)
-        x_MD = torch.from_numpy(vectors_ND[rows_M].astype(np.float32))
+        stop = min(start + _SINGLE_ROWS_AT_ONCE, len(both.rows_M))
+        moved_MD[start:stop] = vectors_ND[both.rows_M[start:stop]]
+        x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
         positive_MD = _bag_sums(partners, positive_MQ, start, stop)
-        total_MD = _bag_sums(partners, negative_MQ, start, stop).add_(positive_MD)
-        positive_M1 = torch.linalg.vecdot(x_MD, positive_MD)[:, None]
-        total_M1 = torch.linalg.vecdot(x_MD, total_MD)[:, None]
-        inside_M = ((positive_M1 > guard) & (total_M1 > guard))[:, 0].numpy()
-        losses_M = np.log(total_M1[inside_M, 0].double().numpy()) - np.log(positive_M1[inside_M, 0].double().numpy())
-        x_MD += positive_MD.div_(positive_M1).sub_(total_MD.div_(total_M1)).mul_(step_size)
-        outside, below = outside + int((~inside_M).sum()), below + int((losses_M < 0).sum())
-        loss_sum += float(losses_M.sum())
-        kept.append(rows_M[inside_M])
-        moved.append(x_MD.numpy() if inside_M.all() else x_MD.numpy()[inside_M])
-    num_moved = sum(map(len, kept))
+        negative_MD = _bag_sums(partners, negative_MQ, start, stop)
+        torch.mul(x_MD, positive_MD, out=terms[: stop - start])
+        torch.sum(terms[: stop - start], 1, out=scores[:, 0])
+        torch.mul(x_MD, negative_MD, out=terms[: stop - start])
+        scores[:, 1] = scores[:, 0] + terms[: stop - start].sum(1)
+        positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
+        x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
+    inside_M = (scores_M2 > guard).all(axis=1)
+    losses_M = np.diff(np.log(scores_M2[inside_M].astype(np.float64)), axis=1)
     return StepResult(
-        moved_M=np.concatenate([both.rows_M[:0], *kept]),
-        vectors_MD=np.concatenate([np.empty((0, vectors_ND.shape[1]), np.float32), *moved]),
-        loss=loss_sum / num_moved if num_moved else float("nan"),
-        num_outside_domain=outside,
+        moved_M=both.rows_M[inside_M],
+        vectors_MD=moved_MD if inside_M.all() else moved_MD[inside_M],
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=int((~inside_M).sum()),
         num_no_positive=both.num_no_positive,
         num_no_negative=both.num_no_negative,
-        num_negative_loss=below,
+        num_negative_loss=int((losses_M < 0).sum()),
     )
 
 

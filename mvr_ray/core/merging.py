@@ -13,31 +13,32 @@ import numpy as np
 
 from mvr_ray.core.exact import checked_k
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import IntArray, ShardHits
+from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 IdsOf = Callable[[IntArray], Sequence[str]]
 """Passage ids of some numbers."""
 
 
 class NumberedHits(NamedTuple):
-    """Merged hits, best first: passage_QK int64 and view_QK int16, both -1 on padding."""
+    """Merged hits, best first: passage_QK int64 and view_QK int16, both -1 on padding; kth_Q float32, the score of the
+    last one, -inf where there are fewer than K."""
 
     passage_QK: IntArray
     view_QK: IntArray
+    kth_Q: FloatArray
 
 
 def merge_numbered(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> NumberedHits:
     """The best k of all shards for each query: score descending, passage id ascending.
 
-    `per_shard` holds the number of each shard's first passage, and its hits. Give whole lists: k of each shard, or all
-    that it has.
+    `per_shard` holds the number of each shard's first passage, and its hits.
     """
     checked_k(k)
     sizes = {len(hits.rows_QK) for _, hits in per_shard}
     if len(sizes) > 1:
         raise ShardIndexError(f"shards answered different numbers of queries, {sorted(sizes)}; ask all the same ones")
     if not per_shard:
-        return NumberedHits(np.empty((0, k), np.int64), np.empty((0, k), np.int16))
+        return NumberedHits(np.empty((0, k), np.int64), np.empty((0, k), np.int16), np.empty(0, np.float32))
     score_QM = np.concatenate([hits.scores_QK for _, hits in per_shard], axis=1)
     passage_QM = np.concatenate([np.where(h.rows_QK >= 0, h.rows_QK + start, -1) for start, h in per_shard], axis=1)
     view_QM = np.concatenate([hits.views_QK for _, hits in per_shard], axis=1)
@@ -55,7 +56,15 @@ def merge_numbered(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: I
     return NumberedHits(
         np.take_along_axis(passage_QM, best_QK, axis=1).astype(np.int64),
         np.take_along_axis(view_QM, best_QK, axis=1).astype(np.int16),
+        np.take_along_axis(score_QM, best_QK[:, -1:], axis=1)[:, 0],
     )
+
+
+def in_doubt(per_shard: Sequence[ShardHits], kth_Q: FloatArray) -> IntArray:
+    """Queries whose merged list may lack a passage that an exact shard left out of its own: its frontier reaches the
+    k-th score. Blind to ids: a tie counts as doubt."""
+    frontier_Q = np.max([hits.frontier_Q for hits in per_shard], axis=0, initial=-np.inf)
+    return np.flatnonzero((frontier_Q > -np.inf) & (frontier_Q >= kth_Q))
 
 
 def _with_ids(score_M: np.ndarray, passage_M: IntArray, order_M: IntArray, k: int, ids_of: IdsOf) -> IntArray:

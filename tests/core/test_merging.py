@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.merging import merge_numbered
+from mvr_ray.core.merging import in_doubt, merge_numbered
 from mvr_ray.core.scoring import merge_hits
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import ShardHits
@@ -45,6 +45,32 @@ def test_merging_as_arrays_equals_merging_hit_by_hit(seed, num_queries, k, level
         assert [every[number] for number in merged.passage_QK[query, :count]] == [hit.passage_id for hit in hits]
         assert merged.view_QK[query, :count].tolist() == [hit.view for hit in hits]
         assert (merged.passage_QK[query, count:] == -1).all() and (merged.view_QK[query, count:] == -1).all()
+        assert merged.kth_Q[query] == (hits[-1].score if count == k else -np.inf)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3, 1000]))
+@settings(max_examples=150, deadline=None)
+def test_what_is_not_in_doubt_is_what_whole_lists_merge_to(seed, k, depth, levels):
+    """The same shards asked for `depth` rows and for k; the frontier is the first score left out."""
+    whole = random_shards(seed, 4, 12, levels)
+    starts = np.cumsum([0, *(len(ids) for ids, _ in whole)]).tolist()
+    every = [name for ids, _ in whole for name in ids]
+
+    def asked_for(rows: int) -> list[tuple[int, ShardHits]]:
+        cut = [(h.rows_QK[:, :rows], h.scores_QK[:, :rows], h.views_QK[:, :rows]) for _, h in whole]
+        left = [h.scores_QK[:, rows] if rows < 12 else np.full(4, -np.inf, np.float32) for _, h in whole]
+        return [(start, ShardHits(*columns, frontier_Q)) for start, columns, frontier_Q in zip(starts, cut, left)]
+
+    def ids_of(passages: np.ndarray) -> list[str]:
+        return [every[number] for number in passages]
+
+    truth, found = merge_numbered(asked_for(k), k, ids_of), merge_numbered(asked_for(depth), k, ids_of)
+    doubt = in_doubt([hits for _, hits in asked_for(depth)], found.kth_Q)
+    sure = np.setdiff1d(np.arange(4), doubt)
+    assert np.array_equal(found.passage_QK[sure], truth.passage_QK[sure])
+    assert np.array_equal(found.view_QK[sure], truth.view_QK[sure])
+    if depth >= 12:
+        assert not len(doubt)
 
 
 def test_ids_are_asked_for_only_where_scores_tie_across_shards():

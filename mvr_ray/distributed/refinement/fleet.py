@@ -10,21 +10,28 @@ Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from mvr_ray.core.merging import NumberedHits, merge_numbered
+from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.refinement.shards import RefinerTask, ShardRefiner
+from mvr_ray.distributed.refinement.shards import FoundInShard, RefinerTask, ShardRefiner
+from mvr_ray.distributed.router import first_depth
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import FloatArray, Hit, IntArray, Progress
 
 QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
 LABEL_BLOCK = 1_000_000
-HitTable = NumberedHits
+
+
+class HitTable(NamedTuple):
+    """Merged hits as arrays, best first: passage_QK int64 and view_QK int16, both -1 on padding."""
+
+    passage_QK: IntArray
+    view_QK: IntArray
 
 
 class LabelCache:
@@ -112,22 +119,35 @@ class Refiners:
         }
 
     def search(self, at: int, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> HitTable:
-        """Exact top k of every query over the shards as they stand after round `at`."""
+        """Exact top k of every query over the shards as they stand after round `at`.
+
+        Shards are asked for fewer than k, as the router asks them, and for k where that leaves a doubt.
+        """
         k = min(k, self.num_passages)
+        first = first_depth(k, len(self.shards))
         passage_QK = np.full((len(queries_QD), k), -1, np.int64)
         view_QK = np.full((len(queries_QD), k), -1, np.int16)
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def ask(block: slice) -> list[Any]:
             part = ray.put(np.ascontiguousarray(queries_QD[block]))
-            return [actor.search.remote(at, part, k) for actor in self.actors]
+            return [actor.search.remote(at, part, first) for actor in self.actors]
 
         for block, answers in zip(blocks, _in_flight(map(ask, blocks), 2)):
-            found = sorted((one for answer in self.get(answers) for one in answer), key=lambda one: one.shard)
-            merged = merge_numbered([(self.start_of[one.shard], one.hits) for one in found], k, self.ids_of)
-            passage_QK[block], view_QK[block] = merged
+            found = self.get(answers)
+            merged = self._merged(found, k)
+            passage_QK[block], view_QK[block] = merged.passage_QK, merged.view_QK
+            again = in_doubt([one.hits for answer in found for one in answer], merged.kth_Q)
+            if first < k and len(again):
+                rows = block.start + again
+                whole = [actor.search.remote(at, queries_QD[rows], k) for actor in self.actors]
+                passage_QK[rows], view_QK[rows], _ = self._merged(self.get(whole), k)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
         return HitTable(passage_QK, view_QK)
+
+    def _merged(self, answers: Sequence[Sequence[FoundInShard]], k: int) -> NumberedHits:
+        found = sorted((one for answer in answers for one in answer), key=lambda one: one.shard)
+        return merge_numbered([(self.start_of[one.shard], one.hits) for one in found], k, self.ids_of)
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""
