@@ -27,8 +27,12 @@ TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
 ROW_BYTES = 32
 """Id, offsets and list bounds of one passage in embeddings.arrow."""
+HELD_ROW_BYTES = 82
+"""Beside its views, what a process that holds a passage keeps of it: the id as a Python string, and where it lies."""
 PROCESS_BYTES = 600_000_000
-"""A Python process that has imported torch, pyarrow and Ray."""
+"""A Python process that has imported torch, transformers, pyarrow and Ray."""
+SEARCHER_BYTES = 330_000_000
+"""The same without transformers."""
 
 Kind = Literal["disk", "memory", "gpu"]
 
@@ -105,7 +109,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     refined = math.ceil(shards / refiners) * (
         at_rest + model.hidden * (4 * moving + math.ceil(item * (laid_over * vectors + added)))
     )
-    workspace = 256 * 32_768 * 4
+    workspace = 32_768 * (256 + model.hidden) * 4  # vectors of a step in fp32, and their scores
+    rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
+    rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
     lines = [
@@ -128,14 +134,14 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher",
-            PROCESS_BYTES + held + workspace,
+            SEARCHER_BYTES + held + rows_held + workspace,
             searchers * resources.replicas,
             "its shards, mapped or loaded",
         ),
         PlanLine(
             "memory",
             "refiner",
-            PROCESS_BYTES + refined + workspace,
+            SEARCHER_BYTES + refined + rows_refined + workspace,
             refiners,
             "at most: all that its labels can change",
         ),

@@ -6,6 +6,7 @@ import pytest
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.plan import (
+    HELD_ROW_BYTES,
     Backbone,
     backbone_sizes,
     faiss_bytes,
@@ -134,8 +135,9 @@ def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
         return many - few
 
     stored, in_fp32 = 2 * 384, 4 * 384
-    assert grown("passage") == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32)
-    assert grown("feedback_views") == 100_000 * (8 * (stored + 2) + 32)  # no label, no view
+    held = HELD_ROW_BYTES + 8 * 8
+    assert grown("passage") == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32 + held)
+    assert grown("feedback_views") == 100_000 * (8 * (stored + 2) + 32 + held)  # no label, no view
 
 
 @pytest.mark.parametrize(("passages", "changes"), [(1, 1), (4096, 3), (40_960, 7), (409_600, 150)])

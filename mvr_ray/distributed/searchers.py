@@ -293,10 +293,11 @@ class ShardSearcher:
             )
         if not embedded.num_passages:
             return _Held(None, embedded, [], entry.num_bytes)
-        params = IndexParams(**described.index_params)
-        index = open_index(params, embedded.blocks(), folder, device=self.task.device, threads=self.task.threads)
+        params, blocks = IndexParams(**described.index_params), embedded.blocks()
+        index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
-        return _Held(index, embedded, embedded.ids(), entry.num_bytes)
+        ids = [passage_id for block in blocks for passage_id in block.ids]
+        return _Held(index, embedded, ids, entry.num_bytes)
 
 
 class Fleet(Protocol):
