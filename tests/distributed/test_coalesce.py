@@ -5,13 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 
 from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.live import open_live
-from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searchers import Gathered, LocalFleet, SearcherTask
 from mvr_ray.errors import CoverageError, OverloadedError
 from mvr_ray.store.files import Store
@@ -187,3 +188,23 @@ def test_many_clients_of_searchers_get_whole_answers_from_fewer_calls(tmp_path, 
             assert is_true(queries(seed, 1), answer.hits, K) and answer.exact.certified
         with live.pinned() as router:
             assert router.fleet.searches == 120 > router.fleet.calls
+
+
+@pytest.mark.ray
+def test_of_searchers_one_of_which_hangs_the_other_ones_answer_is_there_in_time(tmp_path, run_over, ray_session):
+    """No search goes alone, so that what comes is heard by a batch."""
+    made_index(tmp_path, VIEWS, SHARDS)
+    run = run_over(tmp_path, index={"name": "made"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
+    with open_router(run) as opened:
+        fleet = opened.fleet
+        router = Router(opened.store, opened.manifest, Coalescing(fleet, at_once=0))
+        assert is_true(queries(1, 2), router.search(queries(1, 2), K, timeout_s=4).hits, K)
+        hung, other = fleet.shards
+        gate = "gate"
+        fleet.actors[0].__ray_call__.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).wait())
+        answer = router.search(queries(1, 2), K, timeout_s=3, min_coverage=0.0)
+        assert {answer.shards[shard].state for shard in hung} == {"late"}
+        assert {answer.shards[shard].state for shard in other} == {"searched"}
+        again = fleet.actors[0].__ray_call__.options(concurrency_group="health")
+        ray.get(again.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).set()))
+        assert is_true(queries(1, 2), router.search(queries(1, 2), K, timeout_s=60).hits, K)
