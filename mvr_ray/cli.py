@@ -321,7 +321,7 @@ def plan(
     from mvr_ray import plan as planning
 
     size = planning.corpus_size(run, passages)
-    made = planning.plan(run, size, planning.most_feedback_views(run, size))
+    made = planning.plan(run, size, planning.most_feedback_views(run, size), planning.passage_bytes(run))
     if as_json:
         totals = {kind: made.total(kind) for kind in ("disk", "memory", "gpu")}
         lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]

@@ -5,7 +5,8 @@
     hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
     faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
-    refine   = at rest + (vectors + F) x D x (4 + 2 | 4)           what moved or is new in fp32, and laid over as stored
+    refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
+                                                                   blocks that hold them once more as stored
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
 Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
@@ -19,14 +20,19 @@ from typing import Literal, NamedTuple
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
 
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
 ROW_BYTES = 32
 """Id, offsets and list bounds of one passage in embeddings.arrow."""
+HELD_ROW_BYTES = 82
+"""Beside its views, what a process that holds a passage keeps of it: the id as a Python string, and where it lies."""
 PROCESS_BYTES = 600_000_000
-"""A Python process that has imported torch, pyarrow and Ray."""
+"""A Python process that has imported torch, transformers, pyarrow and Ray."""
+SEARCHER_BYTES = 330_000_000
+"""The same without transformers."""
 
 Kind = Literal["disk", "memory", "gpu"]
 
@@ -75,9 +81,9 @@ class Plan(NamedTuple):
         return sum(line.bytes_all for line in self.lines if line.kind == kind)
 
 
-def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
-    """Sizes for `passages` passages; their text is taken to be 700 bytes each. A refined version, and what searches it,
-    has so many feedback views more."""
+def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: float = TEXT_BYTES) -> Plan:
+    """Sizes for `passages` passages of `passage_bytes` each at rest, id and title included. A refined version, and what
+    searches it, has so many feedback views more."""
     if passages < 1:
         raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
     model = backbone_sizes(run.encoder.backbone)
@@ -98,12 +104,18 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
     searchers = min(resources.searchers, shards)
     held = math.ceil(shards / searchers) * refined_file
     refiners = min(resources.refiners, shards)
-    refined = math.ceil(shards / refiners) * (at_rest + (vectors + added) * model.hidden * (4 + item))
-    workspace = 256 * 32_768 * 4
+    laid_over = touched_share(on_shard, added) if run.refine.method == "feedback_views" else 1.0
+    moving = added if run.refine.method == "feedback_views" else vectors
+    refined = math.ceil(shards / refiners) * (
+        at_rest + model.hidden * (4 * moving + math.ceil(item * (laid_over * vectors + added)))
+    )
+    workspace = 32_768 * (256 + model.hidden) * 4  # vectors of a step in fp32, and their scores
+    rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
+    rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
     lines = [
-        PlanLine("disk", "corpus", on_shard * TEXT_BYTES, shards, f"{TEXT_BYTES} bytes a passage"),
+        PlanLine("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage"),
         PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
         PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {model.hidden} x {item} bytes a shard"),
         PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
@@ -122,11 +134,17 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
         PlanLine(
             "memory",
             "searcher",
-            PROCESS_BYTES + held + workspace,
+            SEARCHER_BYTES + held + rows_held + workspace,
             searchers * resources.replicas,
             "its shards, mapped or loaded",
         ),
-        PlanLine("memory", "refiner", PROCESS_BYTES + refined + workspace, refiners, "at most: every view moved"),
+        PlanLine(
+            "memory",
+            "refiner",
+            SEARCHER_BYTES + refined + rows_refined + workspace,
+            refiners,
+            "at most: all that its labels can change",
+        ),
     ]
     if per_gpu_encoder:
         lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, "weights and one batch"))
@@ -136,6 +154,12 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0) -> Plan:
         on_gpu = math.ceil(shards / searchers) * (vectors + added) * model.hidden * item + workspace
         lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
     return Plan(passages, passages * views, model.hidden, views, shards, lines)
+
+
+def touched_share(passages: int, changes: int) -> float:
+    """Share of a shard's blocks that hold at least one of so many changed passages, wherever these lie."""
+    blocks = math.ceil(passages / BATCH_PASSAGES)
+    return 1 - (1 - 1 / blocks) ** changes
 
 
 def corpus_size(run: RunConfig, passages: int = 0) -> int:
@@ -153,20 +177,30 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
         ) from None
 
 
+def passage_bytes(run: RunConfig) -> float:
+    """What a passage takes at rest, as `prepare` wrote it; 700 bytes where there is no corpus yet."""
+    try:
+        info = Corpus.open(Store(run.store.path), run.prepare.corpus).info
+    except MissingInputError:
+        return TEXT_BYTES
+    return sum(part.num_bytes for part in info.parts) / max(info.num_passages, 1)
+
+
 def most_feedback_views(run: RunConfig, passages: int) -> int:
-    """How many feedback views a refined version can have: so many clusters a passage, and where each question labels
-    one passage, no more than there are questions."""
+    """How many feedback views a refined version can have: so many clusters a passage, and no more than there are
+    positive labels, where those are the first hit of each question or its gold passages."""
     refine = run.refine
     if refine.method != "feedback_views" or (refine.questions is None and refine.feedback is None):
         return 0
     most = passages * refine.feedback_clusters
-    one_each = refine.feedback is None and refine.labels == "answers" and refine.positives == "first"
-    if refine.questions is None or not one_each:
+    first = refine.labels == "answers" and refine.positives == "first"
+    if refine.questions is None or refine.feedback is not None or not (first or refine.labels == "gold"):
         return most
     try:
-        return min(most, len(read_questions(Store(run.store.path), refine.questions)))
+        asked = read_questions(Store(run.store.path), refine.questions)
     except MissingInputError:
         return most
+    return min(most, len(asked) if first else sum(len(question.positive_ids) for question in asked))
 
 
 def effective_views(encoder: EncoderConfig) -> int:

@@ -1,10 +1,12 @@
 """The planner's arithmetic against the sizes that are published for 21 million passages of 768 dimensions."""
 
+import numpy as np
 import pytest
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.plan import (
+    HELD_ROW_BYTES,
     Backbone,
     backbone_sizes,
     faiss_bytes,
@@ -12,6 +14,7 @@ from mvr_ray.plan import (
     links_bytes,
     most_feedback_views,
     plan,
+    touched_share,
 )
 from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
@@ -123,12 +126,27 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
 
 
 def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
-    few, many = (
-        next(line.bytes_each for line in plan(RunConfig(), passages).lines if line.what == "refiner")
-        for passages in (100_000, 200_000)
-    )
+    def grown(method: str) -> int:
+        run = RunConfig.model_validate({"refine": {"method": method}})
+        few, many = (
+            next(line.bytes_each for line in plan(run, passages).lines if line.what == "refiner")
+            for passages in (100_000, 200_000)
+        )
+        return many - few
+
     stored, in_fp32 = 2 * 384, 4 * 384
-    assert many - few == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32)
+    held = HELD_ROW_BYTES + 8 * 8
+    assert grown("passage") == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32 + held)
+    assert grown("feedback_views") == 100_000 * (8 * (stored + 2) + 32 + held)  # no label, no view
+
+
+@pytest.mark.parametrize(("passages", "changes"), [(1, 1), (4096, 3), (40_960, 7), (409_600, 150)])
+def test_blocks_that_changes_touch_are_as_many_as_when_they_are_drawn(passages: int, changes: int) -> None:
+    rng = np.random.default_rng(passages)
+    touched = [len(np.unique(rng.integers(0, passages, changes) // 4096)) for _ in range(400)]
+    blocks = -(-passages // 4096)
+    assert touched_share(passages, changes) == pytest.approx(np.mean(touched) / blocks, rel=0.05)
+    assert touched_share(passages, 0) == 0
 
 
 def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
@@ -137,7 +155,7 @@ def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
     grown = {what: refined[what] - each for what, each in plain.items() if refined[what] != each}
     assert grown.pop("one more version") * run.prepare.num_shards == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
     assert grown.pop("searcher") == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
-    assert grown.pop("refiner") == pytest.approx(200_000 * (2 + 4) * 384, rel=1e-3)
+    assert grown.pop("refiner") == pytest.approx(200_000 * (2 + 4) * 384 + 100_000 * 8 * 2 * 384, rel=1e-3)
     assert not grown
 
 
@@ -149,14 +167,15 @@ def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
         ({"questions": "known"}, 7),
         ({"questions": "known", "feedback_clusters": 1}, 5),
         ({"questions": "known", "positives": "all"}, 10),
-        ({"questions": "known", "labels": "gold", "feedback_clusters": 4}, 20),
+        ({"questions": "known", "labels": "gold", "feedback_clusters": 2}, 10),
+        ({"questions": "known", "labels": "gold", "feedback_clusters": 4}, 14),
         ({"questions": "not_there", "feedback_clusters": 3}, 15),
         ({"feedback": "clicks.jsonl"}, 10),
     ],
 )
-def test_feedback_views_are_bounded_by_clusters_and_by_questions_that_label_one_passage_each(
-    tmp_path, refine, most
-) -> None:
-    write_questions(Store(str(tmp_path)), "known", [Question(f"q{n}", f"why {n}?", ("so",)) for n in range(7)])
+def test_feedback_views_are_bounded_by_clusters_and_by_positive_labels(tmp_path, refine, most) -> None:
+    write_questions(
+        Store(str(tmp_path)), "known", [Question(f"q{n}", f"why {n}?", ("so",), ("p0", f"p{n}")) for n in range(7)]
+    )
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "refine": refine})
     assert most_feedback_views(run, 5) == most

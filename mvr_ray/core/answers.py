@@ -75,14 +75,23 @@ def empty_answers(answers: Sequence[str]) -> list[str]:
 class AnswerMatcher:
     """`has_answer` for many questions over the same passages: each passage is tokenised once.
 
-    Prepared passages are kept, least recently used dropped, up to `max_cached_bytes`. With `strict`, a question with
+    Prepared passages are kept, least recently used dropped, up to `max_cached_bytes`, and the answers of the last
+    `max_questions` questions. With `strict`, a question with
     an answer that matches everything raises DataError. Not shared between threads.
     """
 
-    def __init__(self, match: Match = "string", *, strict: bool = False, max_cached_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        match: Match = "string",
+        *,
+        strict: bool = False,
+        max_cached_bytes: int = 256 << 20,
+        max_questions: int = _MAX_QUESTIONS_CACHED,
+    ) -> None:
         self.match: Match = match
         self.strict = strict
         self.max_cached_bytes = max_cached_bytes
+        self.max_questions = max_questions
         self.cached_bytes = 0
         self._haystacks: OrderedDict[str, str] = OrderedDict()
         self._needles: OrderedDict[tuple[str, ...], list[Needle]] = OrderedDict()
@@ -109,7 +118,7 @@ class AnswerMatcher:
                 )
             needles = _needles(answers, self.match)
             self._needles[key] = needles
-            if len(self._needles) > _MAX_QUESTIONS_CACHED:
+            if len(self._needles) > self.max_questions:
                 self._needles.popitem(last=False)
         return needles
 

@@ -72,14 +72,15 @@ def labels_from_hits(
     relevant_QK = relevant_QK & real_QK
     positive_QK = relevant_QK & (relevant_QK.cumsum(axis=1) == 1) if positives == "first" else relevant_QK
     labelled_QK = positive_QK | (real_QK & ~relevant_QK)
-    question_L, rank_L = np.nonzero(labelled_QK)
-    labels = Labels(
+    in_order_QK = np.argsort(passage_QK, axis=1, kind="stable")
+    question_L, at_L = np.nonzero(np.take_along_axis(labelled_QK, in_order_QK, axis=1))
+    rank_L = in_order_QK[question_L, at_L]
+    return Labels(
         question_L.astype(np.int64),
         passage_QK[question_L, rank_L].astype(np.int64),
         view_QK[question_L, rank_L].astype(np.int16),
         positive_QK[question_L, rank_L],
     )
-    return labels.take(np.lexsort((labels.passage_L, labels.question_L)))
 
 
 def answer_relevance(

@@ -51,24 +51,32 @@ def merge_hits(per_shard: Sequence[ShardAnswer], k: int) -> list[list[Hit]]:
     numbers = {len(hits.rows_QK) for _, _, hits in per_shard}
     if len(numbers) > 1:
         raise ShardIndexError(f"shards answered different numbers of queries, {sorted(numbers)}; ask all the same ones")
-    return [_merge_one(per_shard, query, k) for query in range(max(numbers, default=0))]
-
-
-def _merge_one(per_shard: Sequence[ShardAnswer], query: int, k: int) -> list[Hit]:
-    score_M = np.concatenate([hits.scores_QK[query] for _, _, hits in per_shard])
-    row_M = np.concatenate([hits.rows_QK[query] for _, _, hits in per_shard])
-    view_M = np.concatenate([hits.views_QK[query] for _, _, hits in per_shard])
+    if not numbers:
+        return []
+    score_QM = np.concatenate([hits.scores_QK for _, _, hits in per_shard], axis=1)
+    row_QM = np.concatenate([hits.rows_QK for _, _, hits in per_shard], axis=1)
+    view_QM = np.concatenate([hits.views_QK for _, _, hits in per_shard], axis=1)
     from_M = np.repeat(np.arange(len(per_shard)), [hits.rows_QK.shape[1] for _, _, hits in per_shard])
-    kept = np.flatnonzero(row_M >= 0)
-    if len(kept) > k:  # only what reaches the k-th score is worth sorting by id
-        kept = kept[score_M[kept] >= np.partition(score_M[kept], len(kept) - k)[len(kept) - k]]
+    order_QM = np.argsort(-score_QM, axis=1, kind="stable")  # a shard's list is a sorted run: little is left to do
+    last_Q = np.minimum((row_QM >= 0).sum(axis=1), k) - 1
     found = []
-    for at, row, score, view in zip(
-        from_M[kept].tolist(), row_M[kept].tolist(), score_M[kept].tolist(), view_M[kept].tolist()
-    ):
-        shard, ids, _ = per_shard[at]
-        found.append(Hit(ids[row], score, view, shard, row))
-    return sorted(found, key=lambda hit: (-hit.score, hit.passage_id))[:k]
+    for query, (order_M, last) in enumerate(zip(order_QM, last_Q.tolist())):
+        if last < 0:
+            found.append([])
+            continue
+        kth = score_QM[query, order_M[last]]
+        best_M = order_M[: last + 1] if len(per_shard) == 1 else order_M[: int((score_QM[query] >= kth).sum())]
+        score_C, row_C = score_QM[query, best_M], row_QM[query, best_M]
+        hits = [
+            Hit(per_shard[at][1][row], score, view, per_shard[at][0], row)
+            for at, row, score, view in zip(
+                from_M[best_M].tolist(), row_C.tolist(), score_C.tolist(), view_QM[query, best_M].tolist()
+            )
+        ]
+        if len(per_shard) > 1 and (score_C[1:] == score_C[:-1]).any():  # only what ties needs its ids compared
+            hits.sort(key=lambda hit: (-hit.score, hit.passage_id))
+        found.append(hits[:k])
+    return found
 
 
 def is_exact(frontier_SQ: FloatArray, kth_Q: FloatArray) -> NDArray[np.bool_]:
@@ -89,8 +97,10 @@ def needs_second_round(
     merged k: it left something out, its own list is used up, and its frontier reaches the merged k-th score.
     """
     again: dict[int, IntArray] = {}
+    kth_Q = np.array([best[k - 1].score if len(best) >= k else -np.inf for best in merged])
     for shard, ids, hits in per_shard:
-        asked = [query for query, best in enumerate(merged) if _may_miss(ids, hits, query, best, k)]
+        in_doubt = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q >= kth_Q)).tolist()
+        asked = [query for query in in_doubt if _may_miss(ids, hits, query, merged[query], k)]
         if asked:
             again[shard] = np.asarray(asked, np.int64)
     return again

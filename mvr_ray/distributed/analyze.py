@@ -27,11 +27,11 @@ from mvr_ray.distributed.evaluate import EvaluationRow, judged, measured
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.searchers import ShardFound
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
@@ -187,7 +187,7 @@ def _analyze_shard(
 ) -> _ShardViews:
     entry = next(entry for entry in described.shards if entry.shard == shard)
     folder = manifest.open_shard(Store(root), described.index, entry)
-    blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+    blocks = open_embeddings(folder, entry.files).blocks()
     found: list[ShardFound] = []
     for view in range(described.num_views):
         kept = [own for block in blocks if (own := of_view(block, view)).ids]

@@ -28,6 +28,7 @@ from mvr_ray.distributed.searchers import (
     Fleet,
     Gathered,
     GatheredViews,
+    Hear,
     Holding,
     LocalFleet,
     SearcherTask,
@@ -254,7 +255,7 @@ class RemoteFleet:
         with own_errors("opening the index"):
             return ray.get(opened)
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
         """OverloadedError where too many calls wait; a second round, which names queries, is let in always."""
         shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
         again = any(positions is not None for positions in asked.values())
@@ -263,6 +264,7 @@ class RemoteFleet:
             lambda actor, here, call: actor.search.remote(shipped, k, here, self.version, call),
             timeout_s,
             again,
+            (lambda parts: hear(gathered(parts, []))) if hear else None,
         )
         return gathered(answers, silent)
 
@@ -288,6 +290,7 @@ class RemoteFleet:
         send: Callable[[Any, dict[int, Any], str], Any],
         timeout_s: float,
         admitted: bool,
+        hear: Callable[[list[Any]], None] | None = None,
     ) -> tuple[list[Any], list[Unanswered]]:
         here = {
             group: parts
@@ -295,7 +298,7 @@ class RemoteFleet:
             if (parts := {shard: asked[shard] for shard in shards if shard in asked})
         }
         requests = {group: lambda actor, call, parts=parts: send(actor, parts, call) for group, parts in here.items()}
-        answers, silent = self.searchers.scatter.gather(requests, timeout_s, admitted=admitted)
+        answers, silent = self.searchers.scatter.gather(requests, timeout_s, admitted=admitted, hear=hear)
         unanswered = [Unanswered(tuple(here[group]), state) for group, state in silent.items()]
         return [one for group in sorted(answers) for one in answers[group]], unanswered
 

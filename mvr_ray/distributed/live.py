@@ -26,6 +26,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed import session
 from mvr_ray.distributed.canary import Watch
+from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
@@ -77,8 +78,11 @@ class LiveRouter:
         threads: int = 1,
         gpu: bool = False,
         observe: Observe | None = None,
+        coalesce: bool = False,
     ) -> None:
-        """`described` is answered from first; its shards are opened by `ready`, or when asked."""
+        """`described` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
+        that come while others run are asked together.
+        """
         self.store = store
         self.index = described.index
         self.searchers = searchers
@@ -86,6 +90,7 @@ class LiveRouter:
         self.threads = threads
         self.gpu = gpu
         self.observe = observe
+        self.coalesce = coalesce
         self._lock = threading.Lock()
         self._moving = threading.Lock()
         self._live = _Served(self._router(described, searchers.fleet(described)))
@@ -246,7 +251,7 @@ class LiveRouter:
         return Router(
             self.store,
             described,
-            fleet,
+            Coalescing(fleet) if self.coalesce else fleet,
             timeout_s=self.timeout_s,
             threads=self.threads,
             gpu=self.gpu,
@@ -326,12 +331,14 @@ def open_live(
     follow_s: float | None = None,
     canary_s: float = 5.0,
     observe: Observe | None = None,
+    coalesce: bool = True,
 ) -> Iterator[LiveRouter]:
     """A live router over `index.name`, first from `version` (None: the newest), until the block ends.
 
     With `follow_s` it looks so often for a newer version, unless one was named. Searchers are asked a canary every
-    `canary_s`, and move when nodes come. `local` holds the shards in this process and needs no Ray. A first version
-    with damaged shards is answered from without them; a later one is not moved to.
+    `canary_s`, and move when nodes come. Searches that come while others run are asked together (`coalesce`). `local`
+    holds the shards in this process and needs no Ray. A first version with damaged shards is answered from without
+    them; a later one is not moved to.
 
     Raises MissingInputError, ManifestError, ResourceError.
     """
@@ -346,7 +353,15 @@ def open_live(
             searchers = started = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)
         threads = resources.torch_threads
-        live = LiveRouter(store, described, searchers, timeout_s=timeout_s, threads=threads, observe=observe)
+        live = LiveRouter(
+            store,
+            described,
+            searchers,
+            timeout_s=timeout_s,
+            threads=threads,
+            observe=observe,
+            coalesce=coalesce,
+        )
         try:
             live.ready()
         except StorageError as error:

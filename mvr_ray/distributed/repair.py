@@ -17,9 +17,9 @@ from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
 from mvr_ray.index.base import IndexParams, build_index
 from mvr_ray.store import layout, manifest
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta
+from mvr_ray.store.overlay import open_embeddings
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +101,12 @@ def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) ->
 
 def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
     """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
-    if not missing or layout.EMBEDDINGS in missing or not entry.num_passages:
+    if not missing or {layout.EMBEDDINGS, layout.CHANGES} & set(missing) or not entry.num_passages:
         return missing
     built = folder.with_name("built")
     built.mkdir()
     try:
-        blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+        blocks = open_embeddings(folder, entry.files).blocks()
         build_index(IndexParams(**described.index_params), blocks, built)
     except ShardIndexError as error:  # such as a library that is not installed here
         log.warning("shard not built: index=%s shard=%d error=%s", described.index, entry.shard, error)

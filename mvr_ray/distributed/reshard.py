@@ -37,7 +37,8 @@ from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.embeddings import BATCH_PASSAGES, Dtype, EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -209,9 +210,10 @@ def _require_possible(store: Store, base: Manifest) -> None:
             f"reshard: index {base.index!r} version {base.version} lacks shards (it has "
             f"{', '.join(str(entry.shard) for entry in base.shards)}); index again: mvr-ray index CONFIG"
         )
-    for entry in base.shards:
-        path = f"{layout.shard_dir(base.index, entry.digest)}/{layout.EMBEDDINGS}"
-        size, wanted = store.size_bytes(path), entry.files[layout.EMBEDDINGS].num_bytes
+    named = [(entry, name, file) for entry in base.shards for name, file in _embeddings(entry).items()]
+    for entry, name, file in named:
+        path = f"{layout.shard_dir(base.index, entry.digest)}/{name}"
+        size, wanted = store.size_bytes(path), file.num_bytes
         if size != wanted:
             has = "is missing" if size < 0 else f"has {size} bytes, not {wanted}"
             raise DigestError(
@@ -231,9 +233,14 @@ def _opened(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingSh
     base = task.base
     for source in sources(shard, len(base.shards), task.num_shards):
         entry = base.shards[source]
-        alone = dataclasses.replace(entry, files={layout.EMBEDDINGS: entry.files[layout.EMBEDDINGS]})
+        alone = dataclasses.replace(entry, files=_embeddings(entry))
         folder = manifest.open_shard(store, base.index, alone)
-        yield EmbeddingShard.open(folder / layout.EMBEDDINGS)
+        yield open_embeddings(folder, alone.files)
+
+
+def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
+    """The files of a shard that hold its views."""
+    return {name: file for name, file in entry.files.items() if name in (layout.EMBEDDINGS, layout.CHANGES)}
 
 
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:

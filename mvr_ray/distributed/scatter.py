@@ -110,8 +110,16 @@ class Scatter:
         self._numbers = itertools.count()
         self._refused_s = -CALM_S
 
-    def gather(self, requests: Mapping[int, Send], timeout_s: float, *, admitted: bool = False) -> Replies:
+    def gather(
+        self,
+        requests: Mapping[int, Send],
+        timeout_s: float,
+        *,
+        admitted: bool = False,
+        hear: Callable[[list[Any]], None] | None = None,
+    ) -> Replies:
         """Each group's first answer. `admitted`: a part of a request that was let in before, which no bound refuses.
+        `hear` is told every group's answer when it comes.
 
         Raises OverloadedError, and what a searcher raised for the request itself.
         """
@@ -131,10 +139,12 @@ class Scatter:
                     if at.waits_for(group):
                         self._call_other(at, group, hedge=True)
                 until_s = min([deadline_s, *hedge_s.values()])
-                wanted = 1 if self._replicated else len(at.calls)
+                wanted = 1 if self._replicated or hear else len(at.calls)
                 done, _ = ray.wait(list(at.calls), num_returns=wanted, timeout=max(until_s - now_s, 0.0))
                 for ref in done:
-                    self._ended(at, ref)
+                    answer = self._ended(at, ref)
+                    if hear and answer is not None:
+                        hear(answer)
                 if len(done) < wanted and until_s == deadline_s:
                     break
             for call in at.calls.values():
@@ -268,20 +278,21 @@ class Scatter:
         with self._lock:
             replica.waiting -= 1
 
-    def _ended(self, at: _Request, ref: Any) -> None:
-        """Take an answer, or where its searcher died ask another one."""
+    def _ended(self, at: _Request, ref: Any) -> list[Any] | None:
+        """Take an answer, or where its searcher died ask another one; gives the answer if it is its group's first."""
         group, replica, _, began_s = at.calls.pop(ref)
         self._unbook(replica)
         answer = _fetched(ref, "searching")
         self._note_win(at, group, replica, answer)
         if not isinstance(answer, _Lost):
-            at.answers.setdefault(group, answer)
+            first = at.answers.setdefault(group, answer) is answer
             with self._lock:
                 self.latencies[group].add(time.monotonic() - began_s)
-            return
+            return answer if first else None
         self.down(replica, group, "died")
         if at.waits_for(group) and not self._call_other(at, group) and not at.is_asked(group):
             at.silent[group] = replica.state or "died"
+        return None
 
     def _note_win(self, at: _Request, group: int, replica: Replica, answer: Any) -> None:
         """Whether the second call came before the first, which it was made for."""

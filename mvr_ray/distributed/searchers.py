@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,10 +22,11 @@ import numpy as np
 from mvr_ray.distributed.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,9 @@ class Unanswered(NamedTuple):
 class Gathered(NamedTuple):
     found: list[ShardFound]
     unanswered: list[Unanswered]
+
+
+Hear = Callable[[Gathered], None]
 
 
 class GatheredViews(NamedTuple):
@@ -297,7 +301,7 @@ class ShardSearcher:
     def _read(self, described: Manifest, entry: ShardEntry) -> _Held:
         shard = entry.shard
         folder = manifest.open_shard(Store(self.task.store), described.index, entry)
-        embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
+        embedded = open_embeddings(folder, entry.files)
         if (embedded.dimension, embedded.num_passages) != (described.dimension, entry.num_passages):
             raise ManifestError(
                 f"shard {shard} of index {described.index!r} holds {embedded.num_passages} passages in dimension "
@@ -306,10 +310,11 @@ class ShardSearcher:
             )
         if not embedded.num_passages:
             return _Held(None, embedded, [], entry.num_bytes)
-        params = IndexParams(**described.index_params)
-        index = open_index(params, embedded.blocks(), folder, device=self.task.device, threads=self.task.threads)
+        params, blocks = IndexParams(**described.index_params), embedded.blocks()
+        index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
-        return _Held(index, embedded, embedded.ids(), entry.num_bytes)
+        ids = [passage_id for block in blocks for passage_id in block.ids]
+        return _Held(index, embedded, ids, entry.num_bytes)
 
 
 class Fleet(Protocol):
@@ -319,7 +324,9 @@ class Fleet(Protocol):
         """Return when every shard is open."""
         ...
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered: ...
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
+        """`hear` is told each part of the answer as it comes, where parts come one by one."""
+        ...
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews: ...
 
@@ -341,7 +348,7 @@ class LocalFleet:
     def ready(self) -> None:
         self.searcher.open([Holding(self.task.manifest, self.task.shards)])
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float) -> Gathered:
+    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
         return gathered(self.searcher.search(queries_QD, k, asked, self.task.manifest.version), [])
 
     def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardFound]:

@@ -5,7 +5,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +14,12 @@ import numpy as np
 
 from mvr_ray.config import IndexConfig
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.index.base import IndexParams, build_index, measured_recall, open_index
+from mvr_ray.index.base import IndexParams, build_index, measured_recall, open_index, searches_embeddings
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
 RECALL_DEPTH = 100
@@ -45,16 +46,20 @@ def index_params(index: IndexConfig) -> IndexParams:
     return IndexParams(**{field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)})
 
 
-def build_shard(store: Store, described: Manifest, shard: int, folder: Path) -> ShardEntry:
+def build_shard(
+    store: Store, described: Manifest, shard: int, folder: Path, known: Mapping[str, FileEntry] | None = None
+) -> ShardEntry:
     """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
 
-    `described` says which index it belongs to and how it is indexed; it need not be published.
+    `described` says which index it belongs to and how it is indexed; it need not be published. `known` describes files
+    that were found whole before and are not read again.
     """
-    embedded = EmbeddingShard.open(folder / layout.EMBEDDINGS)
-    if embedded.num_passages:
-        build_index(IndexParams(**described.index_params), embedded.blocks(), folder)
+    params = IndexParams(**described.index_params)
+    embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
+    if embedded.num_passages and not searches_embeddings(params):
+        build_index(params, embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
-    return manifest.add_shard(store, described.index, folder, meta)
+    return manifest.add_shard(store, described.index, folder, meta, known)
 
 
 def write_note(store: Store, path: str, built: BuiltShard) -> None:
@@ -100,7 +105,7 @@ def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: i
     if params.kind == "flat" or not sample or not entry.num_passages:
         return None
     folder = manifest.open_shard(store, described.index, entry)
-    blocks = EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks()
+    blocks = open_embeddings(folder, entry.files).blocks()
     queries_QD = sample_views(blocks, sample, entry.shard)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
     return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)

@@ -86,6 +86,11 @@ def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
     return []
 
 
+def searches_embeddings(params: IndexParams) -> bool:
+    """Whether the embeddings are all that a search reads: there is no index file."""
+    return params.kind == "flat" and params.scan == "vectors"
+
+
 def open_index(
     params: IndexParams,
     blocks: Sequence[EmbeddingBlock],

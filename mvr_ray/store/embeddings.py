@@ -223,13 +223,14 @@ def rewrite(shard: EmbeddingShard, path: Path, changes: Mapping[int, Views | tup
     with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype) as writer:
         first = 0
         for block in shard.blocks():
-            writer.write(_changed(block, first, changes))
+            writer.write(changed_block(block, first, changes))
             first += len(block.ids)
 
 
-def _changed(
+def changed_block(
     block: EmbeddingBlock, first: int, changes: Mapping[int, Views | tuple[IntArray, FloatArray]]
 ) -> EmbeddingBlock:
+    """A block whose first row has number `first` with the views of `changes`; itself where none is its own."""
     rows = [row for row in range(len(block.ids)) if first + row in changes]
     if not rows:
         return block

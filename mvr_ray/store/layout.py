@@ -6,7 +6,8 @@
     <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
-    <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, index file, shard.json
+    <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow where few passages were changed since,
+                                               index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
     <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards that were set aside; nothing removes them
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
@@ -18,6 +19,7 @@ Paths are strings relative to the store's root with `/` between parts; `files.St
 """
 
 EMBEDDINGS = "embeddings.arrow"
+CHANGES = "changes.arrow"
 SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"

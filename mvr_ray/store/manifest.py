@@ -160,14 +160,18 @@ class VerifyReport(NamedTuple):
             )
 
 
-def add_shard(store: Store, index: str, folder: Path, meta: ShardMeta) -> ShardEntry:
+def add_shard(
+    store: Store, index: str, folder: Path, meta: ShardMeta, known: Mapping[str, FileEntry] | None = None
+) -> ShardEntry:
     """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
+
+    `known` describes files that were found whole before and are not read again.
 
     A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
     """
     (folder / layout.SHARD_JSON).unlink(missing_ok=True)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {name: FileEntry((folder / name).stat().st_size, sha256_of(folder / name)) for name in names}
+    files = {name: (known or {}).get(name) or _described(folder / name) for name in names}
     described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
     digest = digest_of(described)[:DIGEST_HEX]
     (folder / layout.SHARD_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -371,6 +375,10 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
         elif store.sha256(path) != file.sha256:
             problems.append(Problem(entry.shard, path, f"has another sha256 than {file.sha256}"))
     return VerifyReport(len(entry.files), entry.num_bytes, problems)
+
+
+def _described(path: Path) -> FileEntry:
+    return FileEntry(path.stat().st_size, sha256_of(path))
 
 
 def _equals(path: Path, file: FileEntry) -> bool:

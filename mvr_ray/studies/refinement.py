@@ -17,11 +17,11 @@ from mvr_ray.core.refine_policy import RefineState, Stop, next_action
 from mvr_ray.core.workbench import Asked, Round, Setting, Workbench
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
 
 MOST_VECTORS = 2_000_000
@@ -158,7 +158,7 @@ def _load(store: Store, described: Manifest) -> _Loaded:
     vectors: list[FloatArray] = []
     for entry in described.shards:
         folder = manifest.open_shard(store, described.index, entry)
-        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+        for block in open_embeddings(folder, entry.files).blocks():
             ids += block.ids
             counts.append(np.diff(block.row_ptr))
             numbers.append(np.asarray(block.view_numbers_N))

@@ -227,6 +227,38 @@ def test_stored_half_precision_views_move_in_double_and_come_back_as_float32():
     assert np.array_equal(result.vectors_MD, exact.vectors_MD.astype(np.float32))
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_the_step_in_single_precision_errs_no_more_than_its_bound(seed: int, part: int):
+    """Against the same step in double: who moves, the counts, and the vectors within what the sums may err."""
+    rng = np.random.default_rng(seed)
+    views, queries = near(rng, 20, 16).astype(np.float16), near(rng, 30, 16).astype(np.float32)
+    labels = matrices(rng.choice([-1, 0, 1], (20, 30), p=[0.5, 0.3, 0.2]))
+    double = passage_step(views, queries, labels, step_size=0.05)
+    size = aopt._SINGLE_ROWS_AT_ONCE
+    try:
+        aopt._SINGLE_ROWS_AT_ONCE = part
+        single = passage_step(views, queries, labels, step_size=0.05, single=True)
+    finally:
+        aopt._SINGLE_ROWS_AT_ONCE = size
+    assert np.array_equal(single.moved_M, double.moved_M)
+    assert single.vectors_MD.dtype == np.float32
+    assert single[3:] == double[3:]
+    np.testing.assert_allclose(single.vectors_MD, double.vectors_MD, rtol=0, atol=0.05 * 60 * 2.0**-24 + 2.0**-23)
+    assert single.loss == pytest.approx(double.loss, abs=1e-5, nan_ok=True)
+
+
+def test_the_step_in_single_precision_leaves_what_is_outside_the_domain():
+    queries = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.001, 0.0]])
+    vectors = np.tile([[1.0, 0.5]], (4, 1))
+    signs = np.array([[-1, 1, 0, 0], [1, -1, 0, 0], [1, -1, -1, 0], [1, 0, -1, 0]])
+    double = passage_step(vectors, queries, matrices(signs), step_size=0.1)
+    single = passage_step(vectors, queries, matrices(signs), step_size=0.1, single=True)
+    assert single.moved_M.tolist() == double.moved_M.tolist() == [2, 3]
+    assert (single.num_outside_domain, single.num_negative_loss) == (2, 1)
+    np.testing.assert_allclose(single.vectors_MD, double.vectors_MD, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("signs", "alpha", "beta", "gamma", "expected"),
     [
@@ -264,6 +296,7 @@ def test_nothing_labelled_moves_nothing():
     labels = matrices(np.zeros((3, 4), int))
     for result in (
         passage_step(vectors, queries, labels, step_size=0.1),
+        passage_step(vectors, queries, labels, step_size=0.1, single=True),
         query_step(queries, vectors, labels, step_size=0.1),
         softmax_step(vectors, queries, labels, step_size=0.1),
         linear_step(vectors, queries, labels),

@@ -26,6 +26,7 @@ from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import corpus, layout, manifest, prepare
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
+from mvr_ray.store.overlay import open_embeddings
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -77,7 +78,7 @@ def all_views(store: Path, version: int) -> dict[str, dict[int, bytes]]:
     found = {}
     for entry in manifest.read(Store(str(store)), "squad", version).shards:
         folder = store / layout.shard_dir("squad", entry.digest)
-        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+        for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 span = range(*block.row_ptr[row : row + 2])
                 found[passage_id] = {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in span}

@@ -198,7 +198,7 @@ def test_a_bad_feedback_line_is_named(tmp_path, line, told):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 60), st.booleans(), max_size=20), max_size=5))
 def test_the_label_cache_equals_a_dictionary(batches):
-    cache, known = LabelCache(10), {}
+    cache, known = LabelCache(), {}
     for batch in batches:
         keys = np.array(sorted(batch), np.int64)
         missing = cache.missing(keys)

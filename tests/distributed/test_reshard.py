@@ -19,9 +19,9 @@ from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexEr
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import shard_of
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.overlay import open_embeddings
 
 Stored = dict[str, tuple[bytes, bytes]]
 
@@ -47,7 +47,7 @@ def stored(root: Path, version: Manifest) -> Stored:
     found: Stored = {}
     for entry in version.shards:
         folder = root / layout.shard_dir(version.index, entry.digest)
-        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+        for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
                 assert passage_id not in found and shard_of(passage_id, len(version.shards)) == entry.shard

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
-from mvr_ray.core.scoring import merge_hits
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.refinement.shards import RefinerTask, ShardRefiner
+from mvr_ray.distributed.refinement.shards import FoundInShard, RefinerTask, ShardRefiner
+from mvr_ray.distributed.router import first_depth
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import FloatArray, Hit, IntArray, Progress
 
 QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
-LABEL_BLOCK = 200_000
+LABEL_BLOCK = 1_000_000
 
 
 class HitTable(NamedTuple):
@@ -34,15 +35,22 @@ class HitTable(NamedTuple):
 
 
 class LabelCache:
-    """Which (question, passage) pairs hold an answer, remembered across rounds in two flat arrays."""
+    """Which pairs of a passage and a question hold an answer, remembered across rounds in two flat arrays.
 
-    def __init__(self, num_passages: int) -> None:
-        self.num_passages = num_passages
+    A key is `passage * num_questions + question`: keys in order go passage by passage, whose text is then read once.
+    """
+
+    def __init__(self) -> None:
         self.keys_X: IntArray = np.empty(0, np.int64)
         self.known_X: np.ndarray = np.empty(0, bool)
 
     def missing(self, keys: IntArray) -> IntArray:
-        return np.setdiff1d(keys, self.keys_X)
+        """Those of the keys that are not known, in order, each once."""
+        keys = np.unique(keys)
+        if not len(self.keys_X):
+            return keys
+        at = np.minimum(np.searchsorted(self.keys_X, keys), len(self.keys_X) - 1)
+        return keys[self.keys_X[at] != keys]
 
     def add(self, keys: IntArray, values: np.ndarray) -> None:
         joined = np.concatenate([self.keys_X, keys])
@@ -74,7 +82,7 @@ class Refiners:
         for actor, (_, shards) in zip(self.actors, loads):
             self.holder.update(dict.fromkeys(shards, actor))
         self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
-        self.labels = LabelCache(self.num_passages)
+        self.labels = LabelCache()
 
     def __enter__(self) -> "Refiners":
         return self
@@ -111,43 +119,64 @@ class Refiners:
         }
 
     def search(self, at: int, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> HitTable:
-        """Exact top k of every query over the shards as they stand after round `at`."""
+        """Exact top k of every query over the shards as they stand after round `at`.
+
+        Shards are asked for fewer than k, as the router asks them, and for k where that leaves a doubt.
+        """
         k = min(k, self.num_passages)
+        first = first_depth(k, len(self.shards))
         passage_QK = np.full((len(queries_QD), k), -1, np.int64)
         view_QK = np.full((len(queries_QD), k), -1, np.int16)
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def ask(block: slice) -> list[Any]:
             part = ray.put(np.ascontiguousarray(queries_QD[block]))
-            return [actor.search.remote(at, part, k) for actor in self.actors]
+            return [actor.search.remote(at, part, first) for actor in self.actors]
 
         for block, answers in zip(blocks, _in_flight(map(ask, blocks), 2)):
-            found = sorted((one for answer in self.get(answers) for one in answer), key=lambda one: one.shard)
-            merged = merge_hits([(one.shard, one.ids, one.hits) for one in found], k)
-            fill(merged, passage_QK[block], view_QK[block], self.number_of)
+            found = self.get(answers)
+            merged = self._merged(found, k)
+            passage_QK[block], view_QK[block] = merged.passage_QK, merged.view_QK
+            again = in_doubt([one.hits for answer in found for one in answer], merged.kth_Q)
+            if first < k and len(again):
+                rows = block.start + again
+                whole = [actor.search.remote(at, queries_QD[rows], k) for actor in self.actors]
+                passage_QK[rows], view_QK[rows], _ = self._merged(self.get(whole), k)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
         return HitTable(passage_QK, view_QK)
 
-    def number_of(self, hit: Hit) -> int:
-        return self.start_of[hit.shard] + hit.row
+    def _merged(self, answers: Sequence[Sequence[FoundInShard]], k: int) -> NumberedHits:
+        found = sorted((one for answer in answers for one in answer), key=lambda one: one.shard)
+        return merge_numbered([(self.start_of[one.shard], one.hits) for one in found], k, self.ids_of)
+
+    def ids_of(self, passages: IntArray) -> list[str]:
+        """Ids of numbered passages."""
+        at, rows = self.place(passages)
+        numbers = np.unique(at)
+        asked = [self.shards[number] for number in numbers]
+        told = self.get([self.holder[s].ids_of.remote(s, rows[at == n].tolist()) for s, n in zip(asked, numbers)])
+        ids = np.empty(len(passages), object)
+        for number, names in zip(numbers, told):
+            ids[at == number] = names
+        return ids.tolist()
 
     def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
         """Whether each hit holds an answer of its question, bool [Q, K]; asked once a (question, passage).
 
-        `answers` belong to table rows, `questions_Q` are the table rows of the hits' questions.
+        `answers` belong to all table rows, `questions_Q` are the table rows of the hits' questions.
         """
         real_QK = passage_QK >= 0
-        keys_QK = questions_Q[:, None] * np.int64(self.num_passages) + passage_QK
+        keys_QK = passage_QK * np.int64(len(answers)) + questions_Q[:, None]
         missing = self.labels.missing(keys_QK[real_QK])
-        for low in range(0, len(missing), LABEL_BLOCK):
-            keys = missing[low : low + LABEL_BLOCK]
-            self.labels.add(keys, self._ask_answers(keys, answers))
+        blocks = [missing[low : low + LABEL_BLOCK] for low in range(0, len(missing), LABEL_BLOCK)]
+        if blocks:
+            self.labels.add(missing, np.concatenate([self._ask_answers(keys, answers) for keys in blocks]))
         marked_QK = np.zeros(passage_QK.shape, bool)
         marked_QK[real_QK] = self.labels.get(keys_QK[real_QK])
         return marked_QK
 
     def _ask_answers(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
-        questions, passages = np.divmod(keys, self.num_passages)
+        passages, questions = np.divmod(keys, len(answers))
         at, rows = self.place(passages)
         picked, refs = [], []
         for number in np.unique(at):

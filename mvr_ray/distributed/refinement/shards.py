@@ -21,15 +21,18 @@ from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
-from mvr_ray.distributed.reindex import build_shard, shard_recall
-from mvr_ray.index.base import IndexParams, ShardIndex, open_index
+from mvr_ray.distributed.shards import build_shard, shard_recall
+from mvr_ray.index.base import IndexParams, ShardIndex, open_index, searches_embeddings
 from mvr_ray.store import embeddings, layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
+from mvr_ray.store.overlay import open_embeddings, write_changed
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 FLAT = IndexParams(kind="flat")
+QUESTIONS_KEPT = 1 << 18
+"""Answers are looked for passage by passage, each time of nearly all questions: what is forgotten is prepared again."""
 NO_CHANGE = 0  # the round before the first: the version as it is published
 
 
@@ -70,10 +73,9 @@ class FeedbackSettings(NamedTuple):
 
 
 class FoundInShard(NamedTuple):
-    """Exact top k of one shard. `ids` name the rows that were hit."""
+    """Exact top k of one shard."""
 
     shard: int
-    ids: dict[int, str]
     hits: ShardHits
 
 
@@ -112,12 +114,17 @@ class ShardRefiner:
         self.states: dict[int, tuple[int, ShardState]] = {}
         self.indexes: dict[int, tuple[int, ShardIndex]] = {}
         self.ids: dict[int, list[str]] = {}
-        self.matcher = AnswerMatcher()
+        self.matcher = AnswerMatcher(max_questions=QUESTIONS_KEPT)
 
     def search(self, at: int, queries_QD: FloatArray, k: int) -> list[FoundInShard]:
         """Exact top k of each shard after round `at`."""
         filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
-        return [self._found(shard, self._index(at, shard).search(queries_QD, k)) for shard in filled]
+        return [FoundInShard(shard, self._index(at, shard).search(queries_QD, k)) for shard in filled]
+
+    def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
+        """Passage ids of some rows."""
+        known = self._ids(shard)
+        return [known[row] for row in rows]
 
     def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
         """Row of each passage id, -1 where the shard does not hold it."""
@@ -163,7 +170,7 @@ class ShardRefiner:
             case LinearSettings(alpha, beta, gamma):
                 step = aopt.linear_step(views_MD, queries_QD, matrices, alpha=alpha, beta=beta, gamma=gamma)
             case StepSettings(step_size, guard):
-                step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=step_size, guard=guard)
+                step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=step_size, guard=guard, single=True)
         moved_M = slot_M[step.moved_M]
         state = state.with_moved(moved_M, step.vectors_MD)
         self._keep(at + 1, shard, state)
@@ -206,13 +213,17 @@ class ShardRefiner:
             with self.store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
-                entry = build_shard(self.store, self.manifest, shard, folder)
+                known = {}
+                if not searches_embeddings(IndexParams(**self.manifest.index_params)):
+                    embeddings.rewrite(self.stored[shard], folder / layout.EMBEDDINGS, changes)
+                elif write_changed(self.stored[shard], folder, changes):
+                    known[layout.EMBEDDINGS] = entry.files[layout.EMBEDDINGS]
+                entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
     def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
-        return embeddings.EmbeddingShard.open(folder / layout.EMBEDDINGS)
+        return open_embeddings(folder, self.entries[shard].files)
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -249,10 +260,6 @@ class ShardRefiner:
             blocks = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
             self.indexes[shard] = held = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
         return held[1]
-
-    def _found(self, shard: int, hits: ShardHits) -> FoundInShard:
-        rows = np.unique(hits.rows_QK[hits.rows_QK >= 0]).tolist()
-        return FoundInShard(shard, self.views[shard].ids(rows), hits)
 
 
 def trial(number: int) -> int:

@@ -133,6 +133,23 @@ class ShardViews:
             vectors_ND=np.concatenate(parts) if parts else np.empty((0, 0), np.float32),
         )
 
+    def _overlaid_alone(
+        self, block: EmbeddingBlock, rows_F: IntArray, state: ShardState, num_views: int
+    ) -> EmbeddingBlock:
+        """`block`, which holds the stored views of these rows, with the state laid over it; no other row is looked at.
+
+        Every row that the state changes is among them.
+        """
+        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
+        moved_F = np.searchsorted(rows_F, self.rows(state.moved_M))
+        own = ShardState(
+            state.moved_M - first_F[moved_F] + block.row_ptr[moved_F],
+            state.moved_MD,
+            np.searchsorted(rows_F, state.feedback_F),
+            state.feedback_FD,
+        )
+        return ShardViews([block])._overlaid(0, own, num_views)
+
     def current(self, state: ShardState, num_views: int) -> list[EmbeddingBlock]:
         """The blocks with the state laid over them; a block without a change is the stored one, not a copy."""
         return [self._overlaid(number, state, num_views) for number in range(len(self.blocks))]
@@ -169,7 +186,8 @@ class ShardViews:
     def changes(self, state: ShardState, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
         """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
         rows = np.unique(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
-        old, new = self.gather(rows), ShardViews(self.current(state, num_views)).gather(rows)
+        old = self.gather(rows)
+        new = self._overlaid_alone(old, rows, state, num_views)
         changed = {}
         for at, row in enumerate(rows.tolist()):
             before, after = _passage(old, at), _passage(new, at)

@@ -1,0 +1,255 @@
+"""How time and memory grow with the corpus, and what `mvr-ray plan` said about it.
+
+    python benchmarks/growth.py             # 10 k, 30 k and 100 k passages x 8 views
+    python benchmarks/growth.py --large     # 1 M passages, and 10 M views; kept in results/bench/growth-large.json
+
+Made-up views (384 dimensions, fp16) go in where encoders put theirs; then the stages run as the commands run them:
+index, refine (feedback views from gold passages of 256 questions, a gate of 64; one round), retrieve (256 questions,
+k = 100). Publish is refine's last part: shards that changed are written again, and a manifest names them. Every size
+has a process and a Ray session of its own. Memory is the kernel's own record of each process's most resident bytes
+(VmHWM), mapped pages of files included.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import made_up
+import numpy as np
+from machine import RESULTS, ROOT, hardware
+from measure import Bar, Part, write
+
+SIZES, LARGE, TEN_MILLION_VIEWS = (10_000, 30_000, 100_000), (1_000_000,), 1_250_000
+SHARDS, SEARCHERS, KNOWN, GATE, ASKED = 8, 2, 256, 64, 256
+STAGES = ("index", "refine", "publish", "retrieve")
+ROLES = {"build_one": "index builder", "ShardRefiner": "refiner", "ShardSearcher": "searcher"}
+LARGE_FILE = RESULTS / "bench" / "growth-large.json"
+BOUND = 1.05
+
+
+def config(store: Path) -> Any:
+    from mvr_ray.config import RunConfig
+
+    return RunConfig.model_validate(
+        {
+            "store": {"path": str(store)},
+            "prepare": {"corpus": "made", "num_shards": SHARDS},
+            "index": {"name": "made", "encoder": "untrained"},
+            "refine": {
+                "questions": "known",
+                "gate": ["gate"],
+                "labels": "gold",
+                "feedback_weight": 0.7,
+                "feedback_clusters": 1,
+                "rounds": 1,
+            },
+            "retrieve": {"k": 100, "batch": 64},
+            "resources": {"searchers": SEARCHERS, "refiners": SEARCHERS, "encoders_max": 1},
+        }
+    )
+
+
+class Watch:
+    """The most that each kind of process of this session held, by the kernel's own record, until the block ends."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._ended = threading.Event()
+
+    @contextmanager
+    def __call__(self) -> Iterator["Watch"]:
+        thread = threading.Thread(target=self._look_until_ended, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+            self._look()
+
+    def _look_until_ended(self) -> None:
+        while not self._ended.wait(0.1):
+            self._look()
+
+    def _look(self) -> None:
+        for pid in descendants(os.getpid()):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                status = Path(f"/proc/{pid}/status").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            fields = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if "kB" in line}
+            role = next((role for name, role in ROLES.items() if f"ray::{name}" in command), "")
+            role = "driver" if pid == os.getpid() else role
+            if role and "VmHWM" in fields:
+                kept = self.peaks.setdefault(role, {"most": 0, "own": 0})
+                kept["most"] = max(kept["most"], 1024 * int(fields["VmHWM"]))
+                kept["own"] = max(kept["own"], 1024 * int(fields["RssAnon"]))
+
+
+def descendants(root: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = [], [root]
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        waiting += parents.get(pid, [])
+    return found
+
+
+def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
+    """One size, start to end; `whole`: all stages, else build and serve alone."""
+    from mvr_ray import plan as planning
+    from mvr_ray.distributed import refine as refining
+    from mvr_ray.distributed import reindex, session
+    from mvr_ray.distributed.retrieve import retrieve
+    from mvr_ray.store import manifest
+
+    run = config(folder)
+    corpus = made_up.prepare(run, passages, {"known": KNOWN, "gate": GATE, "asked": ASKED})
+    staged = made_up.stage(run, corpus)
+    planned = planning.plan(
+        run, planning.corpus_size(run), planning.most_feedback_views(run, passages), planning.passage_bytes(run)
+    )
+    seconds: dict[str, float] = {}
+    told: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staged}}
+
+    def timed(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return act(*given, **named)
+            finally:
+                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+                print(f"{passages:,} {name}: {seconds[name]:.2f} s", flush=True)
+
+        return within
+
+    with session.connect(run.resources), Watch()() as watch:
+        described = timed("index", reindex.index)(run)
+        told["disk"]["corpus"] = bytes_under(folder / "corpora")
+        told["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")
+        told["disk"]["embeddings"] = described.num_bytes
+        if whole:
+            refining.describe = timed("publish", refining.describe)
+            publish, manifest.publish = manifest.publish, timed("publish", manifest.publish)
+            report = timed("refine", refining.refine)(run)
+            manifest.publish = publish
+            assert report.published and report.rewritten_shards == SHARDS, report.reason
+            told["disk"]["one more version"] = report.published.num_bytes
+            told["dirty"] = report.dirty_share
+            timed("retrieve", lambda: retrieve(run, "asked", folder / "ranking.json"))()
+        told["served"] = served(run, timed)
+    told["memory"] = watch.peaks
+    told["plan"] = {f"{line.kind} {line.what}": [line.bytes_each, line.count] for line in planned.lines}
+    return told
+
+
+def served(run: Any, timed: Callable[..., Any]) -> dict[str, float]:
+    """Open the live version, and ask it for one query and for 32, again and again."""
+    from mvr_ray.distributed.router import open_router
+
+    with open_router(run) as router:
+        found = {}
+        for batch, rounds in ((1, 9), (32, 5)):
+            queries_QD = made_up.queries(batch)
+            samples = []
+            for _ in range(rounds):
+                began = time.perf_counter()
+                answer = router.search(queries_QD, 100)
+                samples.append(time.perf_counter() - began)
+                assert answer.exact.certified and answer.coverage_share == 1
+            found[f"p50 ms, batch {batch}"] = 1e3 * float(np.median(samples))
+    return found
+
+
+def bytes_under(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def run_one(passages: int, whole: bool = True) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="mvr-growth-") as folder:
+        made = subprocess.run(
+            [sys.executable, __file__, "--one", str(passages), folder, str(int(whole))],
+            cwd=ROOT,
+            check=True,
+            env={**os.environ, "RAY_worker_niceness": "0"},
+        )
+        assert made.returncode == 0
+        return json.loads((Path(folder) / "told.json").read_text())
+
+
+def exponent(sizes: list[int], values: list[float]) -> float:
+    """Slope of the straight line through the logarithms, or of its last piece where that is steeper."""
+    x, y = np.log(sizes), np.log(values)
+    return max(float(np.polyfit(x, y, 1)[0]), float((y[-1] - y[-2]) / (x[-1] - x[-2])))
+
+
+def off(one: dict[str, Any]) -> dict[str, float]:
+    """By how much each thing that was used differs from what was planned, as a share of what was used."""
+    plan = {what: each * count for what, (each, count) in one["plan"].items() if what.startswith("disk ")}
+    shares = {f"disk, {what}": plan[f"disk {what}"] / used - 1 for what, used in one["disk"].items()}
+    for role, used in one["memory"].items():
+        if f"memory {role}" in one["plan"]:
+            shares[f"memory, {role}"] = one["plan"][f"memory {role}"][0] / used["most"] - 1
+    return shares
+
+
+def main(large: bool) -> None:
+    if large:
+        told = [run_one(size) for size in LARGE] + [run_one(TEN_MILLION_VIEWS, whole=False)]
+        LARGE_FILE.write_text(json.dumps({"runs": told, "hardware": hardware()}, indent=2) + "\n")
+    runs = [run_one(size) for size in SIZES]
+    kept = json.loads(LARGE_FILE.read_text()) if LARGE_FILE.exists() else {"runs": []}
+    runs += [one for one in kept["runs"] if "retrieve" in one["seconds"]]
+    part = Part("growth", "Growth", "passages")
+    sizes = [one["passages"] for one in runs]
+    for stage in STAGES:
+        for one in runs:
+            part.add({f"{stage}, {one['passages']:,} passages": [one["seconds"][stage]]}, one["passages"])
+        grown = exponent(sizes, [one["seconds"][stage] for one in runs])
+        part.bars.append(Bar(f"exponent of {stage}'s time, {sizes[0]:,} to {sizes[-1]:,}", grown, BOUND, False, ""))
+    for role in sorted({role for one in runs for role in one["memory"]}):
+        grown = exponent(sizes, [one["memory"][role]["most"] for one in runs])
+        part.bars.append(Bar(f"exponent of a {role}'s memory", grown, BOUND, False, ""))
+    largest = runs[-1]
+    for what, share in off(largest).items():
+        part.bars.append(
+            Bar(f"plan off what was used, {largest['passages']:,}: {what}", 100 * abs(share), 10, False, "%")
+        )
+    for one in [*runs, *(one for one in kept["runs"] if "retrieve" not in one["seconds"])]:
+        name = f"{one['passages']:,} passages x {made_up.V} views"
+        part.facts[f"{name}, most MB"] = {role: used["most"] / 1e6 for role, used in one["memory"].items()}
+        part.facts[f"{name}, own MB"] = {role: used["own"] / 1e6 for role, used in one["memory"].items()}
+        part.facts[f"{name}, plan off by"] = off(one)
+        part.facts[f"{name}, served"] = one["served"]
+        if "retrieve" not in one["seconds"]:
+            part.facts[f"{name}, index seconds"] = one["seconds"]["index"]
+    if kept["runs"]:
+        part.facts["1 M passages and 10 M views"] = f"measured once, at {kept['hardware']['commit']}"
+    write(part)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        count, where, everything = sys.argv[2:5]
+        result = measure(int(count), Path(where), everything == "1")
+        (Path(where) / "told.json").write_text(json.dumps(result))
+    else:
+        main("--large" in sys.argv[1:])

@@ -1,0 +1,154 @@
+"""Indexes of made-up views, in the files that an encoder's views go into.
+
+A view is a unit vector: its passage's own direction and as much again of its own. One block of passages is drawn; any
+other has the same vectors with their components in another order, which is drawn by the block's number. So ten million
+views are made in seconds, and what a stage does to a vector takes the same time.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.encode import chunks_of, encode_task, resolve_encoder
+from mvr_ray.distributed.shards import build_shard, index_params
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of, write_passages, write_questions
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Question
+
+V, D = 8, 384
+BLOCK = 4096
+WORDS = ("the", "of", "and", "in", "was", "is", "for", "as", "on", "with", "by", "he", "at", "from", "his", "which")
+
+
+@cache
+def drawn() -> FloatArray:
+    """float16 [BLOCK * V, D]."""
+    rng = np.random.default_rng(0)
+    own_PVD = rng.standard_normal((BLOCK, V, D), dtype=np.float32)
+    own_PVD += rng.standard_normal((BLOCK, 1, D), dtype=np.float32)
+    own_PVD /= np.linalg.norm(own_PVD, axis=2, keepdims=True)
+    return own_PVD.reshape(-1, D).astype(np.float16)
+
+
+def views(number: int, passages: int) -> FloatArray:
+    """float16 [passages * V, D], the views of block `number`."""
+    return np.take(drawn()[: passages * V], np.random.default_rng(number).permutation(D), axis=1)
+
+
+def block(ids: list[str], number: int) -> EmbeddingBlock:
+    """Passages with all their views."""
+    count = len(ids)
+    numbers_N = np.tile(np.arange(V, dtype=np.int16), count)
+    return EmbeddingBlock(ids, np.arange(count + 1, dtype=np.int64) * V, numbers_N, views(number, count))
+
+
+def queries(count: int, seed: int = 1) -> FloatArray:
+    """Unit vectors near views of the first block, float32 [Q, D]."""
+    rng = np.random.default_rng((seed, 1))
+    near_QD = views(0, BLOCK)[rng.integers(0, BLOCK * V, count)].astype(np.float32)
+    near_QD += 0.05 * rng.standard_normal(near_QD.shape, dtype=np.float32)
+    return near_QD / np.linalg.norm(near_QD, axis=1, keepdims=True)
+
+
+def shards_of(passages: int, num_shards: int) -> list[list[str]]:
+    """Ids in order, by shard."""
+    found: list[list[str]] = [[] for _ in range(num_shards)]
+    for number in range(passages):
+        name = f"{number:09d}"
+        found[shard_of(name, num_shards)].append(name)
+    return found
+
+
+def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent: int = 0) -> Manifest:
+    """A version of made-up views that nothing but searchers will look at."""
+    draft = Manifest(
+        index=run.index.name,
+        operation="index",
+        encoder_name="none",
+        encoder_fingerprint="f" * 16,
+        similarity="cosine",
+        num_views=V,
+        dimension=D,
+        dtype="fp16",
+        corpus="none",
+        corpus_digest="",
+        index_params=dataclasses.asdict(index_params(run.index)),
+        shards=(),
+        parent=parent,
+    )
+    entries = []
+    for shard, ids in enumerate(shards_of(passages, num_shards)):
+        with store.scratch() as scratch:
+            folder = scratch / "shard"
+            folder.mkdir()
+            with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
+                for low in range(0, len(ids), BLOCK):
+                    writer.write(block(ids[low : low + BLOCK], shard * 1000 + low // BLOCK))
+            entries.append(build_shard(store, draft, shard, folder))
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+
+
+def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int = 620) -> Corpus:
+    """A corpus of made-up passages, as `mvr-ray prepare` leaves one, and question sets of so many questions.
+
+    Question i of a set asks for a passage that no other set asks for.
+    """
+    store, rng = Store(run.store.path), np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, text_chars // 3))[:text_chars] for _ in range(256)]
+    infos = []
+    for shard, ids in enumerate(shards_of(passages, run.prepare.num_shards)):
+        with store.scratch() as folder:
+            file = folder / "part.arrow"
+            write_passages(file, (Passage(name, f"article {name}", texts[int(name) % 256]) for name in ids))
+            digest = sha256_of(file)
+            part = PartInfo(layout.corpus_part(shard, digest), len(ids), file.stat().st_size, digest)
+            store.put_file(file, f"{layout.corpus_dir(run.prepare.corpus)}/{part.file}")
+        infos.append(part)
+    asked, counts = 0, {}
+    for name, count in sets.items():
+        made = [_question(name, i, (asked + i) % passages) for i in range(count)]
+        counts[name] = write_questions(store, name, made)
+        asked += count
+    info = CorpusInfo(run.prepare.corpus, corpus_digest(infos), passages, tuple(infos), (), counts, {})
+    store.write_bytes(layout.corpus_json(run.prepare.corpus), info.to_json())
+    return Corpus.open(store, run.prepare.corpus)
+
+
+def _question(name: str, number: int, passage: int) -> Question:
+    seed = int.from_bytes(hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest(), "big")
+    words = np.random.default_rng(seed).choice(WORDS, 10)
+    return Question(f"{name}-{number}", f"{' '.join(words)} {number}?", (), (f"{passage:09d}",))
+
+
+def stage(run: RunConfig, corpus: Corpus) -> int:
+    """Put made-up views of every passage where encoders put theirs; `mvr-ray index` then finds nothing to encode.
+
+    Gives how many bytes they take.
+    """
+    store = Store(run.store.path)
+    task = encode_task(run, corpus, resolve_encoder(run, corpus))
+    assert (task.num_views, task.dimension) == (V, D), "made-up views have another shape than the encoder's"
+    num_bytes = 0
+    for chunk, path in _chunks(task, corpus):
+        ids = corpus.part(chunk.shard).ids()[chunk.start : chunk.stop]
+        with store.scratch() as folder:
+            file: Path = folder / "chunk.arrow"
+            with EmbeddingWriter(file, D, V, task.dtype) as writer:
+                writer.write(block(ids, chunk.shard * 100_000 + chunk.start // task.sort_window))
+            num_bytes += file.stat().st_size
+            store.put_file(file, path)
+    return num_bytes
+
+
+def _chunks(task, corpus: Corpus) -> Iterator:  # noqa: ANN001
+    for shard in range(corpus.num_shards):
+        for chunk in chunks_of(task, corpus, shard):
+            yield chunk, task.staged(chunk)

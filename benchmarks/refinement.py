@@ -1,0 +1,338 @@
+"""A round of refinement over SQuAD's size: its stages, the update against loops of autograd, re-indexing what changed.
+
+    python benchmarks/refinement.py        (MVR_RAY_DATA names the folder that holds squad/)
+
+Passages, questions and answers are SQuAD's; vectors are made up (8 views a passage, 384 dimensions, fp16; a question
+lies near a view of its gold passage), for encoding both would take longer than all that is measured here. AOpt's
+passage-centric step (eqs. 13 and 14) on the first 100 hits of each question, all answer-bearing hits positive.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import made_up
+import numpy as np
+import torch
+from machine import ROOT
+from measure import Bar, Part, interleaved, speedup, write
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core import aopt
+from mvr_ray.core.pseudo_labels import LabelMatrices, Labels, label_matrices
+from mvr_ray.distributed import reindex, session
+from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
+from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.refinement.labels import label_round
+from mvr_ray.distributed.refinement.loop import RefinementLoop
+from mvr_ray.distributed.refinement.publish import describe
+from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
+from mvr_ray.distributed.refinement.shards import RefinerTask, ShardViews, state_path
+from mvr_ray.distributed.refinement.state import ShardState
+from mvr_ray.index.base import IndexParams, open_index
+from mvr_ray.store import corpus, layout, manifest, prepare
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock, FloatArray, no_progress
+
+QUESTIONS, GATE, DEPTH = 78_000, 512, 100
+SHARDS, REFINERS = 4, 2
+STEP, GUARD = 0.01, 1e-3
+LOOP_PASSAGES = 300
+RATE_QUESTIONS = 1024
+DIRTY_SHARE = 0.05
+
+
+def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "store": {"path": str(store)},
+            "prepare": {
+                "corpus": "squad",
+                "num_shards": SHARDS,
+                "sources": [
+                    {"path": str(data / "squad" / "train-v1.1.json.gz"), "format": "squad", "questions": "train"},
+                    {"path": str(data / "squad" / "dev-v1.1.json.gz"), "format": "squad", "questions": "dev"},
+                ],
+            },
+            "index": {"name": name, "encoder": "untrained"},
+            "refine": {
+                "questions": "train",
+                "gate": ["dev"],
+                "method": "passage",
+                "positives": "all",
+                "depth": DEPTH,
+                "step_size": STEP,
+            },
+            "resources": {"refiners": REFINERS, "searchers": REFINERS},
+        }
+    )
+
+
+class Stored(NamedTuple):
+    """A version, all its blocks in order of passage number, and the ids."""
+
+    described: Manifest
+    blocks: list[EmbeddingBlock]
+    ids: list[str]
+
+
+def stored(store: Store, described: Manifest) -> Stored:
+    blocks = [
+        block
+        for entry in described.shards
+        for block in EmbeddingShard.open(
+            store.local_path(layout.shard_dir(described.index, entry.digest)) / layout.EMBEDDINGS
+        ).blocks()
+    ]
+    return Stored(described, blocks, [name for block in blocks for name in block.ids])
+
+
+def asked(store: Store, of: Stored) -> tuple[RefineQuestions, FloatArray]:
+    """The questions, and a vector for each: a view of its gold passage and as much noise."""
+    train, dev = (corpus.read_questions(store, name) for name in ("train", "dev"))
+    questions = arrange("train", train[:QUESTIONS], [("dev", dev[:GATE])], [])
+    row = {name: at for at, name in enumerate(of.ids)}
+    gold_T = np.array([row[question.positive_ids[0]] for question in questions.table])
+    rng = np.random.default_rng(3)
+    every_ND = np.concatenate([block.vectors_ND for block in of.blocks])
+    near_TD = every_ND[gold_T * made_up.V + rng.integers(0, made_up.V, len(gold_T))].astype(np.float32)
+    near_TD += 0.05 * rng.standard_normal(near_TD.shape, dtype=np.float32)
+    return questions, near_TD / np.linalg.norm(near_TD, axis=1, keepdims=True)
+
+
+class Clock:
+    """Seconds of named stages, once each."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+        print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
+
+
+def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
+    """From the hits of the version to the moved views, as the loop does it. Gives the labels."""
+    queries_LD = loop.queries_at(0)
+    with clock("retrieve"):
+        hits: HitTable = loop.search(0, loop.labelled, queries_LD, "retrieve")
+    with clock("judge"):
+        loop.judge.rank(loop.judge.unsearched(), loop.labelled, hits)
+    with clock("label"):
+        labels = label_round(loop.refine, loop.judge, loop.refiners, 0, queries_LD, hits)
+    with clock("update"):
+        _, moved = loop.step(0, labels, queries_LD)
+    print(moved.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
+    return labels
+
+
+class Sample(NamedTuple):
+    """Some passages as a loop takes them: each one's views that move, and per view its partners and their signs."""
+
+    views: list[torch.Tensor]
+    partners: list[list[torch.Tensor]]
+    positive: list[list[torch.Tensor]]
+    slots: np.ndarray
+
+
+def drawn(matrices: LabelMatrices, views_ND: FloatArray, moved_M: np.ndarray, passage_N: np.ndarray) -> Sample:
+    """`LOOP_PASSAGES` of those that move, evenly over all."""
+    owners = np.unique(passage_N[moved_M])
+    chosen = owners[np.linspace(0, len(owners) - 1, LOOP_PASSAGES).astype(int)]
+    made = Sample([], [], [], np.flatnonzero(np.isin(passage_N, chosen) & np.isin(np.arange(len(passage_N)), moved_M)))
+    for owner in chosen:
+        slots = made.slots[passage_N[made.slots] == owner]
+        made.views.append(torch.from_numpy(views_ND[slots].astype(np.float32)))
+        own = [(_row(matrices.positive_NQ, slot), _row(matrices.negative_NQ, slot)) for slot in slots]
+        made.partners.append([torch.from_numpy(np.concatenate(both).astype(np.int64)) for both in own])
+        made.positive.append([torch.arange(len(good) + len(bad)) < len(good) for good, bad in own])
+    return made
+
+
+def _row(matrix: Any, slot: int) -> np.ndarray:
+    return matrix.indices[matrix.indptr[slot] : matrix.indptr[slot + 1]]
+
+
+def passage_loss(x_VD: torch.Tensor, queries: torch.Tensor, partners: list, positive: list) -> torch.Tensor:
+    """Eq. 13, summed over the passage's views."""
+    losses = []
+    for x_D, rows, good in zip(x_VD, partners, positive):
+        scores = queries[rows] @ x_D
+        losses.append(torch.log(scores.sum()) - torch.log(scores[good].sum()))
+    return torch.stack(losses).sum()
+
+
+def by_autograd(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
+    """A graph a passage and a step by hand."""
+    moved = []
+    for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
+        x_VD = views.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(passage_loss(x_VD, queries, partners, positive), x_VD)
+        moved.append(x_VD.detach() - STEP * gradient)
+    return moved
+
+
+def by_optimiser(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
+    """A parameter and an optimiser a passage, as the paper's batches of one have it."""
+    moved = []
+    for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
+        x_VD = torch.nn.Parameter(views.clone())
+        optimiser = torch.optim.SGD([x_VD], lr=STEP)
+        optimiser.zero_grad()
+        passage_loss(x_VD, queries, partners, positive).backward()
+        optimiser.step()
+        moved.append(x_VD.detach())
+    return moved
+
+
+def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> None:
+    """All passages in closed form against loops over some of them, all with as many threads as the round has."""
+    views = ShardViews(of.blocks)
+    slot_L = views.slots(labels.passage_L, labels.view_L)
+    views_ND = np.concatenate([block.vectors_ND for block in of.blocks])
+    passage_N = np.repeat(np.arange(len(of.ids)), made_up.V)
+    matrices = label_matrices(slot_L, labels.question_L, labels.positive_L, len(views_ND), len(queries_LD))
+    torch.set_num_threads(REFINERS)
+    queries = torch.from_numpy(queries_LD)
+    single = aopt.passage_step(views_ND, queries_LD, matrices, step_size=STEP, guard=GUARD, single=True)
+    sample = drawn(matrices, views_ND, single.moved_M, passage_N)
+    num_moved = len(np.unique(passage_N[single.moved_M]))
+    print(f"{len(slot_L):,} labels; {single.num_moved:,} views of {num_moved:,} passages move", flush=True)
+    ours = single.vectors_MD[np.searchsorted(single.moved_M, sample.slots)]
+    for loop in (by_autograd, by_optimiser):
+        np.testing.assert_allclose(torch.cat(loop(sample, queries)).numpy(), ours, rtol=0, atol=1e-5)
+    cases: dict[str, Callable[[], Any]] = {
+        "update, closed form": lambda: aopt.passage_step(
+            views_ND, queries_LD, matrices, step_size=STEP, guard=GUARD, single=True
+        ),
+        "update, autograd a passage": lambda: by_autograd(sample, queries),
+        "update, an optimiser a passage": lambda: by_optimiser(sample, queries),
+    }
+    samples = interleaved(cases)
+    names = list(cases)
+    part.add({names[0]: samples[names[0]]}, num_moved)
+    part.add({name: samples[name] for name in names[1:]}, LOOP_PASSAGES)
+    each = {name: [s / part.work[name] for s in seconds] for name, seconds in samples.items()}
+    part.bars.append(Bar("update over a loop of autograd a passage", speedup(each, names[0], names[1]), 25))
+    part.bars.append(Bar("update over a loop with an optimiser a passage", speedup(each, names[0], names[2]), 200))
+    part.facts["update"] = (
+        f"{len(slot_L):,} labels, {single.num_moved:,} views of {num_moved:,} passages move; loops over "
+        f"{LOOP_PASSAGES} of these; all with {REFINERS} threads"
+    )
+
+
+def rates(part: Part, loop: RefinementLoop, of: Stored) -> None:
+    """Retrieval of a round beside exact search of the same views in this process, on as many threads."""
+    queries_QD = loop.queries_TD[:RATE_QUESTIONS]
+    exact = open_index(IndexParams(), of.blocks, Path(), threads=REFINERS)
+    torch.set_num_threads(REFINERS)
+    names = ("retrieval of a round", "exact search")
+    samples = interleaved(
+        {
+            names[0]: lambda: loop.refiners.search(0, queries_QD, DEPTH, "", no_progress),
+            names[1]: lambda: [exact.search(queries_QD[at : at + 256], DEPTH) for at in range(0, RATE_QUESTIONS, 256)],
+        }
+    )
+    part.add(samples, RATE_QUESTIONS)
+    part.bars.append(Bar("retrieval's rate over that of exact search", speedup(samples, *names), 0.95))
+
+
+def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Refiners, staging: str) -> None:
+    """A version of which 5 % of the passages changed, against a whole build from embedded passages; both published.
+
+    A build's time runs from when its first task is sent: what `index` does before is opening the encoder.
+    """
+    store, rng = Store(run.store.path), np.random.default_rng(5)
+    numbers = iter(range(100))
+    began = [0.0]
+    build = reindex._build
+
+    def build_from_now(*given: Any) -> Any:
+        began[0] = time.perf_counter()
+        return build(*given)
+
+    def whole() -> None:
+        name = f"whole{next(numbers)}"
+        own = run.model_copy(update={"index": run.index.model_copy(update={"name": name})})
+        shutil.copytree(staged, store.local_path(layout.staging_root(name)), copy_function=os.link)
+        reindex._build = build_from_now
+        reindex.index(own)
+        seconds["whole build"].append(time.perf_counter() - began[0])
+        reindex._build = build
+        shutil.rmtree(store.local_path(f"indexes/{name}"))
+
+    def changed() -> None:
+        at = 1 + next(numbers)
+        base = manifest.read(store, run.index.name)
+        for entry in of.described.shards:
+            rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
+            vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
+            state = ShardState.untouched(made_up.D).with_feedback(rows, vectors)
+            store.write_bytes(state_path(staging, at, entry.shard), state.to_bytes())
+        began[0] = time.perf_counter()
+        described, _ = describe(run, of.described, refiners, at, [], {})
+        manifest.publish(store, described.__class__(**{**described.__dict__, "parent": base.version}))
+        seconds["changed alone"].append(time.perf_counter() - began[0])
+        assert abs((described.dirty_share or 0) - DIRTY_SHARE) < 1e-3
+
+    seconds: dict[str, list[float]] = {"whole build": [], "changed alone": []}
+    for _ in range(6):
+        whole()
+        changed()
+    samples = {name: times[1:] for name, times in seconds.items()}
+    part.add({f"re-index, {name}": times for name, times in samples.items()}, len(of.ids))
+    share = statistics.median(a / b for a, b in zip(samples["changed alone"], samples["whole build"]))
+    part.bars.append(
+        Bar("re-indexing 5 % dirty passages, of a whole build without encoding", 100 * share, 15, False, "%")
+    )
+
+
+def main() -> None:
+    part, clock = Part("refinement", "Refinement", "passages"), Clock()
+    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
+    with tempfile.TemporaryDirectory(prefix="mvr-refine-") as folder:
+        run = config(Path(folder), data)
+        store = Store(folder)
+        with clock("prepare"):
+            prepare.prepare(run.prepare, store)
+        with clock("make views"):
+            made_up.stage(run, corpus.Corpus.open(store, "squad"))
+        staged = Path(folder) / "staged"
+        shutil.copytree(store.local_path(layout.staging_root("squad")), staged, copy_function=os.link)
+        with session.connect(run.resources) as info:
+            session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
+            with clock("index"):
+                described = reindex.index(run)
+            of = stored(store, described)
+            questions, queries_TD = asked(store, of)
+            journal = Journal(store, described, run, questions)
+            task = RefinerTask(store.address, described, journal.folder)
+            with Refiners(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
+                with clock("open"):
+                    loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, no_progress)
+                rebuilds(part, run, staged, of, refiners, journal.folder)
+                rates(part, loop, of)
+                labels = one_round(loop, clock)
+            updates(part, of, labels, loop.queries_at(0))
+    stages = {name: clock.seconds[name] for name in ("retrieve", "judge", "label", "update")}
+    whole = sum(stages.values())
+    part.bars.append(Bar("retrieval's share of the round", 100 * stages["retrieve"] / whole, 50, unit="%"))
+    part.facts["passages, views a passage, questions"] = f"{len(of.ids):,}, {made_up.V}, {QUESTIONS:,}"
+    part.facts["one round, seconds"] = {**stages, "in all": whole}
+    part.facts["vectors"] = "made up: questions lie near a view of their gold passage; texts and answers are SQuAD's"
+    write(part)
+
+
+if __name__ == "__main__":
+    main()

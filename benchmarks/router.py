@@ -1,0 +1,243 @@
+"""The router against an in-process call to the same shards, and searches coalesced under load.
+
+    python benchmarks/router.py
+
+Made-up views as many as SQuAD's, 384 dimensions, fp16, exact search, k = 100, every answer merged and certified. The
+searchers are Ray actors of one thread; the in-process router calls the same searcher class over the same files, on as
+many threads as there are searchers. "The slowest shard" is what the searchers' own clocks say of the same calls.
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import made_up
+import numpy as np
+import ray
+from measure import Bar, Part, interleaved, write
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed import session
+from mvr_ray.distributed.coalesce import Coalescing
+from mvr_ray.distributed.fleet import RemoteSearchers
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searchers import (
+    Asked,
+    Holding,
+    LocalFleet,
+    SearcherTask,
+    ShardFound,
+    ShardSearcher,
+    Unanswered,
+)
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.types import FloatArray
+
+PASSAGES, K = 20_958, 100
+LAYOUTS = ((1, 1), (2, 2), (4, 2), (8, 2))
+"""Shards, and the searchers that hold them."""
+BATCHES = {1: 40, 32: 7, 256: 5}
+"""Queries at once, and how many rounds of them."""
+RUN = RunConfig.model_validate({"index": {"name": "made"}})
+CLIENTS, LOAD_S, DEADLINE_S = 32, 8.0, 2.0
+
+
+class TimedSearcher(ShardSearcher):
+    """A searcher that remembers how long each of its searches took."""
+
+    def __init__(self, task: SearcherTask) -> None:
+        super().__init__(task)
+        self.seconds: list[float] = []
+
+    def search(
+        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
+    ) -> list[ShardFound | Unanswered]:
+        began = time.perf_counter()
+        answers = super().search(queries_QD, k, asked, version, call)
+        self.seconds.append(time.perf_counter() - began)
+        return answers
+
+    def told(self) -> list[float]:
+        """What it remembers, and forgets now."""
+        seconds, self.seconds = self.seconds, []
+        return seconds
+
+
+class Both(NamedTuple):
+    """One version, behind the router and in this process."""
+
+    routed: Router
+    local: Router
+    actors: list[Any]
+
+
+@contextmanager
+def searchers(folder: str) -> Iterator[RemoteSearchers]:
+    """Two searchers of one thread each, for all versions; the first one's index is the smallest."""
+    store = Store(folder)
+    described = made_up.publish(store, RUN, 8, 1)
+    task = SearcherTask(store.address, described, (), 1)
+    timed: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
+    started = RemoteSearchers([[timed.options(num_cpus=1).remote(task)] for _ in range(2)])
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> Both:
+    """A version of so many shards on the first `held_by` searchers, and the same in this process on as many threads."""
+    store = Store(folder)
+    described = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
+    every = tuple(range(shards))
+    parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
+    remote.placed[described.version] = [Holding(described, part) for part in parts]
+    fleet = remote.fleet(described)
+    local = LocalFleet(SearcherTask(store.address, described, every, held_by))
+    fleet.ready()
+    local.ready()
+    return Both(Router(store, described, fleet), Router(store, described, local), remote.actors[:held_by])
+
+
+def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
+    """Both ways at each batch size, in turn; what the router adds."""
+    told = {}
+    for batch, rounds in BATCHES.items():
+        queries_QD = made_up.queries(batch, seed=batch)
+        mine = both.routed.search(queries_QD, K)
+        assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
+        [ray.get(actor.told.remote()) for actor in both.actors]
+        samples = interleaved(
+            {
+                f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
+                f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
+            },
+            rounds=rounds,
+            warm=2,
+        )
+        part.add(samples, batch)
+        routed, local = samples.values()
+        own = [seconds[-rounds:] for seconds in ray.get([actor.told.remote() for actor in both.actors])]
+        slowest = [max(seconds) for seconds in zip(*own)]
+        told[batch] = {
+            "over in process": statistics.median(a / b for a, b in zip(routed, local)) - 1,
+            "ms over the slowest searcher": 1e3 * (statistics.median(routed) - statistics.median(slowest)),
+            "slowest searcher, ms": 1e3 * statistics.median(slowest),
+        }
+        print(name, batch, {key: round(value, 3) for key, value in told[batch].items()}, flush=True)
+    return told
+
+
+class Load(NamedTuple):
+    latencies: list[float]
+    missed: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies) / self.seconds
+
+    def facts(self) -> dict[str, float]:
+        at = np.quantile(self.latencies, [0.5, 0.99])
+        return {"queries/s": self.rate, "p50 ms": 1e3 * at[0], "p99 ms": 1e3 * at[1], "missed": self.missed}
+
+
+def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> Load:
+    """So many clients, each with one query at a time and a deadline for it, until the time is over."""
+    queries_QD = made_up.queries(1024, seed=7)
+    latencies: list[list[float]] = [[] for _ in range(clients)]
+    missed = [0] * clients
+    began = time.perf_counter()
+
+    def ask(client: int) -> None:
+        number = client
+        while time.perf_counter() - began < seconds:
+            sent = time.perf_counter()
+            answer = search(queries_QD[number % 1024 : number % 1024 + 1])
+            took = time.perf_counter() - sent
+            missed[client] += answer.coverage_share < 1 or took > DEADLINE_S
+            latencies[client].append(took)
+            number += clients
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return Load([one for many in latencies for one in many], sum(missed), time.perf_counter() - began)
+
+
+def loads(part: Part, both: Both) -> None:
+    """The same clients with and without searches put together, in turn."""
+    together = Coalescing(both.routed.fleet)
+    routed = Router(both.routed.store, both.routed.manifest, together)
+    cases = {"one by one": both.routed, "coalesced": routed}
+    runs: dict[str, list[Load]] = {name: [] for name in cases}
+    for _ in range(2):
+        for name, router in cases.items():
+
+            def search(query_1D: FloatArray, router: Router = router) -> Any:
+                return router.search(query_1D, K, timeout_s=DEADLINE_S, min_coverage=0.0)
+
+            runs[name].append(under_load(search, CLIENTS, LOAD_S / 2))
+            print(name, runs[name][-1].facts(), flush=True)
+    for name, many in runs.items():
+        joined = Load([s for one in many for s in one.latencies], sum(m.missed for m in many), LOAD_S)
+        part.facts[f"{CLIENTS} clients of one query each, {name}"] = joined.facts()
+    size = together.searches / together.calls
+    part.facts["searches put together, mean"] = size
+    gain = statistics.median(b.rate / a.rate for a, b in zip(*runs.values()))
+    missed = sum(one.missed for one in runs["coalesced"])
+    what = f"deadlines of {DEADLINE_S:g} s missed by coalesced searches of {CLIENTS} clients"
+    part.bars.append(Bar(what, missed, 0, at_least=False, unit="missed"))
+    part.bars.append(Bar(f"searches that one call answers with {CLIENTS} clients, mean", size, 2, unit="searches"))
+    part.bars.append(Bar("queries/s coalesced over one by one", gain, 1))
+
+
+def main() -> None:
+    part = Part("router", "Router", "queries")
+    part.facts["index"] = f"{PASSAGES:,} passages x {made_up.V} made-up views, {made_up.D} dimensions, fp16, k {K}"
+    table: dict[str, dict[int, dict[str, float]]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mvr-router-"))
+        stack.enter_context(session.connect(ResourcesConfig(local_cpus=4)))
+        remote = stack.enter_context(searchers(folder))
+        for shards, held_by in LAYOUTS:
+            both = opened(folder, remote, shards, held_by)
+            name = f"{shards} shards on {held_by}"
+            table[name] = compare(part, both, name)
+            if shards == 4:
+                loads(part, both)
+            remote.drop(both.routed.manifest.version)
+    for name, told in table.items():
+        part.facts[f"{name} searchers, over in process"] = {f"batch {b}": t["over in process"] for b, t in told.items()}
+    worst = max(table, key=lambda name: table[name][32]["over in process"])
+    part.bars.insert(
+        0,
+        Bar(
+            f"time over in-process, batch 32, worst layout ({worst})",
+            100 * table[worst][32]["over in process"],
+            10,
+            at_least=False,
+            unit="%",
+        ),
+    )
+    slow = max(table, key=lambda name: table[name][1]["ms over the slowest searcher"])
+    part.bars.insert(
+        1,
+        Bar(
+            f"p50 over the slowest shard's own, batch 1, worst layout ({slow})",
+            table[slow][1]["ms over the slowest searcher"],
+            3,
+            at_least=False,
+            unit="ms",
+        ),
+    )
+    write(part)
+
+
+if __name__ == "__main__":
+    main()
