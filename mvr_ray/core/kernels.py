@@ -36,10 +36,14 @@ class Survivors(NamedTuple):
 
 
 class Asked(Protocol):
-    """What a kernel keeps of some queries."""
+    """What a kernel keeps of some queries, and how well it multiplies them."""
 
     rounding_Q: FloatArray
     """The norm of what the kernel took off each query by rounding it, float64."""
+    input_rounding: float
+    """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
+    products: int
+    """How many products are summed for each dimension."""
 
 
 Question = TypeVar("Question", bound=Asked)
@@ -52,6 +56,8 @@ class PlainAsked(Generic[Array]):
     queries_QD: Array
     low_QK: Array
     rounding_Q: FloatArray
+    input_rounding: float = 0.0
+    products: int = 1
 
 
 class Kernel(Protocol[Array, Question]):
@@ -60,11 +66,6 @@ class Kernel(Protocol[Array, Question]):
     vectors_per_step: int
     threads: int
     """How many of the kernel's calls may run side by side, each for a share of the steps."""
-
-    @property
-    def input_rounding(self) -> float:
-        """Relative error of a factor when the hardware multiplies in less than float32 (TF32, bfloat16), else 0."""
-        ...
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Host rows on the device, in their own dtype."""
@@ -107,7 +108,6 @@ class NumpyKernel:
 
     vectors_per_step = CPU_STEP
     threads = 1
-    input_rounding = 0.0
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
@@ -193,7 +193,7 @@ class TorchKernel:
 
     def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> "PlainAsked[torch.Tensor]":
         low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
-        return PlainAsked(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)))
+        return PlainAsked(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
 
     def survivors(
         self,

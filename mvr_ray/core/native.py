@@ -1,4 +1,4 @@
-"""The kernel compiled from `scan.c`, for one processor with AVX-512 and VNNI. It is there where the package was built
+"""The kernel compiled from `scan.c`, for processors with AVX-512 and VNNI. It is there where the package was built
 with a C compiler; without it, or on other processors, `kernels` serves, with the same answers.
 
 What it does otherwise: vectors are read as they are stored, half precision and codes being widened in registers; the
@@ -9,6 +9,12 @@ products are integers. To that end a query is rounded to sixteen bits,
 
 and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; what is made of them is rounded at most six
 times, within the 16 terms that `score_error` adds.
+
+Where Linux lets the process use AMX, batches go through its matrix tiles, twenty times as fast as float32 here: codes
+as before, and floats as sums of two bfloat16, x = x_1 + x_2 + x', |x_2| <= 2^-9 |x|, |x'| <= 2^-18 |x|. Of the products
+q_1 v_1 + q_1 v_2 + q_2 v_1 are made, which leaves out less than 3.1 x 2^-18 |q_d v_d| a term; three products a term are
+summed in float32, whose magnitudes add up to (1 + 2^-8) |q_d v_d|. A relative rounding r of 2^-16 and 3 D terms in the
+bound of `scan` cover that for up to 26,000 dimensions.
 
 Threads are the scan's: each takes its share of the steps (`threads`), and Python's lock is not held meanwhile.
 
@@ -33,7 +39,8 @@ LIBRARY = "mvr_ray.core._scan"
 KINDS = {"float32": 0, "float16": 1, "int8": 2}
 STEP = 16384
 AHEAD_BYTES = 4096  # how far before its use memory is asked for
-LANES, PANEL = 16, 48
+LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
+LARGE = 2.0**100
 LARGEST_HALF = 127 * 256
 
 
@@ -62,13 +69,17 @@ def library() -> ctypes.CDLL | None:
     if not loops.mvr_supported():
         return None
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, at, at, whole, at, at]
+    loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, whole, at, at]
     loops.mvr_scan.restype = long
     loops.mvr_max_norm.argtypes = [whole, at, at, long, whole]
     loops.mvr_max_norm.restype = ctypes.c_float
     loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
     loops.mvr_rescore.restype = None
     return loops
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("packed", "tiles", "bias", "unit_Q"))
 
 
 class Rows(NamedTuple):
@@ -83,9 +94,12 @@ class NativeAsked:
     """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room."""
 
     packed: NDArray[Any]
+    tiles: NDArray[Any] | None
     bias: NDArray[np.int32]
     unit_Q: NDArray[np.float32]
     rounding_Q: FloatArray
+    input_rounding: float
+    products: int
     low_QK: NDArray[np.float32]
     cut_Q: NDArray[np.float32]
     query_M: IntArray
@@ -98,14 +112,15 @@ class NativeKernel:
     """The loops of `scan.c`. Raises RuntimeError where they are not to be had: ask `library` first."""
 
     vectors_per_step = STEP
-    input_rounding = 0.0
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, tiles: bool = True) -> None:
+        """`tiles`: use AMX where it is to be had."""
         loops = library()
         if loops is None:
             raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
         self.loops = loops
         self.threads = threads or _threads()
+        self.tiles = tiles and bool(loops.mvr_tiles())
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
@@ -123,23 +138,30 @@ class NativeKernel:
     def ask(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeAsked:
         num_queries, dimension = queries_QD.shape
         padded = -(-num_queries // LANES) * LANES
+        tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
         if coded:
             packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
+            tiles = packed if self.tiles and num_queries > 1 else None
         else:
-            packed, bias, unit_Q = _pack_floats(queries_QD, padded), np.zeros(0, np.int32), np.zeros(0, np.float32)
-            rounding_Q = np.zeros(num_queries)
-        room = 2 * 8 * num_queries + 4096
+            packed = _pack_floats(queries_QD, padded)
+            if self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
+                tiles = _pack_tiles(queries_QD, padded)
+        split = tiles is not None and not coded
+        room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
         return NativeAsked(
             packed,
+            tiles,
             bias,
             unit_Q,
             rounding_Q,
-            np.full((num_queries, limit), -np.inf, np.float32),
-            np.full(padded, np.inf, np.float32),
-            np.empty(room, np.int64),
-            np.empty(room, np.int64),
-            np.empty(room, np.float32),
-            np.zeros(padded + 2 * 8 * max(64, dimension + 3), np.float32),
+            input_rounding=2.0**-16 if split else 0.0,
+            products=3 if split else 1,
+            low_QK=np.full((num_queries, limit), -np.inf, np.float32),
+            cut_Q=np.full(padded, np.inf, np.float32),
+            query_M=np.empty(room, np.int64),
+            passage_M=np.empty(room, np.int64),
+            upper_M=np.empty(room, np.float32),
+            space=np.zeros(16 + padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
         )
 
     def survivors(
@@ -151,14 +173,17 @@ class NativeKernel:
             *asked.low_QK.shape, error_Q.ctypes.data, asked.low_QK.ctypes.data, asked.cut_Q.ctypes.data,
             len(asked.query_M), 0, asked.query_M.ctypes.data, asked.passage_M.ctypes.data, asked.upper_M.ctypes.data,
         )  # fmt: skip
+        question = _Asked(
+            asked.packed.ctypes.data, _address(asked.tiles), asked.bias.ctypes.data, asked.unit_Q.ctypes.data
+        )
         kind, scales = KINDS[ready.rows_ND.dtype.name], _address(ready.scale_N)
         passage, parts = 0, []
         while passage < len(counts_P):
             search.found = 0
             passage = self.loops.mvr_scan(
                 kind, ready.rows_ND.ctypes.data, scales, counts_P.ctypes.data, passage, len(counts_P),
-                ready.rows_ND.shape[1], asked.packed.ctypes.data, asked.bias.ctypes.data, asked.unit_Q.ctypes.data,
-                AHEAD_BYTES, ctypes.addressof(search), asked.space.ctypes.data,
+                ready.rows_ND.shape[1], ctypes.addressof(question), AHEAD_BYTES, ctypes.addressof(search),
+                asked.space.ctypes.data,
             )  # fmt: skip
             parts.append([column[: search.found].copy() for column in (asked.query_M, asked.passage_M, asked.upper_M)])
         return Survivors(*parts[0]) if len(parts) == 1 else Survivors(*map(np.concatenate, zip(*parts)))
@@ -213,6 +238,24 @@ def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
     return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
 
 
+def _pack_tiles(queries_QD: FloatArray, padded: int) -> NDArray[np.uint16]:
+    """Both bfloat16 parts, [16 queries][D / 32][part][16 pairs of D][query][2]."""
+    num_queries, dimension = queries_QD.shape
+    width = -(-dimension // 32) * 32
+    every = np.zeros((padded, width), np.float32)
+    every[:num_queries, :dimension] = queries_QD
+    first = _bfloat16(every)
+    second = _bfloat16(every - (first.astype(np.uint32) << 16).view(np.float32))
+    parts = np.stack([first, second]).reshape(2, padded // LANES, LANES, width // 32, 16, 2)
+    return np.ascontiguousarray(parts.transpose(1, 3, 0, 4, 2, 5)).ravel()
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of float32's bits, rounded to the nearest, to even on ties."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
 class _Packed(NamedTuple):
     packed: NDArray[np.int8]
     bias: NDArray[np.int32]
@@ -230,7 +273,7 @@ def _pack_codes(queries_QD: FloatArray, padded: int) -> _Packed:
     whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -LARGEST_HALF, LARGEST_HALF)
     away_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
     rounding_Q = np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40)
-    width = -(-dimension // 64) * 64 if alone else -(-dimension // 4) * 4
+    width = -(-dimension // 64) * 64
     halves_2QD = np.zeros((2, padded, width), np.int32)
     halves_2QD[0, :num_queries, :dimension] = (whole_QD.astype(np.int32) + 128) >> 8
     halves_2QD[1, :num_queries, :dimension] = whole_QD.astype(np.int32)

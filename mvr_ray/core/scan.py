@@ -19,7 +19,7 @@ less than all of those, ties included, and may go; L only grows, so it may go at
 
 **Eight bits.** With codes, a step multiplies w in place of v (`codes`), and e grows by |q| max r, the largest residual
 of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are scored with v as ever, so
-only their number changes.
+only their number changes. One that sums several products a dimension has as many times D terms.
 
 **Threads.** Each thread of a kernel scans its share of the steps for all queries; the best of the lower bounds of all
 shares is a lower bound for the whole.
@@ -199,8 +199,8 @@ class _Batch(Generic[Array, Question]):
                 f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
                 f"overflow float32 scores; normalise the embeddings"
             )
-        rounding_Q = self.asked.rounding_Q
-        error_Q = score_error(self.norm_Q + rounding_Q, norm, dimension, kernel.input_rounding)
+        rounding_Q, num_terms = self.asked.rounding_Q, dimension * self.asked.products
+        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, self.asked.input_rounding)
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         found = kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
         if len(found.query_M):

@@ -1,8 +1,9 @@
 """From nearest vectors to the best passages: what the approximate indexes share.
 
 A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first and
-twice as many each further time, until a query has k distinct passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too
-few probed lists) is found by scanning the shard. Every candidate is then scored exactly with all its views.
+twice as many each further time, until a query has k distinct passages, or as many as its beam shall hold. What an index
+cannot find (an unlucky graph, too few probed lists) is found by scanning the shard. Every candidate is then scored
+exactly with all its views.
 
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """

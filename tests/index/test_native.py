@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mvr_ray.core import native
 from mvr_ray.core.codes import decode, encode
 from mvr_ray.core.exact import BlockTable, Pairs
-from mvr_ray.core.kernels import make_kernel
 from mvr_ray.core.scan import Scan, score_error
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.flat import FlatIndex
@@ -38,15 +37,16 @@ def as_bytes(hits) -> list[bytes]:
     coded=st.booleans(),
     step=st.sampled_from([5, 200, 16384]),
     threads=st.sampled_from([1, 2, 5]),
+    tiles=st.booleans(),
 )
 @SLOW
 def test_compiled_loops_give_the_bytes_of_the_plain_ones(
-    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads
+    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles
 ):
     blocks = shard(seed, 80, max_views, dimension, palette=palette, ragged=ragged, empty=ragged, dtype=dtype)
     asked = queries(seed, num_queries, dimension, palette)
     codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
-    kernel = make_kernel("native", threads=threads)
+    kernel = native.NativeKernel(threads, tiles=tiles)
     kernel.vectors_per_step = step
     found = Scan(blocks, kernel, codes=codes).search(asked, 9)
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 9))
@@ -73,23 +73,41 @@ def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
 
 
 @built
-@given(seed=SEEDS, num_queries=st.sampled_from([1, 7]), dimension=st.sampled_from([1, 4, 65, 768]))
+@given(
+    seed=SEEDS, num_queries=st.sampled_from([1, 7, 40]), dimension=st.sampled_from([1, 4, 65, 768]),
+    coded=st.booleans(), tiles=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
+)  # fmt: skip
 @SLOW
-def test_products_of_codes_err_within_the_bound(queries, palette, seed, num_queries, dimension):
-    """Lower bounds that a step leaves are score minus bound: the score of a code must be within the bound of both."""
+def test_compiled_products_err_within_the_bound(queries, palette, seed, num_queries, dimension, coded, tiles, spread):
+    """With no error allowed for, the upper bounds that a step gives are its products as computed."""
     vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
-    codes, kernel = encode(vectors_ND), native.NativeKernel(1)
-    asked = kernel.ask(asked_QD, 40, True)
-    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None])
-    decoded_ND = decode(codes.codes_ND, codes.scale_N).astype(np.float64)
+    vectors_ND = vectors_ND * np.float32(spread)
+    codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles)
+    asked = kernel.ask(asked_QD, 40, coded)
+    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if coded else kernel.ready(vectors_ND)
+    decoded_ND = (decode(codes.codes_ND, codes.scale_N) if coded else vectors_ND).astype(np.float64)
     found = kernel.survivors(asked, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
-    assert len(found.query_M) == 40 * num_queries  # all of them: the 40 best of 40
+    assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
     norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
-    bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension, 0.0) + asked.rounding_Q * norm
+    bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension * asked.products, asked.input_rounding)
+    bound_Q += asked.rounding_Q * norm
     true_M = (asked_QD[found.query_M].astype(np.float64) * decoded_ND[found.passage_M]).sum(axis=1)
     assert (np.abs(found.upper_M - true_M) <= bound_Q[found.query_M]).all()
     assert (asked.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
+
+
+@built
+@pytest.mark.parametrize("tiles", [False, True])
+def test_vectors_and_queries_beyond_what_bfloat16_holds_are_ranked_rightly(shard, queries, check_exact, tiles):
+    """1.7e38 rounds to 2^127 in eight bits; a little more would be infinite."""
+    for of_vectors, of_queries in ((1e37, 1e-3), (1e-3, 1e37), (5e37, 1e-30)):
+        blocks = [
+            block._replace(vectors_ND=block.vectors_ND * np.float32(of_vectors))
+            for block in shard(2, 50, dtype="float32")
+        ]
+        asked = queries(2, 20) * np.float32(of_queries)
+        check_exact(Scan(blocks, native.NativeKernel(1, tiles=tiles)).search(asked, 7), asked, blocks, 7)
 
 
 @built
