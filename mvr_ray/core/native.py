@@ -215,16 +215,17 @@ def rescore(
     """Fills `score_M` and `view_M` with what `exact` says of these pairs, to the last bit."""
     loops = library()
     assert loops is not None, "ask `rescores` first"
-    queries_QD = np.ascontiguousarray(queries_QD, np.float32)
+    dimension, wide = queries_QD.shape[1], np.zeros(queries_QD.size + 8)
+    wide[: queries_QD.size] = queries_QD.ravel()
     row_ptr, number_N = (
         np.ascontiguousarray(block.row_ptr, np.int64),
         np.ascontiguousarray(block.view_numbers_N, np.int16),
     )
     query_M, row_M = np.ascontiguousarray(query_M, np.int64), np.ascontiguousarray(row_M, np.int64)
-    terms = np.empty(queries_QD.shape[1] + 8)
+    terms = np.empty(dimension + 8)
     loops.mvr_rescore(
         KINDS[block.vectors_ND.dtype.name], block.vectors_ND.ctypes.data, row_ptr.ctypes.data, number_N.ctypes.data,
-        queries_QD.shape[1], queries_QD.ctypes.data, len(row_M), query_M.ctypes.data, row_M.ctypes.data,
+        dimension, wide.ctypes.data, len(row_M), query_M.ctypes.data, row_M.ctypes.data,
         score_M.ctypes.data, view_M.ctypes.data, terms.ctypes.data,
     )  # fmt: skip
 
@@ -302,4 +303,4 @@ def _threads() -> int:
     if torch is not None:
         return torch.get_num_threads()
     told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
+    return int(told) if told.isdigit() and int(told) else os.cpu_count() or 1

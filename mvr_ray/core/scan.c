@@ -449,8 +449,8 @@ typedef struct {
 } Asked;
 
 /* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
-   `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of scores
-   a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
+   `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
+   scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
 FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
                       int64_t passages, int dimension, const Asked *asked, int ahead, Search *s, void *space) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
@@ -549,35 +549,55 @@ FAST float mvr_max_norm(int kind, const void *rows, const float *scale_N, int64_
     return most;
 }
 
-/* Exact scores (`exact.py`): products in float64, the upper half added onto the lower until one is left, rounded once.
-   `row_ptr` are the first vectors of the block's passages; the lowest view number wins a tie. */
+INLINE __m512d load_wide(int kind, const void *rows, int64_t at, __mmask8 rest) {
+    if (kind == FLOAT32) return _mm512_cvtps_pd(_mm256_maskz_loadu_ps(rest, (const float *)rows + at));
+    return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_maskz_loadu_epi16(rest, (const uint16_t *)rows + at)));
+}
+
+/* An inner product as `exact.py` has it: products in float64, which are exact, the upper half added onto the lower
+   until one is left. Where D divides by four, the first two additions are made at once, in the same order. */
+INLINE float exact_score(const int kind, const void *rows, int64_t start, const double *query, int dimension,
+                         double *terms) {
+    const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
+    for (int d = 0; d < part; d += 8) {
+        const __mmask8 rest = part - d >= 8 ? 0xff : (__mmask8)((1u << (part - d)) - 1);
+        __m512d sum = _mm512_mul_pd(_mm512_loadu_pd(query + d), load_wide(kind, rows, start + d, rest));
+        if (parts == 4) {
+            const int one = d + part, two = one + part, three = two + part;
+            sum = _mm512_fmadd_pd(_mm512_loadu_pd(query + two), load_wide(kind, rows, start + two, rest), sum);
+            __m512d other = _mm512_mul_pd(_mm512_loadu_pd(query + one), load_wide(kind, rows, start + one, rest));
+            other = _mm512_fmadd_pd(_mm512_loadu_pd(query + three), load_wide(kind, rows, start + three, rest), other);
+            sum = _mm512_add_pd(sum, other);
+        }
+        _mm512_storeu_pd(terms + d, sum);
+    }
+    int left = part;
+    for (; left > 16 && left % 2 == 0; left /= 2)
+        for (int d = 0; d < left / 2; d += 8) { /* what is written beyond the half is never read */
+            const __m512d upper = _mm512_loadu_pd(terms + left / 2 + d);
+            _mm512_storeu_pd(terms + d, _mm512_add_pd(_mm512_loadu_pd(terms + d), upper));
+        }
+    for (int half; left > 1; left = half) {
+        half = (left + 1) / 2;
+        for (int d = 0; d < left - half; d++) terms[d] += terms[half + d];
+    }
+    return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
+}
+
+/* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
+   passages; the lowest view number wins a tie. Queries are float64, with 8 values to spare; so are `terms`, of D. */
 FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
-                      const float *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
+                      const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
                       float *score_M, int16_t *view_M, double *terms) {
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
     for (int64_t m = 0; m < count; m++) {
-        const float *query = queries_QD + query_M[m] * dimension;
+        const double *query = queries_QD + query_M[m] * dimension;
         float best = -INFINITY;
         int16_t view = INT16_MAX;
         for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++) {
-            for (int d = 0; d < dimension; d += 8) {
-                const __mmask8 rest = dimension - d >= 8 ? 0xff : (__mmask8)((1u << (dimension - d)) - 1);
-                const int64_t at = n * dimension + d;
-                __m256 row;
-                if (kind == FLOAT32) row = _mm256_maskz_loadu_ps(rest, (const float *)rows + at);
-                else row = _mm256_cvtph_ps(_mm_maskz_loadu_epi16(rest, (const uint16_t *)rows + at));
-                const __m512d product =
-                    _mm512_mul_pd(_mm512_cvtps_pd(_mm256_maskz_loadu_ps(rest, query + d)), _mm512_cvtps_pd(row));
-                _mm512_mask_storeu_pd(terms + d, rest, product);
-            }
-            for (int left = dimension, half; left > 1; left = half) {
-                half = (left + 1) / 2;
-                const double *upper = terms + half;
-#pragma GCC ivdep
-                for (int d = 0; d < left - half; d++) terms[d] += upper[d];
-            }
-            const float score = dimension ? (float)(terms[0] + 0.0) : 0;
+            const float score = kind == FLOAT32 ? exact_score(FLOAT32, rows, n * dimension, query, dimension, terms)
+                                                : exact_score(FLOAT16, rows, n * dimension, query, dimension, terms);
             if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
             if (score > best) best = score;
         }
