@@ -38,7 +38,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 LIBRARY = "mvr_ray.core._scan"
 KINDS = {"float32": 0, "float16": 1, "int8": 2}
 STEP = 16384
-AHEAD_BYTES = 4096  # how far before its use memory is asked for
+AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
 LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
 LARGE = 2.0**100
 LARGEST_HALF = 127 * 256

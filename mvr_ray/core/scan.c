@@ -69,13 +69,13 @@ typedef struct {
     float *upper_M;
 } Search;
 
-static float cut(float low, float error) {
+FAST static float cut(float low, float error) {
     float value = low - error;
     return value - (fabsf(low) + error) * 0x1p-21f; /* -inf stays -inf */
 }
 
 /* One score that reached the cut: keep it if `a + e` reaches the k-th lower bound, and let `a - e` take its place. */
-static void emit(Search *s, int query, int64_t passage, float score) {
+FAST static void emit(Search *s, int query, int64_t passage, float score) {
     float *heap = s->low_QK + (int64_t)query * s->kept, error = s->error_Q[query];
     if (!(score + error >= heap[0])) return;
     s->query_M[s->found] = query;
@@ -371,11 +371,11 @@ INLINE void float_rows(const void *tile, const int half, const float *query, int
             if (half) {
                 const uint16_t *from = (const uint16_t *)tile + at;
                 row = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-                if (d & LANES) _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+                if (d & LANES) _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
             } else {
                 const float *from = (const float *)tile + at;
                 row = _mm512_loadu_ps(from);
-                _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+                _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
             }
             sum[r] = _mm512_fmadd_ps(row, part, sum[r]);
         }
@@ -407,7 +407,7 @@ INLINE void code_rows(const int8_t *tile, const float *scale_R, const int8_t *hi
         UNROLL for (int r = 0; r < ROWS; r++) {
             const int8_t *from = tile + (int64_t)r * dimension + d;
             __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
-            _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+            _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
             sum_high[r] = _mm512_dpbusd_epi32(sum_high[r], row, part_high);
             sum_low[r] = _mm512_dpbusd_epi32(sum_low[r], row, part_low);
         }
@@ -494,7 +494,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             continue;
         }
         for (int line = 0; line < here * dimension * size && kind == INT8; line += 64)
-            _mm_prefetch(part + 4 * ahead + line, _MM_HINT_T0);
+            _mm_prefetch(part + ahead + line, _MM_HINT_T1);
         if (tiled && kind == INT8) {
             const int8_t *codes = (const int8_t *)part;
             const int aligned = dimension == width && here == block;
@@ -593,9 +593,12 @@ FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
     _mm_setcsr(PLAIN_STATE);
     for (int64_t m = 0; m < count; m++) {
         const double *query = queries_QD + query_M[m] * dimension;
+        const int64_t line = (int64_t)dimension * (kind == FLOAT32 ? 4 : 2);
+        const char *next = (const char *)rows + row_ptr[row_M[m + 1 < count ? m + 1 : m]] * line;
         float best = -INFINITY;
         int16_t view = INT16_MAX;
-        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++) {
+        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
+            for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
             const float score = kind == FLOAT32 ? exact_score(FLOAT32, rows, n * dimension, query, dimension, terms)
                                                 : exact_score(FLOAT16, rows, n * dimension, query, dimension, terms);
             if (score > best || (score == best && number_N[n] < view)) view = number_N[n];

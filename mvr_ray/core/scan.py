@@ -32,6 +32,7 @@ Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
+PAIRS_WORTH_THREADS = 2048
 UNIT = 2.0**-24
 TINY = 2.0**-126
 
@@ -153,6 +155,16 @@ class Scan(Generic[Array, Question]):
                 batch.scan(step, ready, self.norms[number], self.residuals[number])
         return batches
 
+    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[Scored]:
+        """Exact scores of the pairs, in parts; many of them by all threads."""
+        count, threads = len(pairs.row_M), self.kernel.threads
+        if threads == 1 or count < PAIRS_WORTH_THREADS:
+            return [self.table.rescore(queries_QD, pairs)]
+        edges = [part * count // threads for part in range(threads + 1)]
+        parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(lambda part: self.table.rescore(queries_QD, part), parts))
+
     def _put(self, step: Step) -> tuple[Array, Array | None]:
         if self.codes is None:
             return self.kernel.put(step.vectors_ND), None
@@ -238,8 +250,8 @@ class _Batch(Generic[Array, Question]):
         if not self.pending:
             return
         every = join_scored(self.pending)
-        scored = self.scan_of.table.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
-        best = best_first(join_scored([*self.settled, scored]), self.limit)
+        scored = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
+        best = best_first(join_scored([*self.settled, *scored]), self.limit)
         self.settled, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
