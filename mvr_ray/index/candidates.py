@@ -1,9 +1,9 @@
 """From nearest vectors to the best passages: what the approximate indexes share.
 
-A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first and
-twice as many each further time, until a query has k distinct passages, or as many as its beam shall hold. What an index
-cannot find (an unlucky graph, too few probed lists) is found by scanning the shard. Every candidate is then scored
-exactly with all its views.
+A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first (or
+all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
+passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too few probed lists) is found
+by scanning the shard. Every candidate is then scored exactly with all its views.
 
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """
@@ -30,6 +30,8 @@ class ApproximateIndex(ABC):
     exact = False
     first_fetch = 3
     """How many vectors are fetched at first for each passage wanted."""
+    breadth = 0
+    """How many vectors a search holds anyway: at least so many are fetched."""
     beam_passages = 0
     """Distinct passages to find and score for a query, where these are more than k."""
 
@@ -64,7 +66,8 @@ class ApproximateIndex(ABC):
 
     def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
         """At least k distinct passages for each query, and the queries for which the index could not find as many."""
-        asked_Q, fetch = np.arange(len(queries_QD)), min(self.first_fetch * k, self.max_fetch())
+        asked_Q = np.arange(len(queries_QD))
+        fetch = min(max(self.first_fetch * k, self.breadth), self.max_fetch())
         query_parts, row_parts, unlucky = [], [], []
         while len(asked_Q):
             number_QF = self.nearest(queries_QD[asked_Q], fetch)
