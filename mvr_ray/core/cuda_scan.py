@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class FusedKernel(TorchKernel):
-    """What `TorchKernel` computes, without its memory traffic. `vectors` are `Rows`: nothing is converted ahead.
+    """What `TorchKernel` computes, without its memory traffic. Steps are `Rows`: nothing is converted ahead.
 
     Where Triton is not there or cannot compile, it is torch that computes the scores, in the same blocks.
     """
@@ -82,20 +82,18 @@ class FusedKernel(TorchKernel):
     def input_rounding(self) -> float:
         return max(2.0**-11, super().input_rounding)
 
-    def float32(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> Rows:  # pyrefly: ignore
+    def ready(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> Rows:
         """The rows as they are."""
         return Rows(rows_ND, scale_N1)
 
-    def max_norm(self, vectors_ND: Rows) -> float:  # pyrefly: ignore
+    def max_norm(self, ready: Rows) -> float:
         highest = torch.zeros((), device=self.device)
-        for at in range(0, len(vectors_ND.rows_ND), GPU_STEP):
-            plain_ND = self._plain(vectors_ND, slice(at, at + GPU_STEP))
+        for at in range(0, len(ready.rows_ND), GPU_STEP):
+            plain_ND = self._plain(ready, slice(at, at + GPU_STEP))
             highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
         return float(highest)
 
-    def best_views(  # pyrefly: ignore
-        self, queries_QD: torch.Tensor, vectors_ND: Rows, counts_P: IntArray, uniform: int
-    ) -> torch.Tensor:
+    def best_views(self, queries_QD: torch.Tensor, vectors_ND: Rows, counts_P: IntArray, uniform: int) -> torch.Tensor:
         """best_QP, and columns of -inf up to a whole number of blocks."""
         rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
         most = uniform or int(counts_P.max())
@@ -170,7 +168,7 @@ class FusedKernel(TorchKernel):
 
     def _plain(self, vectors: Rows, which: slice) -> torch.Tensor:
         scale_N1 = None if vectors.scale_N1 is None else vectors.scale_N1[which]
-        return super().float32(vectors.rows_ND[which], scale_N1)
+        return super().ready(vectors.rows_ND[which], scale_N1)
 
     def _best_plain(
         self, queries_QD: torch.Tensor, vectors: Rows, counts_P: IntArray, uniform: int, width: int

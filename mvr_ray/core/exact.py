@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core import native
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, PassageScores
 
@@ -106,8 +107,10 @@ def checked_k(k: int) -> int:
 class BlockTable:
     """Finds a passage's block by its row, over the blocks of one shard. Holds no vector."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock]) -> None:
+    def __init__(self, blocks: Sequence[EmbeddingBlock], *, compiled: bool = True) -> None:
+        """`compiled`: score with the loops of `native` where they are to be had."""
         self.blocks = [block for block in blocks if len(block.ids)]
+        self.compiled = compiled
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
         if len(dimensions) != 1:
             raise ShardIndexError(
@@ -133,7 +136,8 @@ class BlockTable:
         for block, first_row, low, high in zip(self.blocks, self.starts, bounds[:-1], bounds[1:]):
             if low < high:
                 local_M = row_M[low:high] - first_row
-                _rescore_block(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
+                score = native.rescore if self.compiled and native.rescores(block) else _rescore_block
+                score(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
         return Scored(query_M, row_M, score_M, view_M)
 
 

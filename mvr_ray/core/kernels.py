@@ -1,4 +1,4 @@
-"""The fast half of a scan: approximate scores of one step in float32, on numpy, or on torch (CPU or GPU).
+"""The fast half of a scan: approximate scores of one step, on numpy, or on torch (CPU or GPU); compiled in `native`.
 
 A kernel multiplies, takes the best view of each passage, and tells which passages may still be among the best k. It may
 err by a known bound; what it lets through is scored exactly elsewhere (`exact`), so two kernels give the same answers.
@@ -7,7 +7,8 @@ Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K
 """
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array")
+
+ENGINES = ("auto", "native", "torch", "numpy")
 
 CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them then costs no memory traffic
 GPU_STEP = 131072
@@ -32,38 +35,71 @@ class Survivors(NamedTuple):
     upper_M: FloatArray
 
 
-class Kernel(Protocol[Array]):
+class Asked(Protocol):
+    """What a kernel keeps of some queries, and how well it multiplies them."""
+
+    rounding_Q: FloatArray
+    """The norm of what the kernel took off each query by rounding it, float64."""
+    input_rounding: float
+    """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
+    products: int
+    """How many products are summed for each dimension."""
+
+
+Question = TypeVar("Question", bound=Asked)
+
+
+@dataclass
+class PlainAsked(Generic[Array]):
+    """Queries on the kernel's device, and the K best lower bounds of each so far, best first."""
+
+    queries_QD: Array
+    low_QK: Array
+    rounding_Q: FloatArray
+    input_rounding: float = 0.0
+    products: int = 1
+
+
+class Kernel(Protocol[Array, Question]):
     """Arrays of type `Array` live on the kernel's device."""
 
     vectors_per_step: int
-
-    @property
-    def input_rounding(self) -> float:
-        """Relative error of a factor when the hardware multiplies in less than float32 (TF32, bfloat16), else 0."""
-        ...
+    threads: int
+    """How many of the kernel's calls may run side by side, each for a share of the steps."""
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Host rows on the device, in their own dtype."""
         ...
 
-    def float32(self, rows_ND: Array, scale_N1: Array | None = None) -> Array:
-        """Vectors as float32; codes times their scales, where these are given."""
+    def ready(self, rows_ND: Array, scale_N1: Array | None = None) -> Any:
+        """A step as the two below take it, such as vectors in float32; codes come with their scales."""
         ...
 
-    def max_norm(self, vectors_ND: Array) -> float:
+    def max_norm(self, ready: Any) -> float:
         """The largest Euclidean norm, computed in float32."""
         ...
 
-    def best_views(self, queries_QD: Array, vectors_ND: Array, counts_P: IntArray, uniform: int) -> Array:
-        """best_QP: each passage's best inner product. `uniform` is the common number of views, 0 where they differ."""
+    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> Question:
+        """Queries of which the `limit` best passages are wanted. `coded`: steps are codes."""
         ...
 
-    def select(self, best_QP: Array, error_Q: FloatArray, low_QK: Array) -> tuple[Array, Survivors]:
-        """The K best lower bounds so far, best first, and who may still be among the best K."""
+    def survivors(
+        self, asked: Question, ready: Any, counts_P: IntArray, uniform: int, error_Q: FloatArray
+    ) -> Survivors:
+        """Who of a step may still be among the best K; the lower bounds rise. `counts_P` are the passages' numbers of
+        views, all at least 1, and `uniform` the common one, 0 where they differ. `error_Q` bounds a product's error."""
         ...
 
-    def kth(self, low_QK: Array) -> FloatArray:
-        """The last column, on the host."""
+    def lows(self, asked: Question) -> FloatArray:
+        """The K best lower bounds of each query, in any order, on the host."""
+        ...
+
+    def kth(self, asked: Question) -> FloatArray:
+        """The least of those."""
+        ...
+
+    def restart(self, asked: Question, low_QK: FloatArray) -> None:
+        """Go on from these lower bounds, best first."""
         ...
 
 
@@ -71,43 +107,64 @@ class NumpyKernel:
     """The kernel of a machine without torch."""
 
     vectors_per_step = CPU_STEP
-    input_rounding = 0.0
+    threads = 1
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def float32(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> FloatArray:
+    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> FloatArray:
         vectors_ND = rows_ND.astype(np.float32, copy=False)
         return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
 
-    def max_norm(self, vectors_ND: FloatArray) -> float:
+    def max_norm(self, ready: FloatArray) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.sqrt(np.einsum("nd,nd->n", vectors_ND, vectors_ND).max()))
+            return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
 
-    def best_views(
+    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> PlainAsked[FloatArray]:
+        low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
+        return PlainAsked(queries_QD, low_QK, np.zeros(len(queries_QD)))
+
+    def survivors(
+        self, asked: PlainAsked[FloatArray], ready: FloatArray, counts_P: IntArray, uniform: int, error_Q: FloatArray
+    ) -> Survivors:
+        best_QP = self._best_views(asked.queries_QD, ready, counts_P, uniform)
+        error_Q1 = error_Q[:, None].astype(np.float32)
+        upper_QP = best_QP + error_Q1
+        query_M, passage_M = np.nonzero(upper_QP >= asked.low_QK[:, -1:])
+        if not len(query_M):
+            return Survivors(query_M, passage_M, np.zeros(0, np.float32))
+        rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
+        new_QM = np.full((len(best_QP), int(rank_M.max()) + 1), -np.inf, np.float32)
+        new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
+        k, both = asked.low_QK.shape[1], np.concatenate([asked.low_QK, new_QM], axis=1)
+        asked.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
+        upper_M = upper_QP[query_M, passage_M]
+        kept = upper_M >= asked.low_QK[query_M, -1]
+        return Survivors(query_M[kept], passage_M[kept], upper_M[kept])
+
+    def _best_views(
         self, queries_QD: FloatArray, vectors_ND: FloatArray, counts_P: IntArray, uniform: int
     ) -> FloatArray:
+        """best_QP: each passage's best inner product."""
         scores_QN = queries_QD @ vectors_ND.T
         if uniform:
             return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
         return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
 
-    def select(self, best_QP: FloatArray, error_Q: FloatArray, low_QK: FloatArray) -> tuple[FloatArray, Survivors]:
-        error_Q1 = error_Q[:, None].astype(np.float32)
-        upper_QP = best_QP + error_Q1
-        if (upper_QP >= low_QK[:, -1:]).any():
-            k = low_QK.shape[1]
-            both = np.concatenate([low_QK, best_QP - error_Q1], axis=1)
-            low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
-        query_M, passage_M = np.nonzero(upper_QP >= low_QK[:, -1:])
-        return low_QK, Survivors(query_M, passage_M, upper_QP[query_M, passage_M])
+    def lows(self, asked: PlainAsked[FloatArray]) -> FloatArray:
+        return asked.low_QK
 
-    def kth(self, low_QK: FloatArray) -> FloatArray:
-        return low_QK[:, -1]
+    def kth(self, asked: PlainAsked[FloatArray]) -> FloatArray:
+        return asked.low_QK[:, -1]
+
+    def restart(self, asked: PlainAsked[FloatArray], low_QK: FloatArray) -> None:
+        asked.low_QK = low_QK
 
 
 class TorchKernel:
-    """Torch on a CPU or a GPU."""
+    """Torch on a CPU or a GPU. It has threads of its own."""
+
+    threads = 1
 
     def __init__(self, device: str = "cpu") -> None:
         import torch
@@ -128,15 +185,51 @@ class TorchKernel:
 
         return torch.from_numpy(_as_writeable(rows)).to(self.device)
 
-    def float32(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def ready(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> Any:
         return rows_ND.float() if scale_N1 is None else rows_ND.float().mul_(scale_N1)
 
-    def max_norm(self, vectors_ND: "torch.Tensor") -> float:
-        return float(vectors_ND.square().sum(1).max().sqrt())
+    def max_norm(self, ready: Any) -> float:
+        return float(ready.square().sum(1).max().sqrt())
+
+    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> "PlainAsked[torch.Tensor]":
+        low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
+        return PlainAsked(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
+
+    def survivors(
+        self,
+        asked: "PlainAsked[torch.Tensor]",
+        ready: Any,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+    ) -> Survivors:
+        best_QP = self.best_views(asked.queries_QD, ready, counts_P, uniform)
+        asked.low_QK, found = self.select(best_QP, error_Q, asked.low_QK)
+        return found
+
+    def select(
+        self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
+    ) -> "tuple[torch.Tensor, Survivors]":
+        """The lower bounds risen by these scores, and who may still be among the best K."""
+        import torch
+
+        error_Q1 = self.put(error_Q[:, None].astype(np.float32))
+        upper_QP = best_QP + error_Q1
+        query_M, passage_M = torch.nonzero(upper_QP >= low_QK[:, -1:], as_tuple=True)
+        if len(query_M):
+            rank_M = torch.arange(len(query_M), device=self.device) - torch.searchsorted(query_M, query_M)
+            new_QM = best_QP.new_full((len(best_QP), int(rank_M.max()) + 1), -torch.inf)
+            new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
+            low_QK = torch.cat([low_QK, new_QM], dim=1).topk(low_QK.shape[1], dim=1).values
+            kept = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
+            query_M, passage_M = query_M[kept], passage_M[kept]
+        upper_M = upper_QP[query_M, passage_M]
+        return low_QK, Survivors(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
 
     def best_views(
-        self, queries_QD: "torch.Tensor", vectors_ND: "torch.Tensor", counts_P: IntArray, uniform: int
+        self, queries_QD: "torch.Tensor", vectors_ND: Any, counts_P: IntArray, uniform: int
     ) -> "torch.Tensor":
+        """best_QP: each passage's best inner product."""
         import torch
 
         scores_NQ = vectors_ND @ queries_QD.T  # views of a passage are then whole rows: the maximum vectorises over Q
@@ -147,27 +240,31 @@ class TorchKernel:
             best_PQ = torch.segment_reduce(scores_NQ, "max", lengths=lengths_P, axis=0)
         return best_PQ.T.contiguous()
 
-    def select(
-        self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
-    ) -> tuple["torch.Tensor", Survivors]:
-        import torch
+    def lows(self, asked: "PlainAsked[torch.Tensor]") -> FloatArray:
+        return asked.low_QK.cpu().numpy()
 
-        error_Q1 = self.put(error_Q[:, None].astype(np.float32))
-        upper_QP = best_QP + error_Q1
-        if bool((upper_QP >= low_QK[:, -1:]).any()):
-            low_QK = torch.cat([low_QK, best_QP - error_Q1], dim=1).topk(low_QK.shape[1], dim=1).values
-        query_M, passage_M = torch.nonzero(upper_QP >= low_QK[:, -1:], as_tuple=True)
-        upper_M = upper_QP[query_M, passage_M]
-        return low_QK, Survivors(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
+    def kth(self, asked: "PlainAsked[torch.Tensor]") -> FloatArray:
+        return asked.low_QK[:, -1].cpu().numpy()
 
-    def kth(self, low_QK: "torch.Tensor") -> FloatArray:
-        return low_QK[:, -1].cpu().numpy()
+    def restart(self, asked: "PlainAsked[torch.Tensor]", low_QK: FloatArray) -> None:
+        asked.low_QK = self.put(low_QK)
 
 
-def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel:
-    """`engine`: torch, numpy, or auto (torch where it is installed)."""
-    if engine not in ("auto", "torch", "numpy"):
-        raise ShardIndexError(f"engine is {engine!r}; it must be auto, torch or numpy")
+def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
+    """`engine`: native, torch, numpy, or auto: on a CPU native where it was built and this processor can run it; then
+    torch where it is installed."""
+    if engine not in ENGINES:
+        raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    if engine == "native" or (engine == "auto" and device == "cpu"):
+        from mvr_ray.core.native import NativeKernel, library
+
+        if library() is not None and device == "cpu":
+            return NativeKernel(threads)
+        if engine == "native":
+            raise ShardIndexError(
+                f"engine 'native' cannot search on {device!r} here; it needs a CPU with AVX-512 and VNNI and mvr_ray "
+                f"installed with a C compiler; use engine 'auto'"
+            )
     has_torch = importlib.util.find_spec("torch") is not None
     if engine == "numpy" or (engine == "auto" and not has_torch):
         if device != "cpu":

@@ -8,44 +8,51 @@ formed, with or without fused operations, it errs by at most g(D) sum_d |q_d v_d
 Stability of Numerical Algorithms, sec. 3.1, then Cauchy-Schwarz). If the hardware first rounds factors by a relative r
 (TF32: 2^-10), the bound is ((1 + r)^2 (1 + g(D)) - 1) |q| |v|. Results below 2^-126 may be flushed to zero, factors
 too: at most 2^-126 (2 + |q| + |v|) a term. The exact score s is itself rounded once to float32 (u |q| |v|), and so are
-`a + e` and `a - e` below (about u |q| |v| each). With 8 more terms to cover those three, and the largest norm of a step
-for |v|,
+`a + e` and `a - e` below (about u |q| |v| each). With 16 more terms to cover those three and what else a kernel may
+round, and the largest norm of a step for |v|,
 
-    e = ((1 + r)^2 (1 + g(D + 8)) - 1) |q| max|v| + 2 D 2^-126 (2 + |q| + max|v|)
+    e = ((1 + r)^2 (1 + g(D + 16)) - 1) |q| max|v| + 2 D 2^-126 (2 + |q| + max|v|)
 
 bounds |a - s| for a passage's best view as for each one, since a maximum errs no more than its parts. So
 a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. Whoever has `a + e < L` scores
 less than all of those, ties included, and may go; L only grows, so it may go at once.
 
 **Eight bits.** With codes, a step multiplies w in place of v (`codes`), and e grows by |q| max r, the largest residual
-of the step. The candidates are scored with v as ever, so only their number changes.
+of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are scored with v as ever, so
+only their number changes. One that sums several products a dimension has as many times D terms.
 
-**Memory** is a step's vectors as float32 and its scores for 256 queries, the best k, and a bounded number of
-candidates: when ties let too many through, they are scored exactly and cut to k on the way.
+**Threads.** Each thread of a kernel scans its share of the steps for all queries; the best of the lower bounds of all
+shares is a lower bound for the whole.
+
+**Memory** is the best k, a bounded number of candidates (when ties let too many through, they are scored exactly and
+cut to k on the way), and, where the kernel needs them, a step's vectors as float32 and its scores for 256 queries.
 
 Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from mvr_ray.core.codes import Codes
 from mvr_ray.core.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
-from mvr_ray.core.kernels import Array, Kernel
+from mvr_ray.core.kernels import Array, Kernel, NumpyKernel, Question
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
+PAIRS_WORTH_THREADS = 2048
 UNIT = 2.0**-24
 TINY = 2.0**-126
 
 
 def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
     """The bound e of the module's docstring, float64 [Q]."""
-    terms = (dimension + 8) * UNIT
+    terms = (dimension + 16) * UNIT
     relative = (1 + input_rounding) ** 2 * (1 + terms / (1 - terms)) - 1
     return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
 
@@ -87,7 +94,7 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
         before += int(ptr[-1] - ptr[0])
 
 
-class Scan(Generic[Array]):
+class Scan(Generic[Array, Question]):
     """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 16 bytes a step,
     unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
     scanned in place of the vectors, which then only the candidates need."""
@@ -95,25 +102,25 @@ class Scan(Generic[Array]):
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
-        kernel: Kernel[Array],
+        kernel: Kernel[Array, Question],
         *,
         codes: Codes | None = None,
         resident: bool = False,
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
     ) -> None:
-        self.table = BlockTable(blocks)
+        self.table = BlockTable(blocks, compiled=not isinstance(kernel, NumpyKernel))
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
         self.norms = [-1.0] * len(self.steps)
-        self.residuals = [-1.0] * len(self.steps)
         self.codes = codes
         if codes is not None and len(codes.codes_ND) != self.table.num_vectors:
             raise ShardIndexError(
                 f"there are codes of {len(codes.codes_ND)} vectors, the embeddings are {self.table.num_vectors}; "
                 f"build the index again"
             )
+        self.residuals = [self._residual(step) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
@@ -122,18 +129,41 @@ class Scan(Generic[Array]):
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
         limit = min(k + 1, self.table.num_scorable)
-        parts = range(0, len(queries_QD), self.queries_at_once)
-        batches = [_Batch(self, queries_QD[at : at + self.queries_at_once], limit) for at in parts] if limit else []
-        for number, step in enumerate(self.steps if batches else []):
-            rows_ND, scale_N1 = self.resident[number] if self.resident else self._put(step)
-            vectors_ND = self.kernel.float32(rows_ND, scale_N1)
+        starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
+        parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
+        num_shares = min(self.kernel.threads, len(self.steps)) if parts else 0
+        shares = [
+            range(s * len(self.steps) // num_shares, (s + 1) * len(self.steps) // num_shares) for s in range(num_shares)
+        ]
+        if num_shares > 1:
+            with ThreadPoolExecutor(num_shares) as pool:
+                found = list(pool.map(lambda share: self._scan(parts, limit, share), shares))
+        else:
+            found = [self._scan(parts, limit, share) for share in shares]
+        scored = [_joined(batches).finish() for batches in zip(*found)]
+        return pack_hits(scored, [len(part) for part in parts], len(queries_QD), k)
+
+    def _scan(self, parts: Sequence[FloatArray], limit: int, share: range) -> "list[_Batch[Array, Question]]":
+        """What a share of the steps has for each part of the queries."""
+        batches = [_Batch(self, part, limit) for part in parts]
+        for number in share:
+            step = self.steps[number]
+            ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(step)))
             if self.norms[number] < 0:
-                self.residuals[number] = self._residual(step)
-                self.norms[number] = self._norm(step, self.kernel.max_norm(vectors_ND))
+                self.norms[number] = self._norm(step, self.kernel.max_norm(ready))
             for batch in batches:
-                batch.scan(step, vectors_ND, self.norms[number], self.residuals[number])
-        scored = [batch.finish() for batch in batches]
-        return pack_hits(scored, [len(batch.queries_QD) for batch in batches], len(queries_QD), k)
+                batch.scan(step, ready, self.norms[number], self.residuals[number])
+        return batches
+
+    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[Scored]:
+        """Exact scores of the pairs, in parts; many of them by all threads."""
+        count, threads = len(pairs.row_M), self.kernel.threads
+        if threads == 1 or count < PAIRS_WORTH_THREADS:
+            return [self.table.rescore(queries_QD, pairs)]
+        edges = [part * count // threads for part in range(threads + 1)]
+        parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(lambda part: self.table.rescore(queries_QD, part), parts))
 
     def _put(self, step: Step) -> tuple[Array, Array | None]:
         if self.codes is None:
@@ -162,30 +192,29 @@ class Scan(Generic[Array]):
         return float(norm_N.max()) * (1 + 2.0**-40)
 
 
-class _Batch(Generic[Array]):
+class _Batch(Generic[Array, Question]):
     """What is known so far for some queries: the best lower bounds, and the candidates."""
 
-    def __init__(self, scan: Scan[Array], queries_QD: FloatArray, limit: int) -> None:
+    def __init__(self, scan: Scan[Array, Question], queries_QD: FloatArray, limit: int) -> None:
         self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
-        self.on_device: Array = scan.kernel.put(queries_QD)
-        self.low_QK: Array = scan.kernel.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
+        self.asked: Question = scan.kernel.ask(queries_QD, limit, scan.codes is not None)
         self.pending: list[Scored] = []  # upper bounds in place of scores
         self.num_pending = 0
         self.settled: list[Scored] = []
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
 
-    def scan(self, step: Step, vectors_ND: Array, norm: float, residual: float) -> None:
+    def scan(self, step: Step, ready: Any, norm: float, residual: float) -> None:
         kernel, dimension = self.scan_of.kernel, self.scan_of.table.dimension
         if self.norm_Q.max() * norm > LARGEST:
             raise ShardIndexError(
                 f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
                 f"overflow float32 scores; normalise the embeddings"
             )
-        error_Q = score_error(self.norm_Q, norm, dimension, kernel.input_rounding)
-        error_Q += self.norm_Q * residual * (1 + 2.0**-20)
-        best_QP = kernel.best_views(self.on_device, vectors_ND, step.counts_P, step.uniform)
-        self.low_QK, found = kernel.select(best_QP, error_Q, self.low_QK)
+        rounding_Q, num_terms = self.asked.rounding_Q, dimension * self.asked.products
+        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, self.asked.input_rounding)
+        error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
+        found = kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
         if len(found.query_M):
             row_M = step.row_P[found.passage_M]
             self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
@@ -195,16 +224,24 @@ class _Batch(Generic[Array]):
             if self.num_pending > self.max_pending // 2:
                 self._settle()
 
+    def absorb(self, other: "_Batch[Array, Question]") -> None:
+        """Go on with what another share of the steps has found for the same queries."""
+        kernel = self.scan_of.kernel
+        low_QK = np.concatenate([kernel.lows(self.asked), kernel.lows(other.asked)], axis=1)
+        kernel.restart(self.asked, -np.sort(-low_QK, axis=1)[:, : self.limit])
+        self.pending += other.pending
+        self.settled += other.settled
+
     def finish(self) -> Scored:
         self._drop_hopeless()
         self._settle()
-        return self.settled[0]
+        return self.settled[0] if len(self.settled) == 1 else best_first(join_scored(self.settled), self.limit)
 
     def _drop_hopeless(self) -> None:
         if not self.pending:
             return
         every = join_scored(self.pending)
-        kth_Q = self.scan_of.kernel.kth(self.low_QK)
+        kth_Q = self.scan_of.kernel.kth(self.asked)
         self.pending = [every.take(np.flatnonzero(every.score_M >= kth_Q[every.query_M]))]
         self.num_pending = len(self.pending[0].row_M)
 
@@ -213,12 +250,19 @@ class _Batch(Generic[Array]):
         if not self.pending:
             return
         every = join_scored(self.pending)
-        scored = self.scan_of.table.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
-        best = best_first(join_scored([*self.settled, scored]), self.limit)
+        scored = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
+        best = best_first(join_scored([*self.settled, *scored]), self.limit)
         self.settled, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
-        self.low_QK = self.scan_of.kernel.put(low_QK)
+        self.scan_of.kernel.restart(self.asked, low_QK)
+
+
+def _joined(batches: "Sequence[_Batch[Array, Question]]") -> "_Batch[Array, Question]":
+    first, *others = batches
+    for other in others:
+        first.absorb(other)
+    return first
 
 
 def pack_hits(scored: Sequence[Scored], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:

@@ -1,8 +1,9 @@
 """From nearest vectors to the best passages: what the approximate indexes share.
 
-A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first and
-twice as many each further time, until a query has k distinct passages. What an index cannot find (an unlucky graph, too
-few probed lists) is found by scanning the shard. Every candidate is then scored exactly with all its views.
+A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first (or
+all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
+passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too few probed lists) is found
+by scanning the shard. Every candidate is then scored exactly with all its views.
 
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """
@@ -19,7 +20,6 @@ from mvr_ray.core.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
-FIRST_FETCH = 3
 VECTORS_AT_ONCE = 16384
 
 
@@ -28,6 +28,12 @@ class ApproximateIndex(ABC):
 
     kind = ""
     exact = False
+    first_fetch = 3
+    """How many vectors are fetched at first for each passage wanted."""
+    breadth = 0
+    """How many vectors a search holds anyway: at least so many are fetched."""
+    beam_passages = 0
+    """Distinct passages to find and score for a query, where these are more than k."""
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], *, threads: int | None = None) -> None:
         self.scan = Scan(blocks, make_kernel(threads=threads))
@@ -60,7 +66,8 @@ class ApproximateIndex(ABC):
 
     def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
         """At least k distinct passages for each query, and the queries for which the index could not find as many."""
-        asked_Q, fetch = np.arange(len(queries_QD)), min(FIRST_FETCH * k, self.max_fetch())
+        asked_Q = np.arange(len(queries_QD))
+        fetch = min(max(self.first_fetch * k, self.breadth), self.max_fetch())
         query_parts, row_parts, unlucky = [], [], []
         while len(asked_Q):
             number_QF = self.nearest(queries_QD[asked_Q], fetch)
@@ -68,12 +75,14 @@ class ApproximateIndex(ABC):
             row_M = np.searchsorted(self.ends, number_QF[real_QF], side="right")
             query_M = np.repeat(asked_Q, real_QF.sum(axis=1))
             query_M, row_M = np.divmod(np.unique(query_M * self.num_passages + row_M), self.num_passages)
-            enough_Q = np.bincount(query_M, minlength=len(queries_QD)) >= k
-            query_parts.append(query_M[enough_Q[query_M]])
-            row_parts.append(row_M[enough_Q[query_M]])
+            found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
             dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())
-            unlucky.append(asked_Q[dry_Q & ~enough_Q[asked_Q]])
-            asked_Q = asked_Q[~dry_Q & ~enough_Q[asked_Q]]
+            done = np.zeros(len(queries_QD), bool)
+            done[asked_Q] = (found_Q >= k) & (dry_Q | (found_Q >= self.beam_passages))
+            query_parts.append(query_M[done[query_M]])
+            row_parts.append(row_M[done[query_M]])
+            unlucky.append(asked_Q[dry_Q & (found_Q < k)])
+            asked_Q = asked_Q[~dry_Q & ~done[asked_Q]]
             fetch = min(2 * fetch, self.max_fetch())
         none = [np.zeros(0, np.int64)]
         pairs = Pairs(np.concatenate(query_parts or none), np.concatenate(row_parts or none))

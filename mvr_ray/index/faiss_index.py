@@ -98,7 +98,7 @@ class FaissIndex(ApproximateIndex):
         if isinstance(searchable, faiss.IndexIVF):
             searchable.nprobe = min(params.nprobe, searchable.nlist)
         if isinstance(searchable, faiss.IndexHNSW):
-            searchable.hnsw.efSearch = params.hnsw_ef_search
+            searchable.hnsw.efSearch = self.breadth = params.hnsw_ef_search
         return index
 
     def max_fetch(self) -> int:

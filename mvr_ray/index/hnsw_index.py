@@ -62,7 +62,7 @@ class HnswIndex(ApproximateIndex):
         self, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None
     ) -> None:
         super().__init__(blocks, threads=threads)
-        self.ef_search = params.hnsw_ef_search
+        self.ef_search = self.breadth = params.hnsw_ef_search
         self.lock = threading.Lock()  # the breadth of a search is a field of the graph
         if not self.num_vectors:
             return

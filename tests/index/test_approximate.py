@@ -129,6 +129,27 @@ def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, know
         check_exact(exact, queries(6, num_queries), blocks, k)
 
 
+@given(
+    known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 20), beam=st.integers(0, 50),
+    first_fetch=st.integers(1, 12),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_beam_holds_as_many_passages_as_it_shall_or_all_within_reach(
+    shard, queries, known, largest, k, beam, first_fetch
+):
+    blocks = shard(6, 40)
+    index = Stingy(blocks)
+    index.known, index.largest, index.beam_passages, index.first_fetch = known, largest, beam, first_fetch
+    pairs, unlucky_Q = index._candidates(queries(6, 2), k)
+    reached = int(np.searchsorted(index.ends, min(known, largest, index.num_vectors) - 1, side="right")) + 1
+    reached = reached if min(known, largest) else 0
+    assert unlucky_Q.tolist() == ([0, 1] if reached < k else [])
+    for query in (0, 1):
+        rows = pairs.row_M[pairs.query_M == query]
+        assert len(rows) == len(set(rows.tolist()))
+        assert len(rows) >= min(max(k, beam), reached) if reached >= k else not len(rows)
+
+
 def test_a_shard_without_vectors_builds_and_answers(params, shard, queries, tmp_path):
     blocks = shard(0, 0)
     assert build_index(params, blocks, tmp_path) == []

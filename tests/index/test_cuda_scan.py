@@ -70,7 +70,7 @@ for dimension, counts, queries in CASES:
     of = np.array(counts)
     rows = Rows(torch.from_numpy(vectors), None), Rows(*map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None])))
     for one in rows:
-        wide = plain.float32(one.rows_ND, one.scale_N1)
+        wide = plain.ready(one.rows_ND, one.scale_N1)
         truth = plain.best_views(torch.from_numpy(asked), wide, of, uniform).double().numpy()
         got = kernel.best_views(torch.from_numpy(asked), one, of, uniform).double().numpy()
         norm = np.linalg.norm(asked.astype(np.float64), axis=1)
@@ -126,7 +126,7 @@ def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
     vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
     codes, kernel = encode(vectors_ND), FusedKernel("cpu")
     assert kernel.input_rounding == 2.0**-11
-    wide_ND = NumpyKernel().float32(codes.codes_ND, codes.scale_N[:, None])
+    wide_ND = NumpyKernel().ready(codes.codes_ND, codes.scale_N[:, None])
     rows = Rows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
     assert kernel.max_norm(rows) == pytest.approx(float(np.linalg.norm(wide_ND, axis=1).max()), rel=1e-6)
     assert (score_error(np.ones(1), 1.0, 384, 2.0**-11) > score_error(np.ones(1), 1.0, 384, 0.0)).all()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.kernels import NumpyKernel, TorchKernel, make_kernel
+from mvr_ray.core.native import library
 from mvr_ray.core.scan import Scan
 from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.errors import ShardIndexError
@@ -18,6 +19,7 @@ from mvr_ray.index.base import IndexParams, build_index, open_index
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.types import EmbeddingBlock
 
+ENGINES = ["numpy", "torch", *(["native"] if library() else [])]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -40,16 +42,17 @@ def encoded(blocks) -> Codes:
     empty=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),
     per_block=st.integers(1, 64),
-    engine=st.sampled_from(["torch", "numpy"]),
+    engine=st.sampled_from(ENGINES),
     step=st.sampled_from([1, 7, 16384]),
     at_once=st.sampled_from([1, 3, 256]),
     pending=st.sampled_from([0, 1 << 18]),
     coded=st.booleans(),
+    threads=st.sampled_from([1, 3]),
 )
 @SLOW
 def test_flat_search_equals_brute_force(
     shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, ragged, empty, dtype, per_block,
-    engine, step, at_once, pending, coded,
+    engine, step, at_once, pending, coded, threads,
 ):  # fmt: skip
     blocks = shard(
         seed, num_passages, max_views, dimension,
@@ -57,7 +60,7 @@ def test_flat_search_equals_brute_force(
     )  # fmt: skip
     asked = queries(seed, 4, dimension, palette)
     kernel = make_kernel(engine)
-    kernel.vectors_per_step = step
+    kernel.vectors_per_step, kernel.threads = step, threads
     codes = encoded(blocks) if coded else None
     scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
     check_exact(scan.search(asked, k), asked, blocks, k)
@@ -154,7 +157,7 @@ def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, devi
     answers = [
         as_bytes(FlatIndex(shard(4, palette=palette, per_block=size), engine=engine, device=where).search(asked, 20))
         for size in (7, 300)
-        for engine, where in (("numpy", "cpu"), ("torch", device))
+        for engine, where in [*((engine, "cpu") for engine in ENGINES), ("torch", device)]
     ]
     assert all(answer == answers[0] for answer in answers)
 
@@ -227,7 +230,7 @@ def test_senseless_questions_are_refused(shard, queries, broken, k, words):
         FlatIndex(shard(0)).search(broken(queries(0, 2)), k)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_damaged_vector_is_named(shard, queries, engine, value):
     blocks = shard(0, dtype="float32")
@@ -238,7 +241,7 @@ def test_a_damaged_vector_is_named(shard, queries, engine, value):
         index.search(queries(0, 2), 3)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_huge_and_tiny_vectors_are_ranked_rightly(shard, queries, check_exact, engine):
     for factor in (1e16, 1e-22, 1e-38):
         blocks = [

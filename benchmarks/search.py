@@ -1,0 +1,247 @@
+"""Exact search on a CPU: our flat index beside faiss-cpu's IndexFlatIP, which both read the very same memory.
+
+    python benchmarks/search.py [passages]
+
+A passage scores as its best view, and 100 distinct passages are wanted. Faiss ranks vectors, so it is asked for more of
+them, in three ways: four times as many, which these views need at most (the kindest case); twice as many, doubled for
+the questions that still lack passages (adaptive); and eight times, all that views which are alike can need. Faiss is
+measured as installed, and with BLAS: since its default threshold (`distance_compute_blas_threshold`) was raised from 20
+questions to 128,000, it takes even the questions of a batch one by one, which costs it most of its speed; 20 is set
+back for the cases that say so. One by one, its time is that of one question times their number, so that a batch of 256
+is reckoned from the batch of 32.
+
+Every answer is checked against every other: the same passages, but for ties in float32, and the same scores.
+
+Shapes: Q questions, N vectors, D dimension, F vectors fetched, K passages wanted.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+import synthetic
+import torch
+from measure import Bar, Part, interleaved, matrix_rate, read_bandwidth, speedup, write
+from numpy.typing import NDArray
+
+from mvr_ray.core.codes import encode
+from mvr_ray.core.native import NativeKernel, library
+from mvr_ray.index.flat import FlatIndex
+from mvr_ray.types import FloatArray, IntArray
+
+VIEWS, DIMENSION, K = 8, 384, 100
+PASSAGES = 200_000
+BATCHES = (1, 32, 256)
+THREADS = (1, 2)
+KIND, ADAPTIVE, ALIKE = 4, 2, 8
+BLAS_FROM, LONGEST_ONE_BY_ONE = 20, 32
+ROUNDS, LONG_ROUNDS = 7, 5
+SLACK = 2e-6
+
+
+class Found(NamedTuple):
+    rows_QK: IntArray
+    scores_QK: FloatArray
+
+
+class Peer:
+    """Faiss, its vectors, and how k distinct passages are had from it."""
+
+    def __init__(self, shape: synthetic.Shape) -> None:
+        self.index = faiss.IndexFlatIP(shape.dimension)
+        for part in synthetic.vectors(shape, synthetic.SEEN):
+            self.index.add(part)
+
+    @property
+    def vectors_ND(self) -> NDArray[np.float32]:
+        """Its own memory, not a copy."""
+        count, dimension = self.index.ntotal, self.index.d
+        return faiss.rev_swig_ptr(self.index.get_xb(), count * dimension).reshape(count, dimension)
+
+    def refill(self, shape: synthetic.Shape, view_cosine: float) -> None:
+        at = 0
+        for part in synthetic.vectors(shape, view_cosine):
+            self.vectors_ND[at : at + len(part)] = part
+            at += len(part)
+
+    def search(self, queries_QD: FloatArray, over: int) -> Found:
+        """`over` times as many vectors as passages, and twice as many again for who has too few passages."""
+        rows_QK = np.full((len(queries_QD), K), -1)
+        scores_QK = np.full((len(queries_QD), K), -np.inf, np.float32)
+        asked, fetch = np.arange(len(queries_QD)), over * K
+        while len(asked):
+            scores_QF, vectors_QF = self.index.search(queries_QD[asked], fetch)
+            lacking = []
+            for query, scores_F, rows_F in zip(asked, scores_QF, vectors_QF // VIEWS):
+                _, first = np.unique(rows_F, return_index=True)
+                if len(first) < K:
+                    lacking.append(query)
+                    continue
+                best = np.sort(first)[:K]
+                rows_QK[query], scores_QK[query] = rows_F[best], scores_F[best]
+            asked, fetch = np.array(lacking, np.int64), 2 * fetch
+        return Found(rows_QK, scores_QK)
+
+
+def check(name: str, found: Found, truth: Found) -> None:
+    """The same passages at the same scores; who is in one list alone must tie with the last, in float32."""
+    if not np.allclose(found.scores_QK, truth.scores_QK, rtol=0, atol=SLACK):
+        raise SystemExit(f"{name}: scores differ by {np.abs(found.scores_QK - truth.scores_QK).max():g}")
+    for query, (ours, theirs) in enumerate(zip(found.rows_QK, truth.rows_QK)):
+        for rows, scores, others in ((ours, found.scores_QK, theirs), (theirs, truth.scores_QK, ours)):
+            alone = ~np.isin(rows, others)
+            if (scores[query][alone] > scores[query, -1] + SLACK).any():
+                raise SystemExit(f"{name}: query {query} has other passages than exhaustive search")
+
+
+def ours(index: FlatIndex, queries_QD: FloatArray) -> Callable[[], Found]:
+    return lambda: Found(*index.search(queries_QD, K)[:2])
+
+
+def theirs(peer: Peer, queries_QD: FloatArray, over: int, blas: bool) -> Callable[[], Found]:
+    installed = faiss.cvar.distance_compute_blas_threshold
+
+    def search() -> Found:
+        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM if blas else installed
+        try:
+            return peer.search(queries_QD, over)
+        finally:
+            faiss.cvar.distance_compute_blas_threshold = installed
+
+    return search
+
+
+def peers(peer: Peer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str, Callable[[], Found]]:
+    """Faiss as installed, and with BLAS where there are enough questions for it."""
+    told = {KIND: f"{KIND}x", ADAPTIVE: f"from {ADAPTIVE}x", ALIKE: f"{ALIKE}x"}
+    cases = {}
+    if len(queries_QD) <= LONGEST_ONE_BY_ONE:
+        kindest = overs if len(queries_QD) == 1 else [over for over in overs if over != ADAPTIVE]
+        cases |= {f"Faiss, {told[over]}": theirs(peer, queries_QD, over, False) for over in kindest}
+    if len(queries_QD) >= BLAS_FROM:
+        kindest = overs if len(queries_QD) == BATCHES[1] else [over for over in overs if over != ADAPTIVE]
+        cases |= {f"Faiss with BLAS, {told[over]}": theirs(peer, queries_QD, over, True) for over in kindest}
+    return cases
+
+
+def measure(part: Part, name: str, cases: dict[str, Callable[[], Found]], batch: int, threads: int) -> None:
+    """Check what all cases find, then time them in turn."""
+    torch.set_num_threads(threads)
+    faiss.omp_set_num_threads(threads)
+    truth = next(iter(cases.values()))()
+    for label, run in list(cases.items())[1:]:
+        check(f"{name}, {label}", run(), truth)
+    samples = interleaved(cases, ROUNDS if batch == 1 else LONG_ROUNDS, warm=batch == 1)
+    part.add({f"{name}, {label}": seconds for label, seconds in samples.items()}, batch)
+    for label, seconds in samples.items():
+        print(f"{name}, {label}: {np.median(seconds) * 1e3:.1f} ms", flush=True)
+
+
+def told(threads: int, batch: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}, batch {batch}"
+
+
+def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
+    """What Faiss takes for the largest batch, one question after the other."""
+    few, many = LONGEST_ONE_BY_ONE, max(BATCHES)
+    seconds = part.samples[f"{prefix}{told(threads, few)}, {label}"]
+    part.add({f"{prefix}{told(threads, many)}, {label}, reckoned": [many / few * one for one in seconds]}, many)
+
+
+def main(passages: int) -> None:
+    shape = synthetic.Shape(passages, VIEWS, DIMENSION)
+    part = Part("search", "Exact search on a CPU", "queries")
+    bandwidth = {threads: read_bandwidth(threads) for threads in THREADS}
+    rate = {threads: matrix_rate(threads) for threads in THREADS}
+    peer = Peer(shape)
+    queries_QD = synthetic.questions(peer.vectors_ND, max(BATCHES))
+    whole = synthetic.block(peer.vectors_ND, VIEWS)
+    half = whole._replace(vectors_ND=peer.vectors_ND.astype(np.float16))
+    codes = encode_all(peer.vectors_ND)
+    values = shape.passages * VIEWS * DIMENSION
+    print("vectors are there", flush=True)
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        kinds = {
+            "fp32": (4, FlatIndex([whole], threads=threads)),
+            "fp16": (2, FlatIndex([half], threads=threads)),
+            "int8 + re-scoring": (1, FlatIndex([whole], codes=codes, threads=threads)),
+            "fp32, not compiled": (4, FlatIndex([whole], engine="torch", threads=threads)),
+        }
+        if library():
+            without = FlatIndex([whole], threads=threads)
+            without.scan.kernel.tiles = False
+            kinds["fp32, without AMX"] = (4, without)
+        for batch in BATCHES:
+            name, asked = told(threads, batch), queries_QD[:batch]
+            cases = peers(peer, asked, (KIND, ADAPTIVE))
+            useful = {kind: one for kind, one in kinds.items() if batch > 1 or kind != "fp32, without AMX"}
+            cases |= {kind: ours(index, asked) for kind, (_, index) in useful.items()}
+            measure(part, name, cases, batch, threads)
+            for kind, (size, _) in useful.items():
+                spent = 2.0 * values * batch / rate[threads] if batch > 1 and size > 1 else 0.0
+                part.floors[f"{name}, {kind}"] = max(size * values / bandwidth[threads], spent)
+        reckon(part, "", threads, f"Faiss, {KIND}x")
+    del half, codes, kinds, useful
+    peer.refill(shape, synthetic.ALIKE)
+    print("views are alike", flush=True)
+    for threads in THREADS:
+        index = FlatIndex([whole], threads=threads)
+        for batch in BATCHES:
+            asked = queries_QD[:batch]
+            cases = {**peers(peer, asked, (ALIKE,)), "fp32": ours(index, asked)}
+            measure(part, f"alike, {told(threads, batch)}", cases, batch, threads)
+        reckon(part, "alike, ", threads, f"Faiss, {ALIKE}x")
+    part.bars = bars(part)
+    part.facts = {
+        "passages": shape.passages,
+        "vectors": shape.passages * VIEWS,
+        "dimension": DIMENSION,
+        "k": K,
+        "view-pair cosine": f"{synthetic.SEEN}, and {synthetic.ALIKE} where alike",
+        "faiss-cpu": f"{faiss.__version__} ({faiss.get_compile_options().strip()})",
+        "compiled loops": ("with AMX" if NativeKernel().tiles else "without AMX") if library() else "none",
+        **{f"memory, {threads} thread(s), GB/s": value / 1e9 for threads, value in bandwidth.items()},
+        **{f"matrix rate, {threads} thread(s), GFLOP/s": value / 1e9 for threads, value in rate.items()},
+    }
+    write(part)
+
+
+def encode_all(vectors_ND: FloatArray, at_once: int = 65536) -> Any:
+    parts = [encode(vectors_ND[at : at + at_once]) for at in range(0, len(vectors_ND), at_once)]
+    return type(parts[0])(*map(np.concatenate, zip(*parts)))
+
+
+def bars(part: Part) -> list[Bar]:
+    """Faiss as installed first; then Faiss with BLAS, against which the bars are the same."""
+    made = []
+    for threads in THREADS:
+        for batch in BATCHES:
+            for prefix, over in (("", f"{KIND}x"), ("", f"from {ADAPTIVE}x"), ("alike, ", f"{ALIKE}x")):
+                name = f"{prefix}{told(threads, batch)}"
+                for label in (f"Faiss, {over}", f"Faiss, {over}, reckoned", f"Faiss with BLAS, {over}"):
+                    if f"{name}, {label}" in part.samples:
+                        ratio = speedup(part.samples, f"{name}, fp32", f"{name}, {label}")
+                        made.append(Bar(f"{name}: fp32 against {label}", ratio, 1.0 if batch == 1 else 3.0))
+        name = told(threads, 1)
+        for kind, least in (("fp16", 1.6), ("int8 + re-scoring", 2.5)):
+            made.append(
+                Bar(
+                    f"{name}: {kind} against our fp32", speedup(part.samples, f"{name}, {kind}", f"{name}, fp32"), least
+                )
+            )
+        shares = [(1, "fp32", "measured memory bandwidth"), (256, "fp32", "measured fp32 matrix rate")]
+        if f"{told(threads, 256)}, fp32, without AMX" in part.samples:
+            shares.append((256, "fp32, without AMX", "measured fp32 matrix rate"))
+        for batch, kind, what in shares:
+            case = f"{told(threads, batch)}, {kind}"
+            share = part.floors[case] / float(np.median(part.samples[case]))
+            note = "above 100 %: AMX multiplies halves of floats faster than floats" if share > 1 else ""
+            made.append(Bar(f"{case}: share of the {what}", 100 * share, 70, True, "%", note))
+    return made
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else PASSAGES)

@@ -1,0 +1,306 @@
+"""The kernel compiled from `scan.c`, for processors with AVX-512 and VNNI. It is there where the package was built
+with a C compiler; without it, or on other processors, `kernels` serves, with the same answers.
+
+What it does otherwise: vectors are read as they are stored, half precision and codes being widened in registers; the
+best view of each passage is taken and compared in registers too, so scores never reach memory; of eight-bit codes the
+products are integers. To that end a query is rounded to sixteen bits,
+
+    q' = t n,  n = rint(q / t) = 256 h + l,  t = max_d |q_d| / 32512,  |h|, |l| <= 128
+
+and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; what is made of them is rounded at most six
+times, within the 16 terms that `score_error` adds.
+
+Where Linux lets the process use AMX, batches go through its matrix tiles, twenty times as fast as float32 here: codes
+as before, and floats as sums of two bfloat16, x = x_1 + x_2 + x', |x_2| <= 2^-9 |x|, |x'| <= 2^-18 |x|. Of the products
+q_1 v_1 + q_1 v_2 + q_2 v_1 are made, which leaves out less than 3.1 x 2^-18 |q_d v_d| a term; three products a term are
+summed in float32, whose magnitudes add up to (1 + 2^-8) |q_d v_d|. A relative rounding r of 2^-16 and 3 D terms in the
+bound of `scan` cover that for up to 26,000 dimensions.
+
+Threads are the scan's: each takes its share of the steps (`threads`), and Python's lock is not held meanwhile.
+
+Shapes: Q queries, P passages of a step, N vectors, D dimension, K best lower bounds kept, M candidates.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.core.kernels import Survivors
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+
+LIBRARY = "mvr_ray.core._scan"
+KINDS = {"float32": 0, "float16": 1, "int8": 2}
+STEP = 16384
+AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
+LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
+LARGE = 2.0**100
+LARGEST_HALF = 127 * 256
+
+
+class _Search(ctypes.Structure):
+    _fields_ = (
+        ("queries", ctypes.c_int32),
+        ("kept", ctypes.c_int32),
+        ("error_Q", ctypes.c_void_p),
+        ("low_QK", ctypes.c_void_p),
+        ("cut_Q", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
+        ("found", ctypes.c_int64),
+        ("query_M", ctypes.c_void_p),
+        ("passage_M", ctypes.c_void_p),
+        ("upper_M", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops, or None where they were not built or this processor cannot run them."""
+    found = importlib.util.find_spec(LIBRARY)
+    if found is None or not found.origin:
+        return None
+    loops = ctypes.CDLL(found.origin)
+    if not loops.mvr_supported():
+        return None
+    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, whole, at, at]
+    loops.mvr_scan.restype = long
+    loops.mvr_max_norm.argtypes = [whole, at, at, long, whole]
+    loops.mvr_max_norm.restype = ctypes.c_float
+    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
+    loops.mvr_rescore.restype = None
+    return loops
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("packed", "tiles", "bias", "unit_Q"))
+
+
+class Rows(NamedTuple):
+    """A step's vectors as they are stored, or its codes and their scales."""
+
+    rows_ND: NDArray[Any]
+    scale_N: NDArray[np.float32] | None
+
+
+@dataclass
+class NativeAsked:
+    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room."""
+
+    packed: NDArray[Any]
+    tiles: NDArray[Any] | None
+    bias: NDArray[np.int32]
+    unit_Q: NDArray[np.float32]
+    rounding_Q: FloatArray
+    input_rounding: float
+    products: int
+    low_QK: NDArray[np.float32]
+    cut_Q: NDArray[np.float32]
+    query_M: IntArray
+    passage_M: IntArray
+    upper_M: NDArray[np.float32]
+    space: NDArray[np.float32]
+
+
+class NativeKernel:
+    """The loops of `scan.c`. Raises RuntimeError where they are not to be had: ask `library` first."""
+
+    vectors_per_step = STEP
+
+    def __init__(self, threads: int | None = None, *, tiles: bool = True) -> None:
+        """`tiles`: use AMX where it is to be had."""
+        loops = library()
+        if loops is None:
+            raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
+        self.loops = loops
+        self.threads = threads or _threads()
+        self.tiles = tiles and bool(loops.mvr_tiles())
+
+    def put(self, rows: NDArray[Any]) -> NDArray[Any]:
+        return rows
+
+    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> Rows:
+        rows_ND = np.ascontiguousarray(rows_ND)
+        if rows_ND.dtype.name not in KINDS:
+            rows_ND = rows_ND.astype(np.float32)
+        return Rows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
+
+    def max_norm(self, ready: Rows) -> float:
+        kind, (count, dimension) = KINDS[ready.rows_ND.dtype.name], ready.rows_ND.shape
+        return self.loops.mvr_max_norm(kind, ready.rows_ND.ctypes.data, _address(ready.scale_N), count, dimension)
+
+    def ask(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeAsked:
+        num_queries, dimension = queries_QD.shape
+        padded = -(-num_queries // LANES) * LANES
+        tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
+        if coded:
+            packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
+            tiles = packed if self.tiles and num_queries > 1 else None
+        else:
+            packed = _pack_floats(queries_QD, padded)
+            if self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
+                tiles = _pack_tiles(queries_QD, padded)
+        split = tiles is not None and not coded
+        room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
+        return NativeAsked(
+            packed,
+            tiles,
+            bias,
+            unit_Q,
+            rounding_Q,
+            input_rounding=2.0**-16 if split else 0.0,
+            products=3 if split else 1,
+            low_QK=np.full((num_queries, limit), -np.inf, np.float32),
+            cut_Q=np.full(padded, np.inf, np.float32),
+            query_M=np.empty(room, np.int64),
+            passage_M=np.empty(room, np.int64),
+            upper_M=np.empty(room, np.float32),
+            space=np.zeros(16 + padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
+        )
+
+    def survivors(
+        self, asked: NativeAsked, ready: Rows, counts_P: IntArray, uniform: int, error_Q: FloatArray
+    ) -> Survivors:
+        error_Q = np.ascontiguousarray(error_Q, np.float32)
+        counts_P = np.ascontiguousarray(counts_P, np.int64)
+        search = _Search(
+            *asked.low_QK.shape, error_Q.ctypes.data, asked.low_QK.ctypes.data, asked.cut_Q.ctypes.data,
+            len(asked.query_M), 0, asked.query_M.ctypes.data, asked.passage_M.ctypes.data, asked.upper_M.ctypes.data,
+        )  # fmt: skip
+        question = _Asked(
+            asked.packed.ctypes.data, _address(asked.tiles), asked.bias.ctypes.data, asked.unit_Q.ctypes.data
+        )
+        kind, scales = KINDS[ready.rows_ND.dtype.name], _address(ready.scale_N)
+        passage, parts = 0, []
+        while passage < len(counts_P):
+            search.found = 0
+            passage = self.loops.mvr_scan(
+                kind, ready.rows_ND.ctypes.data, scales, counts_P.ctypes.data, passage, len(counts_P),
+                ready.rows_ND.shape[1], ctypes.addressof(question), AHEAD_BYTES, ctypes.addressof(search),
+                asked.space.ctypes.data,
+            )  # fmt: skip
+            parts.append([column[: search.found].copy() for column in (asked.query_M, asked.passage_M, asked.upper_M)])
+        return Survivors(*parts[0]) if len(parts) == 1 else Survivors(*map(np.concatenate, zip(*parts)))
+
+    def lows(self, asked: NativeAsked) -> FloatArray:
+        return asked.low_QK
+
+    def kth(self, asked: NativeAsked) -> FloatArray:
+        return asked.low_QK[:, 0]
+
+    def restart(self, asked: NativeAsked, low_QK: FloatArray) -> None:
+        asked.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
+
+
+def rescores(block: EmbeddingBlock) -> bool:
+    """Whether the compiled loops can score this block's passages."""
+    vectors_ND = block.vectors_ND
+    return vectors_ND.dtype.name in ("float32", "float16") and vectors_ND.flags.c_contiguous and library() is not None
+
+
+def rescore(
+    block: EmbeddingBlock,
+    queries_QD: FloatArray,
+    query_M: IntArray,
+    row_M: IntArray,
+    score_M: NDArray[np.float32],
+    view_M: NDArray[np.int16],
+) -> None:
+    """Fills `score_M` and `view_M` with what `exact` says of these pairs, to the last bit."""
+    loops = library()
+    assert loops is not None, "ask `rescores` first"
+    dimension, wide = queries_QD.shape[1], np.zeros(queries_QD.size + 8)
+    wide[: queries_QD.size] = queries_QD.ravel()
+    row_ptr, number_N = (
+        np.ascontiguousarray(block.row_ptr, np.int64),
+        np.ascontiguousarray(block.view_numbers_N, np.int16),
+    )
+    query_M, row_M = np.ascontiguousarray(query_M, np.int64), np.ascontiguousarray(row_M, np.int64)
+    terms = np.empty(dimension + 8)
+    loops.mvr_rescore(
+        KINDS[block.vectors_ND.dtype.name], block.vectors_ND.ctypes.data, row_ptr.ctypes.data, number_N.ctypes.data,
+        dimension, wide.ctypes.data, len(row_M), query_M.ctypes.data, row_M.ctypes.data,
+        score_M.ctypes.data, view_M.ctypes.data, terms.ctypes.data,
+    )  # fmt: skip
+
+
+def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
+    """Panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query as it is."""
+    if len(queries_QD) == 1:
+        return np.array(queries_QD[0], np.float32)
+    every = np.zeros((padded, queries_QD.shape[1]), np.float32)
+    every[: len(queries_QD)] = queries_QD
+    return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
+
+
+def _pack_tiles(queries_QD: FloatArray, padded: int) -> NDArray[np.uint16]:
+    """Both bfloat16 parts, [16 queries][D / 32][part][16 pairs of D][query][2]."""
+    num_queries, dimension = queries_QD.shape
+    width = -(-dimension // 32) * 32
+    every = np.zeros((padded, width), np.float32)
+    every[:num_queries, :dimension] = queries_QD
+    first = _bfloat16(every)
+    second = _bfloat16(every - (first.astype(np.uint32) << 16).view(np.float32))
+    parts = np.stack([first, second]).reshape(2, padded // LANES, LANES, width // 32, 16, 2)
+    return np.ascontiguousarray(parts.transpose(1, 3, 0, 4, 2, 5)).ravel()
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of float32's bits, rounded to the nearest, to even on ties."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+class _Packed(NamedTuple):
+    packed: NDArray[np.int8]
+    bias: NDArray[np.int32]
+    unit_Q: NDArray[np.float32]
+    rounding_Q: FloatArray
+
+
+def _pack_codes(queries_QD: FloatArray, padded: int) -> _Packed:
+    """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
+    num_queries, dimension = queries_QD.shape
+    alone = num_queries == 1 and dimension <= 8192
+    wide_QD = queries_QD.astype(np.float64)
+    unit_Q = (np.abs(wide_QD).max(axis=1, initial=0.0) / LARGEST_HALF).astype(np.float32)
+    divisor_Q1 = np.where(unit_Q > 0, unit_Q, np.inf).astype(np.float64)[:, None]
+    whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -LARGEST_HALF, LARGEST_HALF)
+    away_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
+    rounding_Q = np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40)
+    width = -(-dimension // 64) * 64
+    halves_2QD = np.zeros((2, padded, width), np.int32)
+    halves_2QD[0, :num_queries, :dimension] = (whole_QD.astype(np.int32) + 128) >> 8
+    halves_2QD[1, :num_queries, :dimension] = whole_QD.astype(np.int32)
+    halves_2QD[1] -= 256 * halves_2QD[0]
+    units = np.zeros(padded, np.float32)
+    units[:num_queries] = unit_Q
+    if alone:
+        packed = halves_2QD[:, 0]
+        bias = -128 * packed.reshape(2, -1, LANES, 4).sum(axis=(1, 3))
+    else:
+        by_panel = halves_2QD.reshape(2, padded // LANES, LANES, width // 4, 4)
+        packed = by_panel.transpose(1, 3, 0, 2, 4)  # panel, four of D, half, query, one of four
+        bias = -128 * by_panel.sum(axis=(3, 4)).transpose(1, 0, 2)
+    return _Packed(
+        np.ascontiguousarray(packed, np.int8).ravel(), np.ascontiguousarray(bias, np.int32).ravel(), units, rounding_Q
+    )
+
+
+def _address(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _threads() -> int:
+    """As many as torch uses where it is loaded, else as OpenMP is told to, else one a processor."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.get_num_threads()
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else os.cpu_count() or 1

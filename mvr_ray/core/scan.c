@@ -1,0 +1,615 @@
+/* The hot loops of exact search for processors with AVX-512 and VNNI; `native.py` calls them, and says what they mean.
+
+   A tile is ROWS vectors in a row. Its inner products with a panel of queries stay in registers: the best view of each
+   passage is taken there, and compared there with what a passage must reach, so that scores never go to memory. A
+   passage may spread over tiles; `best` carries its maximum from one to the next.
+
+   Where the processor has AMX, batches go through its matrix tiles, 32 rows and 32 queries at a time. A factor x is
+   then high + low + rest, high and low being bfloat16; three products of four are made, and `native.py` bounds the
+   fourth and the rests.
+
+   Shapes: Q queries, P passages, N vectors, D dimension, K best lower bounds kept for each query. */
+
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+#if defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
+#define INLINE FAST static inline __attribute__((always_inline))
+#define TILES \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
+                          "amx-tile,amx-bf16,amx-int8")))
+#define UNROLL _Pragma("GCC unroll 8")
+#define ROWS 8
+#define LANES 16
+#define BLOCK 32 /* rows that go through matrix tiles together: two tiles of 16 */
+#define TILE 512 /* two-byte values of a matrix tile */
+#define SLICE 6  /* times 32 dimensions: both parts of a block's rows then stay in the first cache */
+#define LARGE 0x1p120f /* beyond, a bfloat16 could be infinite */
+#define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
+
+enum { FLOAT32, FLOAT16, INT8 };
+
+int mvr_supported(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+}
+
+/* Whether matrix tiles may be used: the processor has them, and Linux grants this process their state. */
+int mvr_tiles(void) {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    unsigned a, b, c, d;
+    if (!mvr_supported() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    const unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25, needed = bf16 | tile | int8;
+    if ((d & needed) != needed || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+#else
+    return 0;
+#endif
+}
+
+/* What is known of the queries, and what was found. `low_QK` holds a heap a query, the least first. */
+typedef struct {
+    int32_t queries, kept;
+    const float *error_Q;
+    float *low_QK, *cut_Q; /* a score below cut_Q cannot matter; cut_Q is padded to whole panels with +inf */
+    int64_t room, found;
+    int64_t *query_M, *passage_M;
+    float *upper_M;
+} Search;
+
+FAST static float cut(float low, float error) {
+    float value = low - error;
+    return value - (fabsf(low) + error) * 0x1p-21f; /* -inf stays -inf */
+}
+
+/* One score that reached the cut: keep it if `a + e` reaches the k-th lower bound, and let `a - e` take its place. */
+FAST static void emit(Search *s, int query, int64_t passage, float score) {
+    float *heap = s->low_QK + (int64_t)query * s->kept, error = s->error_Q[query];
+    if (!(score + error >= heap[0])) return;
+    s->query_M[s->found] = query;
+    s->passage_M[s->found] = passage;
+    s->upper_M[s->found++] = score + error;
+    float low = score - error;
+    if (!(low > heap[0])) return;
+    int at = 0;
+    for (int child; (child = 2 * at + 1) < s->kept; at = child) {
+        if (child + 1 < s->kept && heap[child + 1] < heap[child]) child++;
+        if (heap[child] >= low) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = low;
+    s->cut_Q[query] = cut(heap[0], error);
+}
+
+FAST static void emit_lanes(Search *s, unsigned mask, int first, int64_t passage, __m512 scores) {
+    float lanes[LANES];
+    _mm512_storeu_ps(lanes, scores);
+    for (; mask; mask &= mask - 1) {
+        int lane = __builtin_ctz(mask);
+        emit(s, first + lane, passage, lanes[lane]);
+    }
+}
+
+/* The scores of a tile's rows with LANES queries: maximum over each passage's rows, and out with the good ones.
+   Bit r of `ends` is set where row r is the last of its passage. */
+INLINE void settle(Search *s, const __m512 *score_R, unsigned ends, int64_t passage, int first, float *best) {
+    __m512 most = _mm512_loadu_ps(best);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        most = _mm512_max_ps(most, score_R[r]);
+        if (ends >> r & 1) {
+            unsigned mask = _mm512_cmp_ps_mask(most, _mm512_loadu_ps(s->cut_Q + first), _CMP_GE_OQ);
+            if (__builtin_expect(mask, 0)) emit_lanes(s, mask, first, passage, most);
+            passage++;
+            most = _mm512_set1_ps(-INFINITY);
+        }
+    }
+    _mm512_storeu_ps(best, most);
+}
+
+INLINE void float_panel(Search *s, const float *tile_RD, const float *panel, int dimension, const int width,
+                        unsigned ends, int64_t passage, int first, float *best) {
+    __m512 sum[3][ROWS];
+    UNROLL for (int w = 0; w < width; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
+    for (int d = 0; d < dimension; d++) {
+        __m512 query[3];
+        UNROLL for (int w = 0; w < width; w++) query[w] = _mm512_loadu_ps(panel + (d * width + w) * LANES);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            __m512 one = _mm512_set1_ps(tile_RD[(int64_t)r * dimension + d]);
+            UNROLL for (int w = 0; w < width; w++) sum[w][r] = _mm512_fmadd_ps(one, query[w], sum[w][r]);
+        }
+    }
+    UNROLL for (int w = 0; w < width; w++) settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+}
+
+/* Panels of 48 queries, the last of 16, 32 or 48: [panel][D][queries of the panel]. */
+FAST static void float_tile(Search *s, const float *tile_RD, const float *asked, int dimension, unsigned ends,
+                            int64_t passage, float *best_Q) {
+    for (int first = 0; first < s->queries;) {
+        int left = s->queries - first;
+        const float *panel = asked + (int64_t)first * dimension;
+        float *best = best_Q + first;
+        if (left > 2 * LANES) {
+            float_panel(s, tile_RD, panel, dimension, 3, ends, passage, first, best), first += 3 * LANES;
+        } else if (left > LANES) {
+            float_panel(s, tile_RD, panel, dimension, 2, ends, passage, first, best), first += 2 * LANES;
+        } else {
+            float_panel(s, tile_RD, panel, dimension, 1, ends, passage, first, best), first += LANES;
+        }
+    }
+}
+
+/* Integer products of codes, made unsigned by adding 128, with queries of 16 bits in two halves, high and low. Panels
+   of 16 queries: [panel][D / 4][high, low][16 queries][4]. `bias` takes the 128 off again: [panel][high, low][16]. */
+FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const float *scale_R, const int8_t *asked,
+                           const int32_t *bias, const float *unit_Q, unsigned ends, int64_t passage, float *best_Q) {
+    for (int first = 0; first < s->queries; first += LANES) {
+        const int8_t *panel = asked + (int64_t)first * stride * 2;
+        __m512i high[ROWS], low[ROWS];
+        __m512i no_high = _mm512_loadu_si512(bias + first * 2), no_low = _mm512_loadu_si512(bias + first * 2 + LANES);
+        UNROLL for (int r = 0; r < ROWS; r++) high[r] = no_high, low[r] = no_low;
+        for (int d = 0; d < stride; d += 4) {
+            __m512i query_high = _mm512_loadu_si512(panel + (int64_t)d * 2 * LANES);
+            __m512i query_low = _mm512_loadu_si512(panel + (int64_t)d * 2 * LANES + 4 * LANES);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                int32_t four;
+                memcpy(&four, tile_RD + r * stride + d, 4);
+                __m512i one = _mm512_set1_epi32(four);
+                high[r] = _mm512_dpbusd_epi32(high[r], one, query_high);
+                low[r] = _mm512_dpbusd_epi32(low[r], one, query_low);
+            }
+        }
+        __m512 score_R[ROWS], unit = _mm512_loadu_ps(unit_Q + first);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[r]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[r]));
+            score_R[r] = _mm512_mul_ps(sum, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
+        }
+        settle(s, score_R, ends, passage, first, best_Q + first);
+    }
+}
+
+INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
+    if (kind == FLOAT32) return _mm512_maskz_loadu_ps(rest, (const float *)rows + at);
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + at));
+}
+
+/* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts in matrix tiles: [two tiles of 16
+   rows][chunk][16 rows][32]. False if one is large. */
+TILES static inline __attribute__((always_inline)) int split(const int kind, const char *rows, int count, int dimension,
+                                                             int first, int chunks, uint16_t *high, uint16_t *low) {
+    const int size = kind == FLOAT32 ? 4 : 2, whole = dimension / 32 - first;
+    __m512 most = _mm512_setzero_ps();
+    for (int r = 0; r < count; r++) {
+        const int64_t start = (int64_t)r * dimension + first * 32;
+        int64_t to = ((int64_t)(r / 16) * chunks * 16 + r % 16) * 32;
+        for (int c = 0; c < chunks; c++, to += TILE) {
+            const uint32_t rest = c < whole ? ~0u : (1u << dimension % 32) - 1;
+            const __m512 a = load_row(kind, rows, start + c * 32, (__mmask16)rest);
+            const __m512 b = load_row(kind, rows, start + c * 32 + LANES, (__mmask16)(rest >> 16));
+            const char *next = rows + (start + c * 32 + (int64_t)BLOCK * dimension) * size;
+            _mm_prefetch(next, _MM_HINT_T1);
+            if (kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
+            most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+            const __m512i upper = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            const __m512i kept_a = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(upper)), 16);
+            const __m512i kept_b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(upper, 1)), 16);
+            const __m512 rest_a = _mm512_sub_ps(a, _mm512_castsi512_ps(kept_a));
+            const __m512 rest_b = _mm512_sub_ps(b, _mm512_castsi512_ps(kept_b));
+            _mm512_store_si512(high + to, upper);
+            _mm512_store_si512(low + to, (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a));
+        }
+    }
+    return _mm512_reduce_max_ps(most) < LARGE;
+}
+
+TILES static int split_rows(int kind, const char *rows, int count, int dimension, int first, int chunks, uint16_t *high,
+                            uint16_t *low) {
+    return kind == FLOAT32 ? split(FLOAT32, rows, count, dimension, first, chunks, high, low)
+                           : split(FLOAT16, rows, count, dimension, first, chunks, high, low);
+}
+
+/* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], what a slice of the
+   dimensions brings. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other. */
+TILES static inline __attribute__((always_inline)) void tile_products(const uint16_t *high, const uint16_t *low,
+                                                                      const uint16_t *panel, int64_t apart, int chunks,
+                                                                      const int two, int begun, float *score) {
+    __asm__ volatile("" ::: "memory"); /* the compiler does not know that tiles are loaded from memory */
+    if (begun) {
+        _tile_loadd(0, score, 64);
+        _tile_loadd(2, score + 256, 64);
+        if (two) {
+            _tile_loadd(1, score + 512, 64);
+            _tile_loadd(3, score + 768, 64);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int c = 0; c < chunks; c++) {
+        const int64_t upper = (int64_t)c * TILE, lower = (int64_t)(chunks + c) * TILE;
+        const uint16_t *query = panel + (int64_t)c * 2 * TILE, *next = query + apart;
+        _tile_loadd(4, low + upper, 64);
+        _tile_loadd(5, low + lower, 64);
+        _tile_loadd(6, query, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (two) {
+            _tile_loadd(7, next, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_loadd(4, high + upper, 64);
+        _tile_loadd(5, high + lower, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(6, query + TILE, 64);
+        if (two) {
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(7, next + TILE, 64);
+        }
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (two) {
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, score, 64);
+    _tile_stored(2, score + 256, 64);
+    if (two) {
+        _tile_stored(1, score + 512, 64);
+        _tile_stored(3, score + 768, 64);
+    }
+}
+
+/* `score` as above, of one panel. */
+FAST static void settle_block(Search *s, const float *score, unsigned ends, int64_t passage, int first, float *best) {
+    for (int r = 0; r < BLOCK; r += ROWS, ends >>= ROWS) {
+        __m512 score_R[ROWS];
+        UNROLL for (int i = 0; i < ROWS; i++) score_R[i] = _mm512_loadu_ps(score + (r + i) * LANES);
+        settle(s, score_R, ends & 0xff, passage, first, best);
+        passage += __builtin_popcount(ends & 0xff);
+    }
+}
+
+/* False, and nothing is settled, if a row is too large for bfloat16. */
+TILES static int float_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+                             uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
+                             float *best_Q) {
+    const int chunks = (dimension + 31) / 32;
+    const int64_t apart = (int64_t)chunks * 2 * TILE;
+    for (int from = 0; from < chunks; from += SLICE) {
+        const int some = chunks - from < SLICE ? chunks - from : SLICE;
+        if (!split_rows(kind, rows, count, dimension, from, some, high, low)) return 0;
+        for (int first = 0; first < s->queries; first += 2 * LANES) {
+            const uint16_t *panel = asked + first / LANES * apart + (int64_t)from * 2 * TILE;
+            float *own = score + (int64_t)first * BLOCK;
+            if (s->queries - first > LANES) tile_products(high, low, panel, apart, some, 1, from, own);
+            else tile_products(high, low, panel, apart, some, 0, from, own);
+        }
+    }
+    for (int first = 0; first < s->queries; first += LANES)
+        settle_block(s, score + (int64_t)first * BLOCK, ends, passage, first, best_Q + first);
+    return 1;
+}
+
+/* The same of codes: products of signed bytes are exact, in panels as `code_tile` has them. */
+TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int width, const float *scale_R,
+                             const int8_t *asked, const float *unit_Q, float *score, unsigned ends, int64_t passage,
+                             float *best_Q) {
+    int32_t sum[4 * 256];
+    for (int first = 0; first < s->queries; first += LANES) {
+        const int8_t *panel = asked + (int64_t)first * width * 2;
+        __asm__ volatile("" ::: "memory");
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int d = 0; d < width; d += 64) {
+            const int8_t *query = panel + (int64_t)d * 2 * LANES;
+            _tile_loadd(4, rows + d, stride);
+            _tile_loadd(5, rows + 16 * stride + d, stride);
+            _tile_loadd(6, query, 128);
+            _tile_loadd(7, query + 64, 128);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+        _tile_stored(0, sum, 64);
+        _tile_stored(1, sum + 256, 64);
+        _tile_stored(2, sum + 512, 64);
+        _tile_stored(3, sum + 768, 64);
+        const __m512 unit = _mm512_loadu_ps(unit_Q + first);
+        for (int r = 0; r < BLOCK; r++) {
+            const int32_t *from = sum + r / 16 * 512 + r % 16 * LANES; /* high; low is a tile further */
+            const __m512 high = _mm512_cvtepi32_ps(_mm512_loadu_si512(from));
+            const __m512 low = _mm512_cvtepi32_ps(_mm512_loadu_si512(from + 256));
+            const __m512 both = _mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
+            const __m512 one = _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
+            _mm512_storeu_ps(score + r * LANES, one);
+        }
+        settle_block(s, score, ends, passage, first, best_Q + first);
+    }
+}
+
+/* A constant, since the compiler takes no more than its first bytes to be read. */
+static const struct {
+    uint8_t palette, start, none[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TILE_SHAPES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+TILES static void open_tiles(void) { _tile_loadconfig(&TILE_SHAPES); }
+
+TILES static void close_tiles(void) { _tile_release(); }
+
+/* One query: rows are read along D, so that each byte of the vectors is touched once. */
+INLINE void float_rows(const void *tile, const int half, const float *query, int dimension, int ahead, float *score) {
+    __m512 sum[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) sum[r] = _mm512_setzero_ps();
+    int d = 0;
+    for (; d + LANES <= dimension; d += LANES) {
+        __m512 part = _mm512_loadu_ps(query + d);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            int64_t at = (int64_t)r * dimension + d;
+            __m512 row;
+            if (half) {
+                const uint16_t *from = (const uint16_t *)tile + at;
+                row = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+                if (d & LANES) _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+            } else {
+                const float *from = (const float *)tile + at;
+                row = _mm512_loadu_ps(from);
+                _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+            }
+            sum[r] = _mm512_fmadd_ps(row, part, sum[r]);
+        }
+    }
+    if (d < dimension) {
+        __mmask16 rest = (__mmask16)((1u << (dimension - d)) - 1);
+        __m512 part = _mm512_maskz_loadu_ps(rest, query + d);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            int64_t at = (int64_t)r * dimension + d;
+            __m512 row = half ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)tile + at))
+                              : _mm512_maskz_loadu_ps(rest, (const float *)tile + at);
+            sum[r] = _mm512_fmadd_ps(row, part, sum[r]);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) score[r] = _mm512_reduce_add_ps(sum[r]);
+}
+
+/* `high`, `low`: the query, padded with zeros to 64; `bias`: for each 4 bytes of 64, of both halves. */
+INLINE void code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
+                      const int32_t *bias, float unit, int dimension, int ahead, float *score) {
+    __m512i sum_high[ROWS], sum_low[ROWS], flip = _mm512_set1_epi8(-128);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        sum_high[r] = _mm512_loadu_si512(bias);
+        sum_low[r] = _mm512_loadu_si512(bias + LANES);
+    }
+    for (int d = 0; d < dimension; d += 64) {
+        __mmask64 rest = dimension - d >= 64 ? ~0ull : (1ull << (dimension - d)) - 1;
+        __m512i part_high = _mm512_loadu_si512(high + d), part_low = _mm512_loadu_si512(low + d);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const int8_t *from = tile + (int64_t)r * dimension + d;
+            __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
+            _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+            sum_high[r] = _mm512_dpbusd_epi32(sum_high[r], row, part_high);
+            sum_low[r] = _mm512_dpbusd_epi32(sum_low[r], row, part_low);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sum_high[r], 8), sum_low[r]);
+        score[r] = _mm512_reduce_add_ps(_mm512_cvtepi32_ps(sum)) * (unit * scale_R[r]);
+    }
+}
+
+INLINE void settle_one(Search *s, const float *score_R, int rows, unsigned ends, int64_t passage, float *best) {
+    float most = *best;
+    for (int r = 0; r < rows; r++) {
+        most = score_R[r] > most ? score_R[r] : most;
+        if (ends >> r & 1) {
+            if (__builtin_expect(most >= s->cut_Q[0], 0)) emit(s, 0, passage, most);
+            passage++;
+            most = -INFINITY;
+        }
+    }
+    *best = most;
+}
+
+/* Half precision as float32. */
+FAST static const char *widen(const char *rows, int values, float *wide) {
+    for (int d = 0; d < values; d += LANES) {
+        const __mmask16 rest = values - d >= LANES ? 0xffff : (__mmask16)((1u << (values - d)) - 1);
+        const __m256i half = _mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + d);
+        _mm512_mask_storeu_ps(wide + d, rest, _mm512_cvtph_ps(half));
+    }
+    return (const char *)wide;
+}
+
+/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used. */
+typedef struct {
+    const void *packed, *tiles;
+    const int32_t *bias;
+    const float *unit_Q;
+} Asked;
+
+/* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
+   `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
+   scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
+FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
+                      int64_t passages, int dimension, const Asked *asked, int ahead, Search *s, void *space) {
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
+    const int alone = s->queries == 1 && dimension <= 8192; /* beyond, sums of one query's codes could overflow */
+    const int padded = (s->queries + LANES - 1) / LANES * LANES;
+    const int tiled = !alone && asked->tiles, block = tiled ? BLOCK : ROWS;
+    float *best_Q = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
+    float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
+    uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
+    const unsigned state = _mm_getcsr();
+    _mm_setcsr(PLAIN_STATE);
+    if (tiled) open_tiles();
+    int64_t total = 0, at = 0, passage = first;
+    for (int64_t p = 0; p < passages; p++) *(p < first ? &at : &total) += count_P[p];
+    total += at;
+    for (int q = 0; q < padded; q++) best_Q[q] = -INFINITY;
+    for (int q = 0; q < s->queries; q++) s->cut_Q[q] = cut(s->low_QK[(int64_t)q * s->kept], s->error_Q[q]);
+    for (int64_t left = passage < passages ? count_P[passage] : 0; at < total; at += block) {
+        if (s->room - s->found < (int64_t)block * s->queries) break;
+        const int here = total - at < block ? (int)(total - at) : block;
+        int64_t before = passage;
+        unsigned ends = 0;
+        for (int r = 0; r < here; r++)
+            if (!--left) {
+                ends |= 1u << r;
+                left = ++passage < passages ? count_P[passage] : 0;
+            }
+        const char *part = (const char *)rows + at * dimension * size;
+        float scale_R[BLOCK] = {0};
+        if (kind == INT8) memcpy(scale_R, scale_N + at, here * sizeof(float));
+        if (here < block) part = memcpy(rest, part, (size_t)here * dimension * size);
+        if (alone) {
+            float score_R[ROWS];
+            const int8_t *halves = asked->packed;
+            if (kind == FLOAT32) float_rows(part, 0, asked->packed, dimension, ahead, score_R);
+            if (kind == FLOAT16) float_rows(part, 1, asked->packed, dimension, ahead, score_R);
+            if (kind == INT8)
+                code_rows((const int8_t *)part, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0],
+                          dimension, ahead, score_R);
+            settle_one(s, score_R, here, ends, before, best_Q);
+            continue;
+        }
+        for (int line = 0; line < here * dimension * size && kind == INT8; line += 64)
+            _mm_prefetch(part + ahead + line, _MM_HINT_T1);
+        if (tiled && kind == INT8) {
+            const int8_t *codes = (const int8_t *)part;
+            const int aligned = dimension == width && here == block;
+            for (int r = 0; r < here && !aligned; r++)
+                memcpy((int8_t *)wide + r * width, part + r * dimension, dimension);
+            if (!aligned) codes = (const int8_t *)wide;
+            code_block(s, codes, width, width, scale_R, asked->tiles, asked->unit_Q, score, ends, before, best_Q);
+            continue;
+        }
+        if (tiled && kind != INT8 &&
+            float_block(s, kind, part, here, dimension, asked->tiles, high, low, score, ends, before, best_Q))
+            continue;
+        for (int r = 0; r < here; r += ROWS, ends >>= ROWS) {
+            const char *from = part + (int64_t)r * dimension * size;
+            if (kind == INT8) {
+                uint8_t *codes = (uint8_t *)wide;
+                for (int i = 0; i < ROWS; i++)
+                    for (int d = 0; d < dimension; d++) codes[i * width + d] = (uint8_t)from[i * dimension + d] ^ 0x80;
+                code_tile(s, codes, width, scale_R, asked->packed, asked->bias, asked->unit_Q, ends & 0xff, before,
+                          best_Q);
+            } else {
+                if (kind == FLOAT16) from = widen(from, ROWS * dimension, wide);
+                float_tile(s, (const float *)from, asked->packed, dimension, ends & 0xff, before, best_Q);
+            }
+            before += __builtin_popcount(ends & 0xff);
+        }
+    }
+    if (tiled) close_tiles();
+    _mm_setcsr(state);
+    return passage;
+}
+
+/* The largest norm, in float32; NaN if any vector's is NaN. */
+FAST float mvr_max_norm(int kind, const void *rows, const float *scale_N, int64_t count, int dimension) {
+    float most = 0;
+    for (int64_t n = 0; n < count; n++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int d = 0; d < dimension; d += LANES) {
+            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
+            const int64_t at = n * dimension + d;
+            const uint16_t *half = (const uint16_t *)rows + at;
+            __m512 row;
+            if (kind == FLOAT32) row = _mm512_maskz_loadu_ps(rest, (const float *)rows + at);
+            else if (kind == FLOAT16) row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, half));
+            else row = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(rest, (const int8_t *)rows + at)));
+            sum = _mm512_fmadd_ps(row, row, sum);
+        }
+        const float norm = sqrtf(_mm512_reduce_add_ps(sum)) * (kind == INT8 ? scale_N[n] : 1);
+        if (norm != norm) return norm;
+        most = norm > most ? norm : most;
+    }
+    return most;
+}
+
+INLINE __m512d load_wide(int kind, const void *rows, int64_t at, __mmask8 rest) {
+    if (kind == FLOAT32) return _mm512_cvtps_pd(_mm256_maskz_loadu_ps(rest, (const float *)rows + at));
+    return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_maskz_loadu_epi16(rest, (const uint16_t *)rows + at)));
+}
+
+/* An inner product as `exact.py` has it: products in float64, which are exact, the upper half added onto the lower
+   until one is left. Where D divides by four, the first two additions are made at once, in the same order. */
+INLINE float exact_score(const int kind, const void *rows, int64_t start, const double *query, int dimension,
+                         double *terms) {
+    const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
+    for (int d = 0; d < part; d += 8) {
+        const __mmask8 rest = part - d >= 8 ? 0xff : (__mmask8)((1u << (part - d)) - 1);
+        __m512d sum = _mm512_mul_pd(_mm512_loadu_pd(query + d), load_wide(kind, rows, start + d, rest));
+        if (parts == 4) {
+            const int one = d + part, two = one + part, three = two + part;
+            sum = _mm512_fmadd_pd(_mm512_loadu_pd(query + two), load_wide(kind, rows, start + two, rest), sum);
+            __m512d other = _mm512_mul_pd(_mm512_loadu_pd(query + one), load_wide(kind, rows, start + one, rest));
+            other = _mm512_fmadd_pd(_mm512_loadu_pd(query + three), load_wide(kind, rows, start + three, rest), other);
+            sum = _mm512_add_pd(sum, other);
+        }
+        _mm512_storeu_pd(terms + d, sum);
+    }
+    int left = part;
+    for (; left > 16 && left % 2 == 0; left /= 2)
+        for (int d = 0; d < left / 2; d += 8) { /* what is written beyond the half is never read */
+            const __m512d upper = _mm512_loadu_pd(terms + left / 2 + d);
+            _mm512_storeu_pd(terms + d, _mm512_add_pd(_mm512_loadu_pd(terms + d), upper));
+        }
+    for (int half; left > 1; left = half) {
+        half = (left + 1) / 2;
+        for (int d = 0; d < left - half; d++) terms[d] += terms[half + d];
+    }
+    return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
+}
+
+/* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
+   passages; the lowest view number wins a tie. Queries are float64, with 8 values to spare; so are `terms`, of D. */
+FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
+                      const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
+                      float *score_M, int16_t *view_M, double *terms) {
+    const unsigned state = _mm_getcsr();
+    _mm_setcsr(PLAIN_STATE);
+    for (int64_t m = 0; m < count; m++) {
+        const double *query = queries_QD + query_M[m] * dimension;
+        const int64_t line = (int64_t)dimension * (kind == FLOAT32 ? 4 : 2);
+        const char *next = (const char *)rows + row_ptr[row_M[m + 1 < count ? m + 1 : m]] * line;
+        float best = -INFINITY;
+        int16_t view = INT16_MAX;
+        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
+            for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+            const float score = kind == FLOAT32 ? exact_score(FLOAT32, rows, n * dimension, query, dimension, terms)
+                                                : exact_score(FLOAT16, rows, n * dimension, query, dimension, terms);
+            if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
+            if (score > best) best = score;
+        }
+        score_M[m] = best;
+        view_M[m] = view;
+    }
+    _mm_setcsr(state);
+}
+#else
+int mvr_supported(void) { return 0; }
+int mvr_tiles(void) { return 0; }
+#endif

@@ -1,0 +1,164 @@
+"""The compiled loops give the bytes of the plain ones: every width of panel, every tail, every kind of vector."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.core import native
+from mvr_ray.core.codes import decode, encode
+from mvr_ray.core.exact import BlockTable, Pairs
+from mvr_ray.core.scan import Scan, score_error
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.flat import FlatIndex
+
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SEEDS = st.integers(0, 2**20)
+built = pytest.mark.skipif(native.library() is None, reason="not compiled, or a processor without AVX-512 and VNNI")
+
+
+def as_bytes(hits) -> list[bytes]:
+    return [column.tobytes() for column in hits]
+
+
+@built
+@given(
+    seed=SEEDS,
+    num_queries=st.sampled_from([1, 2, 16, 17, 32, 33, 48, 49, 64, 95, 96]),
+    dimension=st.sampled_from([1, 5, 16, 31, 64, 65, 130]),
+    max_views=st.sampled_from([1, 3, 8, 20]),
+    ragged=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32"]),
+    coded=st.booleans(),
+    step=st.sampled_from([5, 200, 16384]),
+    threads=st.sampled_from([1, 2, 5]),
+    tiles=st.booleans(),
+)
+@SLOW
+def test_compiled_loops_give_the_bytes_of_the_plain_ones(
+    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles
+):
+    blocks = shard(seed, 80, max_views, dimension, palette=palette, ragged=ragged, empty=ragged, dtype=dtype)
+    asked = queries(seed, num_queries, dimension, palette)
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    kernel = native.NativeKernel(threads, tiles=tiles)
+    kernel.vectors_per_step = step
+    found = Scan(blocks, kernel, codes=codes).search(asked, 9)
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 9))
+
+
+@built
+@given(
+    seed=SEEDS, dimension=st.sampled_from([1, 3, 8, 13, 100]), spread=st.sampled_from([1e-30, 1e-4, 1.0, 3e4]),
+    dtype=st.sampled_from(["float16", "float32"]),
+)  # fmt: skip
+@SLOW
+def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
+    shard, queries, palette, seed, dimension, spread, dtype
+):
+    drawn = shard(seed, 30, 5, dimension, palette=palette, dtype="float32")
+    with np.errstate(over="ignore"):
+        blocks = [block._replace(vectors_ND=(block.vectors_ND * np.float32(spread)).astype(dtype)) for block in drawn]
+    blocks = [block._replace(vectors_ND=np.nan_to_num(block.vectors_ND)) for block in blocks]
+    asked = queries(seed, 3, dimension, palette)
+    rng = np.random.default_rng(seed)
+    pairs = Pairs(rng.integers(0, 3, 50), rng.integers(0, 30, 50))
+    fast, plain = (BlockTable(blocks, compiled=compiled).rescore(asked, pairs) for compiled in (True, False))
+    assert as_bytes(fast) == as_bytes(plain)
+
+
+@built
+@given(
+    seed=SEEDS, num_queries=st.sampled_from([1, 7, 40]), dimension=st.sampled_from([1, 4, 65, 768]),
+    coded=st.booleans(), tiles=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
+)  # fmt: skip
+@SLOW
+def test_compiled_products_err_within_the_bound(queries, palette, seed, num_queries, dimension, coded, tiles, spread):
+    """With no error allowed for, the upper bounds that a step gives are its products as computed."""
+    vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
+    vectors_ND = vectors_ND * np.float32(spread)
+    codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles)
+    asked = kernel.ask(asked_QD, 40, coded)
+    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if coded else kernel.ready(vectors_ND)
+    decoded_ND = (decode(codes.codes_ND, codes.scale_N) if coded else vectors_ND).astype(np.float64)
+    found = kernel.survivors(asked, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
+    assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
+    norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
+    assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
+    bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension * asked.products, asked.input_rounding)
+    bound_Q += asked.rounding_Q * norm
+    true_M = (asked_QD[found.query_M].astype(np.float64) * decoded_ND[found.passage_M]).sum(axis=1)
+    assert (np.abs(found.upper_M - true_M) <= bound_Q[found.query_M]).all()
+    assert (asked.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
+
+
+@built
+@pytest.mark.parametrize("tiles", [False, True])
+def test_vectors_and_queries_beyond_what_bfloat16_holds_are_ranked_rightly(shard, queries, check_exact, tiles):
+    """1.7e38 rounds to 2^127 in eight bits; a little more would be infinite."""
+    for of_vectors, of_queries in ((1e37, 1e-3), (1e-3, 1e37), (5e37, 1e-30)):
+        blocks = [
+            block._replace(vectors_ND=block.vectors_ND * np.float32(of_vectors))
+            for block in shard(2, 50, dtype="float32")
+        ]
+        asked = queries(2, 20) * np.float32(of_queries)
+        check_exact(Scan(blocks, native.NativeKernel(1, tiles=tiles)).search(asked, 7), asked, blocks, 7)
+
+
+@built
+def test_a_thread_that_flushes_small_numbers_changes_no_byte(shard, queries):
+    blocks = [
+        block._replace(vectors_ND=block.vectors_ND * np.float32(1e-38)) for block in shard(2, 50, dtype="float32")
+    ]
+    index = FlatIndex(blocks, engine="native", threads=1)
+    plain = as_bytes(index.search(queries(2, 3), 7))
+    assert torch.set_flush_denormal(True)
+    try:
+        assert as_bytes(index.search(queries(2, 3), 7)) == plain
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_without_the_compiled_loops_the_answers_are_the_same(shard, queries, tmp_path):
+    """In a process that finds no compiled module, as where no compiler was."""
+    blocks, asked = shard(9, dtype="float32"), queries(9, 5)
+    program = f"""
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "mvr_ray.core._scan" else found(name, *rest)
+import numpy as np
+from mvr_ray.core import native
+from mvr_ray.index.flat import FlatIndex
+from mvr_ray.types import EmbeddingBlock
+assert native.library() is None
+loaded = np.load({str(tmp_path / "shard.npz")!r})
+ids = loaded["ids"].tolist()
+block = EmbeddingBlock(ids, loaded["row_ptr"], loaded["numbers"], loaded["vectors"])
+index = FlatIndex([block])
+assert type(index.scan.kernel).__name__ == "TorchKernel"
+np.savez({str(tmp_path / "hits.npz")!r}, *index.search(loaded["queries"], 10))
+"""
+    [block] = shard(9, dtype="float32", per_block=1000)
+    np.savez(
+        tmp_path / "shard.npz", ids=np.array(block.ids), row_ptr=block.row_ptr, numbers=block.view_numbers_N,
+        vectors=block.vectors_ND, queries=asked,
+    )  # fmt: skip
+    subprocess.run([sys.executable, "-c", program], check=True)
+    hits = np.load(tmp_path / "hits.npz")
+    assert [hits[name].tobytes() for name in hits.files] == as_bytes(FlatIndex(blocks).search(asked, 10))
+
+
+def test_the_native_engine_is_refused_where_it_cannot_run(shard):
+    with pytest.raises(ShardIndexError, match="engine 'native' cannot search on 'cuda'"):
+        FlatIndex(shard(0), engine="native", device="cuda")
+    with pytest.raises(ShardIndexError, match="engine is 'gpu'; it must be one of auto, native, torch, numpy"):
+        FlatIndex(shard(0), engine="gpu")
+
+
+def test_the_source_of_the_compiled_loops_is_shipped():
+    assert (Path(native.__file__).parent / "scan.c").is_file()
