@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ class Timed(Loop):
     def end_epoch(self) -> None:
         """Nothing is measured here: only steps are timed."""
 
+    def _save(self, optimiser: torch.optim.Optimizer) -> None:
+        """Nor kept."""
+
 
 def train(task: dict[str, Any], steps: int, batch: int, dropout: float, tokens: int, chunk: int) -> dict[str, Any]:
     spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
@@ -85,10 +89,9 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float, tokens: 
     with tempfile.TemporaryDirectory() as folder:
         job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
         loop = Timed(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
-        loop._save = lambda optimiser: None  # type: ignore[method-assign]
         loop.run()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seconds = [b - a for a, b in zip(ended, ended[1:])]
+    seconds = [b - a for a, b in pairwise(ended)]
     return {"seconds": seconds, "loss": loop.losses[0], "peak": peak, "before": before}
 
 

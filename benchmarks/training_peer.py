@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float) -> dict[
         )
         trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": [b - a for a, b in zip(ended, ended[1:])], "loss": losses[0], "peak": peak}
+    return {"seconds": [b - a for a, b in pairwise(ended)], "loss": losses[0], "peak": peak}
 
 
 def main(folder: Path) -> None:
