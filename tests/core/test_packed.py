@@ -67,6 +67,21 @@ def test_a_changed_weight_is_read(tiny):
     np.testing.assert_allclose(after, encoder.encode_passages(tokenized).views_PVD.detach().numpy(), atol=2e-6)
 
 
+def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    assert len(blocks([passage.num_tokens for passage in tokenized])) > 2
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(encoder.embed_passages(tokenized).views_PVD)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+
+
 def test_what_is_laid_out_stays_behind_when_an_encoder_is_copied_or_shipped(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = encoder.tokenize_passages(PASSAGES[:9])
