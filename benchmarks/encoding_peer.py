@@ -37,15 +37,14 @@ def sentence_transformers(task: dict[str, Any]) -> Embed:
 def lightning_ir(task: dict[str, Any]) -> Embed:
     """Its own single-vector model and tokenizer, in batches in the order given, as its index callback has them."""
     from lightning_ir import BiEncoderModule
-    from lightning_ir.bi_encoder import SingleVectorBiEncoderConfig
+    from lightning_ir.models import DprConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    config = SingleVectorBiEncoderConfig(
+    config = DprConfig(
         doc_length=task["max_passage_tokens"],
-        doc_pooling_strategy="mean",
         query_pooling_strategy="mean",
-        normalization_strategy="l2",
+        doc_pooling_strategy="mean",
         projection=None,
         add_marker_tokens=False,
     )
@@ -57,7 +56,8 @@ def lightning_ir(task: dict[str, Any]) -> Embed:
             for start in range(0, len(texts), task["batch"]):
                 some = texts[start : start + task["batch"]]
                 encoding = module.tokenizer.tokenize_doc(some, return_tensors="pt", padding=True, truncation=True)
-                parts.append(module.model.encode_doc(encoding).embeddings[:, 0])
+                vectors_PD = module.model.encode_doc(encoding).embeddings.reshape(len(some), -1)
+                parts.append(torch.nn.functional.normalize(vectors_PD, dim=-1))
         return torch.cat(parts).numpy()
 
     return embed

@@ -38,9 +38,11 @@ def environment(peers: Path, name: str, pins: tuple[str, ...]) -> Path:
 class Peer:
     """A running script of a peer. Leaving the `with` ends it."""
 
-    def __init__(self, python: Path, script: str, *words: str, threads: int, modules: Path | None = None) -> None:
+    def __init__(
+        self, python: Path, script: str, *words: str, threads: int, modules: Path | None = None, **variables: str
+    ) -> None:
         found = {"PYTHONPATH": str(modules or ""), "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
-        environ = {**os.environ, **found}
+        environ = {**os.environ, **found, **variables}
         path = Path(__file__).with_name(script)
         self.name = " ".join(words)
         self.process = subprocess.Popen(
@@ -67,12 +69,15 @@ class Peer:
                 return json.loads(line)
         sys.exit(f"the peer's process {self.name!r} ended ({self.process.wait()}); run its script by hand to see why")
 
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
     def __enter__(self) -> "Peer":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.close()

@@ -9,6 +9,7 @@ import hashlib
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from mvr_ray.core.backbones import Tower
 from mvr_ray.core.packed import PackedTower, packs
@@ -42,6 +43,7 @@ class Readers:
     copied nor shipped: who gets the encoder lays its weights out anew."""
 
     def __init__(self) -> None:
+        self._parameters: dict[int, list[nn.Parameter]] = {}
         self._kept: dict[tuple[int, Precision], tuple[object, PackedTower]] = {}
 
     def __reduce__(self) -> tuple[type["Readers"], tuple[()]]:
@@ -49,7 +51,8 @@ class Readers:
 
     def of(self, tower: Tower, lowered: Lowered) -> PackedTower:
         """Raises EncoderError where this tower, torch or processor has no such products."""
-        state = tuple((parameter.data_ptr(), parameter._version) for parameter in tower.parameters())
+        parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
+        state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
         kept = self._kept.get((id(tower), lowered.precision))
         if kept is None or kept[0] != state:
             kept = self._kept[id(tower), lowered.precision] = (state, lay_out(tower, lowered))
