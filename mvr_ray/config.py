@@ -127,6 +127,9 @@ class IndexConfig(Section):
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
+    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What passages are embedded in on a CPU; questions are always in fp32. Another precision is another encoder, with
+    a fingerprint of its own; int8 finds its scales once, from passages of the corpus."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot

@@ -119,16 +119,17 @@ class Tower(nn.Module):
         """Attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
         return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
 
-    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """What the tables of words and viewers hold for ids of any shape, a dimension more."""
         words = self._words
         if self.viewers is None:
-            embeddings_BTD = words(ids_BT)
-        else:
-            embeddings_BTD = words(ids_BT.clamp(max=self.num_words - 1))
-            viewers_BTD = self.viewers((ids_BT - self.num_words).clamp(min=0))
-            embeddings_BTD = torch.where((ids_BT >= self.num_words)[..., None], viewers_BTD, embeddings_BTD)
-        mask_BT = real_BT.long()
-        return self.backbone(inputs_embeds=embeddings_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options)
+            return words(ids)
+        viewers = self.viewers((ids - self.num_words).clamp(min=0))
+        return torch.where((ids >= self.num_words)[..., None], viewers, words(ids.clamp(max=self.num_words - 1)))
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
+        inputs_BTD, mask_BT = self.embed_ids(ids_BT), real_BT.long()
+        return self.backbone(inputs_embeds=inputs_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options)
 
     def save(self, folder: Path) -> None:
         save_model(self.backbone, self.tokenizer, folder)

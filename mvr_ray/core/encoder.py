@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvr_ray.core.backbones import Tower, open_tower
+from mvr_ray.core.batches import token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
+from mvr_ray.core.packed import Means, packs, read_views
+from mvr_ray.core.precision import FULL, Lowered, Precision, Readers, check
+from mvr_ray.core.quantized import calibrate
 from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
 from mvr_ray.core.snippets import PunktParams, Span, equal_splits, find_snippet, load_punkt, snippet_spans
 from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
@@ -27,6 +31,9 @@ from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import FloatArray, Passage
 
 __all__ = ["Collapse", "DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage", "collapse_report"]
+
+PADDED_TOKENS = 2048
+"""Padded tokens that a CPU reads at once with a gradient: enough for full speed, few enough to waste little."""
 
 
 class PassageViews(NamedTuple):
@@ -46,9 +53,16 @@ class EmbeddedViews(NamedTuple):
 class DualEncoder(nn.Module):
     """Two towers, or one for both sides. Make it with `from_backbone` or `load`."""
 
-    def __init__(self, spec: EncoderSpec, towers: Sequence[Tower], punkt: PunktParams | None) -> None:
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        towers: Sequence[Tower],
+        punkt: PunktParams | None,
+        lowered: Lowered = FULL,
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.lowered = spec, lowered
+        self._readers = Readers()
         self.towers = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
         self.splitter = load_punkt(punkt)
         tower = self.passage_tower
@@ -83,7 +97,7 @@ class DualEncoder(nn.Module):
     def load(cls, folder: str | Path) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
         snapshot = read_snapshot(Path(folder))
-        encoder = cls(snapshot.spec, snapshot.towers, snapshot.punkt).eval()
+        encoder = cls(snapshot.spec, snapshot.towers, snapshot.punkt, snapshot.lowered).eval()
         if encoder.fingerprint != snapshot.fingerprint:
             raise FingerprintError(
                 f"encoder snapshot {folder} was saved as {snapshot.fingerprint} but loads as {encoder.fingerprint}: "
@@ -94,7 +108,7 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Write a snapshot, laid out as `snapshot` says."""
         towers = {name: _tower(tower) for name, tower in self.towers.items()}
-        write_snapshot(Path(folder), self.spec, towers, self.splitter.params, self.fingerprint)
+        write_snapshot(Path(folder), self.spec, towers, self.splitter.params, self.fingerprint, self.lowered)
 
     @property
     def question_tower(self) -> Tower:
@@ -117,6 +131,11 @@ class DualEncoder(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def packs_passages(self) -> bool:
+        """Whether `embed_passages` makes batches of its own, so that any number can be given at once."""
+        return packs(self.passage_tower)
+
+    @property
     def fingerprint(self) -> str:
         """16 hex digits over all that changes an embedding. Reads every weight (about a second a gigabyte): keep it."""
         hasher = hashlib.blake2b(digest_size=8)
@@ -125,7 +144,16 @@ class DualEncoder(nn.Module):
             hasher.update(tower.digest())
         if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
+        hasher.update(self.lowered.digest())
         return hasher.hexdigest()
+
+    def lower(self, precision: Precision, passages: Sequence[Passage] = ()) -> "DualEncoder":
+        """This encoder, its weights shared, embedding passages in another precision, hence by another fingerprint.
+        Questions and training stay in float32. int8 finds its scales from `passages`."""
+        check(self.passage_tower, precision)
+        scales = calibrate(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
+        towers = [_tower(tower) for tower in self.towers.values()]
+        return DualEncoder(self.spec, towers, self.splitter.params, Lowered(precision, scales)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
         """Cut to `max_query_tokens`. Raises EncoderError for a query without a token."""
@@ -181,11 +209,11 @@ class DualEncoder(nn.Module):
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """queries_QD, differentiable."""
-        return self._read(self.question_tower, self.tokenize_queries(texts), 1).views_PVD[:, 0]
+        return self._read(self.question_tower, self.tokenize_queries(texts), 1, FULL).views_PVD[:, 0]
 
     def encode_passages(self, tokenized: Sequence[TokenizedPassage]) -> PassageViews:
         """Views of a batch, differentiable. Pads to the batch's longest; padding changes nothing but rounding."""
-        return self._read(self.passage_tower, tokenized, self.num_views)
+        return self._read(self.passage_tower, tokenized, self.num_views, self.lowered)
 
     def states(self, tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
         """states_PTD of the passage tower, and which tokens are real (the others are padding)."""
@@ -258,31 +286,45 @@ class DualEncoder(nn.Module):
             else:
                 backbone.gradient_checkpointing_disable()
 
-    def _read(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> PassageViews:
+    def _read(
+        self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, lowered: Lowered
+    ) -> PassageViews:
         if not tokenized:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
         if self.spec.has_pieces and tower is self.passage_tower and num_views == self.num_views:
             rows = [self.layout.rows(passage) for passage in tokenized]
             passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
-            views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views)
+            views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views, lowered)
             views_PVD = views_RVD.new_zeros(len(rows), *views_RVD.shape[1:]).index_add(0, passage_R, views_RVD)
             count_PV = count_RV.new_zeros(len(rows), num_views).index_add(0, passage_R, count_RV)
         else:
-            views_PVD, count_PV = self._states(tower, tokenized, num_views)
+            views_PVD, count_PV = self._states(tower, tokenized, num_views, lowered)
         if self.spec.normalize:
             views_PVD = F.normalize(views_PVD, dim=-1)
         return PassageViews(views_PVD, count_PV > 0)
 
-    def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> tuple[Tensor, Tensor]:
-        """Means of the states of each view's tokens, and how many tokens those are."""
+    def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, lowered: Lowered) -> Means:
+        """Packed where that can be; else padded, on a CPU to the longest of few texts of about one length."""
+        plain = self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
+        if not plain and (lowered.precision != "fp32" or packs(tower)):
+            return read_views(self._readers.of(tower, lowered), tokenized, num_views)
+        if self.device.type != "cpu" or len(tokenized) == 1:
+            return self._padded(tower, tokenized, num_views)
+        groups = token_batches([passage.num_tokens for passage in tokenized], PADDED_TOKENS)
+        parts = [self._padded(tower, [tokenized[row] for row in rows], num_views) for rows in groups]
+        back = torch.from_numpy(np.argsort(np.concatenate(groups)))
+        views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
+        return Means(views_PVD, count_PV)
+
+    def _padded(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
         padded = _pad(tower, tokenized)
         states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
         member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=self.device)[:, None]
         count_PV = member_PVT.sum(-1)
         with torch.autocast(self.device.type, enabled=False):
             weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
-            return torch.bmm(weights_PVT, states_PTD.float()), count_PV
+            return Means(torch.bmm(weights_PVT, states_PTD.float()), count_PV)
 
     def _mean_pool(self, tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
         plain = []

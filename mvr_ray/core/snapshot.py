@@ -1,7 +1,8 @@
 """An encoder at rest: a Hugging Face folder per tower, the Punkt parameters, and `encoder.json`, which is written last.
 
-encoder.json            format version, fingerprint, dimension, views, settings
+encoder.json            format version, fingerprint, dimension, views, settings, precision (where it is not fp32)
 punkt.json              sentence parameters
+scales.safetensors      of int8 (`quantized.Scales`), only there
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
 """
@@ -10,15 +11,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from safetensors.numpy import load_file, save_file
 
 from mvr_ray.core.backbones import Tower, open_tower
+from mvr_ray.core.precision import FULL, Lowered, Precision
+from mvr_ray.core.quantized import Scales
 from mvr_ray.core.snippets import PunktParams
 from mvr_ray.core.views import EncoderSpec
 from mvr_ray.errors import EncoderError
 
 ENCODER_FILE = "encoder.json"
 PUNKT_FILE = "punkt.json"
+SCALES_FILE = "scales.safetensors"
 FORMAT_VERSION = 1
 
 
@@ -29,6 +35,7 @@ class Snapshot(NamedTuple):
     towers: list[Tower]
     punkt: PunktParams
     fingerprint: str
+    lowered: Lowered
 
 
 def tower_names(spec: EncoderSpec) -> Sequence[str]:
@@ -36,7 +43,12 @@ def tower_names(spec: EncoderSpec) -> Sequence[str]:
 
 
 def write_snapshot(
-    folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower], punkt: PunktParams, fingerprint: str
+    folder: Path,
+    spec: EncoderSpec,
+    towers: Mapping[str, Tower],
+    punkt: PunktParams,
+    fingerprint: str,
+    lowered: Lowered = FULL,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tower in towers.items():
@@ -49,6 +61,10 @@ def write_snapshot(
         "num_views": spec.effective_views,
         "spec": asdict(spec),
     }
+    if lowered.precision != "fp32":
+        described["precision"] = lowered.precision
+    if lowered.scales is not None:
+        save_file(lowered.scales._asdict(), folder / SCALES_FILE)
     (folder / ENCODER_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -80,4 +96,17 @@ def read_snapshot(folder: Path) -> Snapshot:
     if not (folder / PUNKT_FILE).is_file():
         raise EncoderError(f"encoder snapshot {folder} has no {PUNKT_FILE}; copy or make it again")
     punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
-    return Snapshot(spec, towers, punkt, saved["fingerprint"])
+    return Snapshot(spec, towers, punkt, saved["fingerprint"], _lowered(folder, saved.get("precision", "fp32")))
+
+
+def _lowered(folder: Path, precision: Any) -> Lowered:
+    if precision not in get_args(Precision):
+        raise EncoderError(f"encoder snapshot {folder} embeds in {precision!r}, which this mvr_ray does not know")
+    if precision != "int8":
+        return Lowered(precision)
+    if not (folder / SCALES_FILE).is_file():
+        raise EncoderError(f"encoder snapshot {folder} has no {SCALES_FILE}; copy or make it again")
+    found = load_file(folder / SCALES_FILE)
+    if set(found) != set(Scales._fields):
+        raise EncoderError(f"{folder / SCALES_FILE} does not hold the scales of int8; copy or make the snapshot again")
+    return Lowered(precision, Scales(**found))

@@ -254,7 +254,9 @@ def embed_chunk(
     shape = (len(ids), encoder.num_views, encoder.dimension)
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
-    for together in token_batches([passage.num_tokens for passage in tokenized], tokens_per_batch):
+    lengths = [passage.num_tokens for passage in tokenized]
+    batches = [list(range(len(lengths)))] if encoder.packs_passages else token_batches(lengths, tokens_per_batch)
+    for together in batches:
         embedded = encoder.embed_passages([tokenized[row] for row in together])
         with np.errstate(over="ignore"):
             views_PVD[together] = embedded[0]

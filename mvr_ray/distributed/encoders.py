@@ -6,6 +6,7 @@ fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from th
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +21,12 @@ from mvr_ray.errors import FingerprintError, MissingInputError
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
+
+CALIBRATION_PASSAGES = 256
+"""Passages of the corpus from which int8 finds its scales."""
 
 
 class LocalEncoder(NamedTuple):
@@ -42,10 +47,16 @@ def encoder_spec(run: RunConfig) -> EncoderSpec:
 
 
 def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncoder:
-    """The snapshot that `index.encoder` names. An untrained one is made from the backbone and saved like any other.
+    """The snapshot that `index.encoder` names, in the precision of `index.precision`. An untrained one is made from the
+    backbone, one of another precision from the snapshot named, and both are saved like any other.
 
-    `corpus` is read only where `encoder.sentences` asks for its sentences; absent: the run's own.
+    `corpus` is read where `encoder.sentences` or int8 asks for its texts; absent: the run's own.
     """
+    found = _named(run, corpus)
+    return found if run.index.precision == "fp32" else _lowered(run, found, corpus)
+
+
+def _named(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
     wanted = run.index.encoder
     if wanted in ("trained", "auto"):
@@ -130,3 +141,33 @@ def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEnco
     strategy = encoder.spec.strategy
     log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", held.name, held.fingerprint, strategy)
     return held
+
+
+def _lowered(run: RunConfig, full: LocalEncoder, corpus: Corpus | None) -> LocalEncoder:
+    """The encoder that was lowered for a corpus of this name stays its encoder when the corpus grows."""
+    store, name, precision = Store(run.store.path), full.name, run.index.precision
+    encoder = DualEncoder.load(full.folder)
+    if encoder.lowered.precision == precision:
+        return full
+    record = layout.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
+    if not store.exists(record):
+        texts: list[Passage] = []
+        if precision == "int8":
+            texts = spread(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
+        held = save_encoder(store, name, encoder.lower(precision, texts))
+        log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, held.fingerprint, precision)
+        with suppress(FileExistsError):
+            store.create_once(record, json.dumps({"fingerprint": held.fingerprint}).encode())
+    return local_encoder(store, name, json.loads(store.read_bytes(record))["fingerprint"])
+
+
+def spread(corpus: Corpus, num: int) -> list[Passage]:
+    """`num` passages of the corpus, or all, at even distances."""
+    step = max(1, corpus.num_passages // num)
+    found: list[Passage] = []
+    first = 0
+    for shard in range(corpus.num_shards):
+        part = corpus.part(shard)
+        found += [part.passages(row, row + 1)[0] for row in range(-first % step, len(part), step)]
+        first += len(part)
+    return found[:num]

@@ -101,7 +101,7 @@ def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncod
             f"train.init_from {wanted} was made with other settings than the encoder section asks for: "
             f"{', '.join(dict(differing))}; make them equal, or start from the backbone"
         )
-    return encoder
+    return encoder.lower("fp32")
 
 
 def _save(run: RunConfig, store: Store, job: TrainingJob, state: TrainState) -> bytes:

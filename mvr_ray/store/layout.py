@@ -56,6 +56,11 @@ def latest_encoder(name: str) -> str:
     return f"encoders/{name}/latest.json"
 
 
+def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:
+    """Says which encoder embeds this corpus as the one of `fingerprint` does, in another precision."""
+    return f"encoders/{name}/{fingerprint}.{precision}.{corpus}.json"
+
+
 def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
 

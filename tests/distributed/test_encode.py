@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.quantized import multiplies_bytes
 from mvr_ray.distributed import encode, reindex
-from mvr_ray.distributed.encoders import local_encoder, resolve_encoder
+from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
@@ -78,6 +79,32 @@ def test_encoder_choices_name_what_is_missing(empty_store, run_over):
     os.rename(made.folder, made.folder.with_name("0" * 16))  # noqa: PTH104
     with pytest.raises(FingerprintError, match=f"{made.fingerprint}, but {'0' * 16} was asked for"):
         local_encoder(store, made.name, "0" * 16)
+
+
+@pytest.mark.skipif(not multiplies_bytes(), reason="this processor does not multiply bytes")
+@pytest.mark.data
+def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store, run_over):
+    store = Store(str(empty_store))
+    corpus = Corpus.open(store, run_over(empty_store).prepare.corpus)
+    full = resolve_encoder(run_over(empty_store))
+    lowered = resolve_encoder(run_over(empty_store, index={"precision": "int8"}), corpus)
+    assert lowered.fingerprint != full.fingerprint
+    assert DualEncoder.load(lowered.folder).lowered.precision == "int8"
+    for index in ({"precision": "int8"}, {"precision": "int8", "encoder": lowered.fingerprint}):
+        assert resolve_encoder(run_over(empty_store, index=index)) == lowered
+    assert resolve_encoder(run_over(empty_store, index={"encoder": lowered.fingerprint})) == lowered
+    assert resolve_encoder(run_over(empty_store)) == full
+    tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, lowered)]
+    assert tasks[0].key != tasks[1].key
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("num", [1, 7, 40, 10_000])
+def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(prepared, run_over, num):
+    corpus = Corpus.open(Store(str(prepared)), run_over(prepared).prepare.corpus)
+    everything = list(corpus)
+    step = max(1, len(everything) // num)
+    assert spread(corpus, num) == everything[::step][:num]
 
 
 @pytest.mark.data
@@ -173,6 +200,7 @@ WORKER = """
 import gzip, json, resource, sys
 from itertools import islice
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.quantized import multiplies_bytes
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import Passage
 encoder = DualEncoder.from_backbone(sys.argv[1], EncoderSpec(max_passage_tokens=128))

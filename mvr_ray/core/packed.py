@@ -1,0 +1,249 @@
+"""A transformer's forward pass on a CPU, over texts laid end to end: no padding, and weights turned once for all.
+
+    h = LN(word + position + type)
+    each layer:  a = LN(h + W_o attention(W_qkv h)),   h = LN(a + W_down gelu(W_up a))
+
+Every text attends to itself alone; texts of one length do so together. Blocks of `BLOCK_TOKENS` go through all layers
+before the next begins, so that what lies between two products stays in the cache of a core. In fp32 the states are
+those of the padded pass (`Tower.forward`) up to rounding, which is what they are tested against; in bf16 the products
+read two bytes a number, in int8 one (`quantized`).
+
+Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import groupby
+from threading import Barrier
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mvr_ray.core.backbones import Tower
+from mvr_ray.core.views import TokenizedPassage
+
+BLOCK_TOKENS = 1024
+PACKED_KINDS = ("bert", "roberta", "xlm-roberta")
+"""Model types whose layers are those above."""
+
+
+class Affine(NamedTuple):
+    """weight and bias of a linear layer or of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Affine":
+        return Affine(self.weight.to(dtype), self.bias.to(dtype))
+
+
+class LayerWeights(NamedTuple):
+    """One layer, as float32 without gradient."""
+
+    qkv: Affine
+    out: Affine
+    norm: Affine
+    up: Affine
+    down: Affine
+    last_norm: Affine
+    eps: float
+    heads: int
+
+
+class Layer(Protocol):
+    def __call__(self, x_ND: Tensor, runs: Sequence["Run"]) -> Tensor: ...
+
+
+class Run(NamedTuple):
+    """So many texts of one length, one after the other."""
+
+    length: int
+    count: int
+
+
+class Product:
+    """x W' + b, with gelu behind it where that is asked for, or with something added to it."""
+
+    def __init__(self, affine: Affine, gelu: bool = False) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(affine.weight.contiguous(), BLOCK_TOKENS)
+        self.bias = affine.bias.contiguous()
+        self.then = ("gelu", "none") if gelu else ("none", "")
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        name, way = self.then
+        return torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, name, [], way)
+
+    def plus(self, x_ND: Tensor, other_ND: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x_ND, other_ND, self.weight, self.bias, "add")
+
+
+class FloatLayer:
+    """A layer in float32 or bfloat16."""
+
+    def __init__(self, weights: LayerWeights, dtype: torch.dtype) -> None:
+        self.heads, self.eps = weights.heads, weights.eps
+        self.qkv, self.out = Product(weights.qkv.to(dtype)), Product(weights.out.to(dtype))
+        self.up, self.down = Product(weights.up.to(dtype), gelu=True), Product(weights.down.to(dtype))
+        self.norm, self.last_norm = weights.norm.to(dtype), weights.last_norm.to(dtype)
+
+    def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
+        own_ND = attention(self.qkv(x_ND), runs, self.heads)
+        x_ND = normalised(self.out.plus(own_ND, x_ND), self.norm, self.eps)
+        return normalised(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
+
+
+class PackedTower:
+    """A tower's weights of this moment, laid out for reading texts without a gradient."""
+
+    def __init__(self, tower: Tower, layers: Sequence[Layer] | None = None, dtype: torch.dtype = torch.float32) -> None:
+        backbone: Any = tower.backbone
+        table: Any = backbone.embeddings
+        self.tower, self.dimension = tower, tower.dimension
+        self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
+        self.norm = _affine(table.LayerNorm)
+        self.eps = float(table.LayerNorm.eps)
+        self.dtype = dtype
+        self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(tower)]
+
+    def __call__(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+        """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
+        ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in tokenized]).long()
+        positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
+        x_ND = self.tower.embed_ids(ids_N) + self.position_D[positions_N]
+        x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
+        lengths = groupby(text.num_tokens for text in tokenized)
+        runs = [Run(length, len(list(texts))) for length, texts in lengths]
+        for layer in self.layers:
+            x_ND = layer(x_ND, runs)
+        return x_ND.float()
+
+
+class Means(NamedTuple):
+    """views_PVD, zero where no token is read, and count_PV, how many tokens each is the mean of."""
+
+    views_PVD: Tensor
+    count_PV: Tensor
+
+
+def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """The means of the states of each view's tokens. Blocks are what the threads of this process share out: each takes
+    one through all layers by itself, so that none waits for another within a layer, and the bytes do not depend on how
+    many there are (but for a single block, which they work on together)."""
+    shape = (len(tokenized), num_views)
+    views_PVD, count_PV = torch.empty(*shape, reader.dimension), torch.empty(shape, dtype=torch.long)
+
+    @torch.no_grad()
+    def read(rows: list[int]) -> None:
+        some = [tokenized[row] for row in rows]
+        views_PVD[rows], count_PV[rows] = view_means(reader(some), some, num_views)
+
+    todo = blocks([text.num_tokens for text in tokenized])
+    threads = torch.get_num_threads()
+    each = map if threads == 1 or len(todo) == 1 else _pool(threads).map
+    for _ in each(read, todo):
+        pass
+    return Means(views_PVD, count_PV)
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads whose operators each run on one core. What torch notes for threads yet to start is put back."""
+    ready = Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(threads, "reader", begin)
+    for _ in range(threads):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(threads)
+    return pool
+
+
+def view_means(states_ND: Tensor, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """Of texts laid end to end. A bag of rows for each view of each text is what the sum over an embedding table is."""
+    view_N = np.concatenate([text.view_T for text in tokenized]).astype(np.int64)
+    text_N = np.repeat(np.arange(len(tokenized)), [text.num_tokens for text in tokenized])
+    read = np.flatnonzero(view_N >= 0)
+    slot = text_N[read] * num_views + view_N[read]
+    order = np.argsort(slot, kind="stable")
+    count = np.bincount(slot, minlength=len(tokenized) * num_views)
+    starts = torch.from_numpy(np.cumsum(count) - count)
+    means = F.embedding_bag(torch.from_numpy(read[order]), states_ND, starts, mode="mean")
+    shape = (len(tokenized), num_views)
+    return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
+
+
+def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
+    """softmax(q k' / sqrt(d)) v of every text and head, [N, D]."""
+    dimension = qkv_NE.shape[1] // 3
+    found, start = [], 0
+    for length, count in runs:
+        rows = qkv_NE[start : start + length * count].view(count, length, 3, heads, dimension // heads)
+        q_BHTd, k_BHTd, v_BHTd = rows.permute(2, 0, 3, 1, 4)
+        own_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd)
+        found.append(own_BHTd.transpose(1, 2).reshape(count * length, dimension))
+        start += length * count
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def normalised(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
+    return F.layer_norm(x_ND, (x_ND.shape[1],), norm.weight, norm.bias, eps)
+
+
+def packs(tower: Tower) -> bool:
+    """Whether this tower can be read so: its layers are known, and it lies on a CPU whose torch has oneDNN."""
+    config: Any = tower.backbone.config
+    return (
+        config.model_type in PACKED_KINDS
+        and config.hidden_act == "gelu"
+        and next(tower.parameters()).device.type == "cpu"
+        and next(tower.parameters()).dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def layer_weights(tower: Tower) -> list[LayerWeights]:
+    backbone: Any = tower.backbone
+    found = []
+    for layer in backbone.encoder.layer:
+        own = layer.attention.self
+        parts = [_affine(part) for part in (own.query, own.key, own.value)]
+        qkv = Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
+        found.append(
+            LayerWeights(
+                qkv=qkv,
+                out=_affine(layer.attention.output.dense),
+                norm=_affine(layer.attention.output.LayerNorm),
+                up=_affine(layer.intermediate.dense),
+                down=_affine(layer.output.dense),
+                last_norm=_affine(layer.output.LayerNorm),
+                eps=float(layer.output.LayerNorm.eps),
+                heads=int(own.num_attention_heads),
+            )
+        )
+    return found
+
+
+def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]]:
+    """Rows, longest first, ties by row, in blocks of at most `budget` tokens; a longer text has a block of its own."""
+    found: list[list[int]] = []
+    room = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not found or lengths[row] > room:
+            found.append([])
+            room = budget
+        found[-1].append(row)
+        room -= lengths[row]
+    return found
+
+
+def _affine(module: Any) -> Affine:
+    return Affine(module.weight.detach(), module.bias.detach())

@@ -1,0 +1,87 @@
+"""In which precision passages are embedded, and the weights laid out for it.
+
+`fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
+belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
+gradient is lowered; training and questions never are.
+"""
+
+import hashlib
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from mvr_ray.core.backbones import Tower
+from mvr_ray.core.packed import PackedTower, packs
+from mvr_ray.core.quantized import Scales, int8_layers, multiplies_bytes
+from mvr_ray.errors import EncoderError
+
+Precision = Literal["fp32", "bf16", "int8"]
+
+
+class Lowered(NamedTuple):
+    """A precision, and for int8 its scales."""
+
+    precision: Precision
+    scales: Scales | None = None
+
+    def digest(self) -> bytes:
+        """Nothing for fp32, so that its encoders keep their names."""
+        if self.precision == "fp32":
+            return b""
+        hasher = hashlib.blake2b(self.precision.encode(), digest_size=32)
+        for name, values in zip(Scales._fields, self.scales or ()):
+            hasher.update(f"{name} {values.shape}".encode() + values.tobytes())
+        return hasher.digest()
+
+
+FULL = Lowered("fp32")
+
+
+class Readers:
+    """The packed form of towers, made when it is first asked for and again when a weight has changed since. It is never
+    copied nor shipped: who gets the encoder lays its weights out anew."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._kept: dict[tuple[int, Precision], tuple[object, PackedTower]] = {}
+
+    def __reduce__(self) -> tuple[type["Readers"], tuple[()]]:
+        return Readers, ()
+
+    def of(self, tower: Tower, lowered: Lowered) -> PackedTower:
+        """Raises EncoderError where this tower, torch or processor has no such products."""
+        parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
+        state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+        kept = self._kept.get((id(tower), lowered.precision))
+        if kept is None or kept[0] != state:
+            kept = self._kept[id(tower), lowered.precision] = (state, lay_out(tower, lowered))
+        return kept[1]
+
+
+def lay_out(tower: Tower, lowered: Lowered) -> PackedTower:
+    """The tower's weights of this moment in the order and precision in which they are multiplied."""
+    check(tower, lowered.precision)
+    if lowered.precision == "int8":
+        assert lowered.scales is not None, "int8 without scales"
+        return PackedTower(tower, int8_layers(tower, lowered.scales))
+    return PackedTower(tower, dtype=torch.bfloat16 if lowered.precision == "bf16" else torch.float32)
+
+
+def check(tower: Tower, precision: Precision) -> None:
+    """Raise EncoderError unless this machine embeds passages with this tower in this precision."""
+    if precision == "fp32":
+        return
+    lacking = ""
+    if not packs(tower):
+        backbone: Any = tower.backbone
+        device = next(tower.parameters()).device.type
+        lacking = (
+            f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type} on {device}"
+        )
+    elif precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        lacking = "a processor that multiplies bfloat16, and this one does not"
+    elif precision == "int8" and not multiplies_bytes():
+        lacking = "a processor that multiplies bytes (VNNI), and this one does not"
+    if lacking:
+        raise EncoderError(f"passages in {precision} need {lacking}; set index.precision to fp32 and index again")
