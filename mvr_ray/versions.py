@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
+from mvr_ray.store.collect import collect
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -59,7 +60,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
                 raise ConfigError(f"versions: rollback to which version? There are {_spoken(numbers)}")
             return version_line(manifest.rollback(store, index, version), live=True)
         case _:
-            removed = manifest.collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
+            removed = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
             return Collected(removed, manifest.list_versions(store, index))
 
 

@@ -1,4 +1,4 @@
-"""Index versions: describe, publish, open, verify, roll back, collect.
+"""Index versions: describe, publish, open, verify, roll back.
 
 A manifest is the whole truth about one version: immutable, created once under its number, naming shards by their
 content. The live version is the highest. A shard folder is shared by all versions that name it and goes only when
@@ -307,43 +307,6 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
     live = latest_version(store, index)
     old = read(store, index, to)
     return publish(store, dataclasses.replace(old, parent=live, operation="rollback"))
-
-
-def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
-    """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
-
-    Unfinished work older than that goes too. Returns the removed paths.
-    """
-    assert keep >= 1, "the live version is always kept"
-    removed: list[str] = []
-    for version in list_versions(store, index)[-keep:]:
-        read(store, index, version)  # nothing is removed beside a version that this program cannot read
-    for version in list_versions(store, index)[:-keep]:
-        path = layout.manifest(index, version)
-        if store.age_s(path) >= grace_s:
-            store.delete(path)
-            removed.append(path)
-    candidates = [layout.shard_dir(index, name) for name in store.list(layout.shards_dir(index))]
-    candidates += [f"{layout.refined_queries_dir(index)}/{n}" for n in store.list(layout.refined_queries_dir(index))]
-    candidates += [layout.staging_dir(index, key) for key in store.list(layout.staging_root(index))]
-    named: dict[int, set[str]] = {}
-    for path in candidates:
-        # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
-        if not _is_named(store, index, path, named) and store.age_s(path) >= grace_s:
-            store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
-            removed.append(path)
-    return removed
-
-
-def _is_named(store: Store, index: str, path: str, named: dict[int, set[str]]) -> bool:
-    """Whether a version that is there now names the path; `named` keeps what the versions seen so far name."""
-    versions = list_versions(store, index)
-    for version in versions:
-        if version not in named:
-            one = read(store, index, version)
-            named[version] = {layout.shard_dir(index, shard.digest) for shard in one.shards}
-            named[version] |= {layout.refined_queries(index, digest) for digest in one.refined_queries.values()}
-    return any(path in named[version] for version in versions)
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:

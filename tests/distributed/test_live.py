@@ -19,6 +19,7 @@ from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, ResourceError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
+from mvr_ray.store.collect import collect
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -94,7 +95,7 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(tmp_path, run_o
         made_index(tmp_path, SECOND, SHARDS, parent=3)
         assert not live.follow()
         assert live.move_to() == 4
-        removed = manifest.collect(store, "made", keep=1, grace_s=0)
+        removed = collect(store, "made", keep=1, grace_s=0)
         assert layout.shard_dir("made", first.shards[1].digest) in removed
 
     with open_live(run_of(tmp_path, run_over), local=local, follow_s=3600) as live, ThreadPoolExecutor(8) as threads:

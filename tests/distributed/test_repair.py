@@ -13,6 +13,7 @@ from mvr_ray.distributed.repair import repair
 from mvr_ray.errors import DigestError, ManifestError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
+from mvr_ray.store.collect import collect
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -122,7 +123,7 @@ def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_asi
     [done] = repair(store, described).repairs
     assert (done.state, done.set_aside) == ("repaired", layout.quarantine_dir("made", entry.digest, 2))
     assert manifest.verify(store, described).problems == []
-    manifest.collect(store, "made", keep=1, grace_s=0)
+    collect(store, "made", keep=1, grace_s=0)
     assert len(store.list(layout.quarantine_root("made"))) == 2
 
 
@@ -180,7 +181,7 @@ def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(t
     newer = dataclasses.replace(described, parent=1, version=2, format_version=manifest.FORMAT_VERSION + 1)
     store.create_once(layout.manifest("made", 2), newer.to_json())
     told = r"2\.json has format version 2, this program reads 1; use the program that wrote it, or roll back"
-    for ask in (manifest.read, lambda *where: manifest.collect(*where, keep=1, grace_s=0)):
+    for ask in (manifest.read, lambda *where: collect(*where, keep=1, grace_s=0)):
         with pytest.raises(ManifestError, match=told):
             ask(store, "made")
     back = manifest.rollback(store, "made", 1)

@@ -12,6 +12,7 @@ import pytest
 
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import layout, manifest
+from mvr_ray.store.collect import collect
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 
@@ -196,10 +197,10 @@ def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: 
         manifest.publish(store, describe([entries[parent], entries[0]], parent=parent))
     unpublished = layout.shard_dir("i", entries[3].digest)
     store.write_bytes(f"{layout.staging_dir('i', 'key')}/chunk", b"x")
-    assert manifest.collect(store, "i", keep=1, grace_s=3600) == []
-    removed = manifest.collect(store, "i", keep=2, grace_s=0)
+    assert collect(store, "i", keep=1, grace_s=3600) == []
+    removed = collect(store, "i", keep=2, grace_s=0)
     assert removed == [layout.manifest("i", 1), unpublished, layout.staging_dir("i", "key")]
-    removed = manifest.collect(store, "i", keep=1, grace_s=0)
+    removed = collect(store, "i", keep=1, grace_s=0)
     assert removed == [layout.manifest("i", 2), layout.shard_dir("i", entries[1].digest)]
     live = manifest.read(store, "i")
     assert live.version == 3
