@@ -63,7 +63,11 @@ def made(rows_N: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 class MadeViews:
-    """In the place of an array of all views: has its shape, and makes what is asked for."""
+    """In the place of an array of all views: has its shape, and makes what is asked for. Nobody can take its memory."""
+
+    dtype = np.dtype(np.float16)
+    flags = np.empty((2, 2))[:, :1].flags
+    """Those of an array that is not contiguous: compiled loops leave such arrays to numpy."""
 
     def __init__(self, count: int, dimension: int, device: str) -> None:
         self.shape, self.device = (count, dimension), device
