@@ -166,12 +166,11 @@ def add_shard(
     """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
 
     `known` describes files that were found whole before and are not read again.
-
     A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
     """
     (folder / layout.SHARD_JSON).unlink(missing_ok=True)
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {name: (known or {}).get(name) or _described(folder / name) for name in names}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {n: (known or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in paths.items()}
     described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
     digest = digest_of(described)[:DIGEST_HEX]
     (folder / layout.SHARD_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
@@ -305,8 +304,7 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
 def rollback(store: Store, index: str, to: int) -> Manifest:
     """Publish a new version with the content of version `to`."""
     live = latest_version(store, index)
-    old = read(store, index, to)
-    return publish(store, dataclasses.replace(old, parent=live, operation="rollback"))
+    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation="rollback"))
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
@@ -338,10 +336,6 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
         elif store.sha256(path) != file.sha256:
             problems.append(Problem(entry.shard, path, f"has another sha256 than {file.sha256}"))
     return VerifyReport(len(entry.files), entry.num_bytes, problems)
-
-
-def _described(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, sha256_of(path))
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
