@@ -48,7 +48,7 @@ class Setting(NamedTuple):
 
     name: str
     params: IndexParams
-    fetch: int = 3
+    fetch: int = ApproximateIndex.first_fetch
     beam: int = 0
 
 
@@ -88,7 +88,7 @@ def hnsw(family: str, params: IndexParams, breadths: Sequence[int]) -> Built:
     return Built(family, params, settings)
 
 
-def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (3,)) -> Built:
+def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (ApproximateIndex.first_fetch,)) -> Built:
     settings = [
         Setting(f"{params.factory} nprobe={n} fetch={f}x", dataclasses.replace(params, nprobe=n), fetch=f)
         for n in probes
@@ -99,15 +99,16 @@ def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (3,
 
 def candidates() -> list[Built]:
     """What is compared. The defaults, with the settings they ship with, are among them."""
-    first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 600, 1200))
+    first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 1200))
+    first.settings.insert(0, Setting("hnswlib M=32 ef=128 fetch=3x", HNSW, fetch=3))
     first.settings.append(Setting("hnswlib M=32, beam of 128 passages", HNSW, beam=128))
     first.settings.append(Setting("hnswlib M=32, beam of 200 passages", HNSW, beam=200))
     return [
         Built("flat", DEFAULT, [Setting("flat", DEFAULT)]),
         Built("flat", IndexParams(scan="int8"), [Setting("flat, scan int8", IndexParams(scan="int8"))]),
         first,
-        hnsw("hnswlib", dataclasses.replace(HNSW, hnsw_m=16, hnsw_ef_construction=100), (128, 600)),
-        hnsw("Faiss HNSW", IndexParams("faiss", "HNSW32,Flat", hnsw_ef_construction=100), (128, 600)),
+        hnsw("hnswlib", dataclasses.replace(HNSW, hnsw_m=16, hnsw_ef_construction=100), (128, 1200)),
+        hnsw("Faiss HNSW", IndexParams("faiss", "HNSW32,Flat", hnsw_ef_construction=100), (128, 1200)),
         ivf(dataclasses.replace(IVF, factory="IVF256,SQfp16"), (16, 32, 64)),
         ivf(dataclasses.replace(IVF, factory="IVF256,SQ8"), (16, 32, 64)),
         ivf(dataclasses.replace(IVF, factory="IVF256,PQ96x4fs"), (32, 64), (3, 6, 12)),
@@ -239,7 +240,10 @@ def main(passages: int) -> None:
         points = measure(part, [synthetic.block(views_ND, VIEWS)], queries_QD, Path(scratch))
         orders = list(insertion(Path(scratch)))
     plot(points, FOLDER / "approximate.png")
-    defaults = (f"hnswlib M={HNSW.hnsw_m} ef={HNSW.hnsw_ef_search}", f"{IVF.factory} nprobe={IVF.nprobe} fetch=3x")
+    defaults = (
+        f"hnswlib M={HNSW.hnsw_m} ef={HNSW.hnsw_ef_search}",
+        f"{IVF.factory} nprobe={IVF.nprobe} fetch={ApproximateIndex.first_fetch}x",
+    )
     for name in defaults:
         better = rivals(points, name)
         note = f"beaten by {', '.join(better)}" if better else ""
