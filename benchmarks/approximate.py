@@ -48,7 +48,7 @@ class Setting(NamedTuple):
 
     name: str
     params: IndexParams
-    fetch: int = 3
+    fetch: int = ApproximateIndex.first_fetch
     beam: int = 0
 
 
@@ -88,7 +88,7 @@ def hnsw(family: str, params: IndexParams, breadths: Sequence[int]) -> Built:
     return Built(family, params, settings)
 
 
-def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (3,)) -> Built:
+def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (ApproximateIndex.first_fetch,)) -> Built:
     settings = [
         Setting(f"{params.factory} nprobe={n} fetch={f}x", dataclasses.replace(params, nprobe=n), fetch=f)
         for n in probes
@@ -99,18 +99,20 @@ def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (3,
 
 def candidates() -> list[Built]:
     """What is compared. The defaults, with the settings they ship with, are among them."""
-    first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 450, 600, 1200))
+    first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 1200))
+    first.settings.insert(0, Setting("hnswlib M=32 ef=128 fetch=3x", HNSW, fetch=3))
     first.settings.append(Setting("hnswlib M=32, beam of 128 passages", HNSW, beam=128))
     first.settings.append(Setting("hnswlib M=32, beam of 200 passages", HNSW, beam=200))
     return [
         Built("flat", DEFAULT, [Setting("flat", DEFAULT)]),
         Built("flat", IndexParams(scan="int8"), [Setting("flat, scan int8", IndexParams(scan="int8"))]),
         first,
-        hnsw("hnswlib", dataclasses.replace(HNSW, hnsw_m=16, hnsw_ef_construction=100), (128, 600)),
-        hnsw("Faiss HNSW", IndexParams("faiss", "HNSW32,Flat", hnsw_ef_construction=100), (128, 600)),
-        ivf(IVF, (8, 16, IVF.nprobe, 64)),
+        hnsw("hnswlib", dataclasses.replace(HNSW, hnsw_m=16, hnsw_ef_construction=100), (128, 1200)),
+        hnsw("Faiss HNSW", IndexParams("faiss", "HNSW32,Flat", hnsw_ef_construction=100), (128, 1200)),
+        ivf(dataclasses.replace(IVF, factory="IVF256,SQfp16"), (16, 32, 64)),
         ivf(dataclasses.replace(IVF, factory="IVF256,SQ8"), (16, 32, 64)),
         ivf(dataclasses.replace(IVF, factory="IVF256,PQ96x4fs"), (32, 64), (3, 6, 12)),
+        ivf(dataclasses.replace(IVF, factory="IVF256,PQ192x4fs"), (32, 64), (3, 6, 12)),
     ]
 
 
@@ -170,9 +172,9 @@ def by_norm(blocks: list[EmbeddingBlock], folder: Path) -> None:
 def insertion(scratch: Path) -> Iterator[tuple[str, float, float]]:
     """Recall and questions a second of both orders of insertion, at two breadths, over norms that differ."""
     shape = synthetic.Shape(UNEVEN_PASSAGES, VIEWS, DIMENSION)
-    views_ND = np.concatenate(list(synthetic.vectors(shape, synthetic.SEEN, seed=2)))
+    views_ND = np.concatenate(list(synthetic.vectors(shape, synthetic.SNIPPET_MEANS, seed=2, falling=True)))
     spread_P = np.exp(UNEVEN * np.random.default_rng(2).standard_normal(shape.passages)).astype(np.float32)
-    queries_QD = synthetic.questions(views_ND, QUESTIONS, seed=3)
+    queries_QD = synthetic.questions(views_ND, QUESTIONS, 3, falling=True)
     blocks = [synthetic.block((views_ND * np.repeat(spread_P, VIEWS)[:, None]).astype(np.float16), VIEWS)]
     flat = open_index(DEFAULT, blocks, scratch, threads=1)
     folders = {"in order": scratch / "in-order", "by descending norm": scratch / "by-norm"}
@@ -229,14 +231,19 @@ def main(passages: int) -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     shape = synthetic.Shape(passages, VIEWS, DIMENSION)
-    views_ND = np.concatenate([part.astype(np.float16) for part in synthetic.vectors(shape, synthetic.SEEN)])
-    queries_QD = synthetic.questions(views_ND, QUESTIONS)
+    views_ND = np.concatenate(
+        [part.astype(np.float16) for part in synthetic.vectors(shape, synthetic.SNIPPET_MEANS, falling=True)]
+    )
+    queries_QD = synthetic.questions(views_ND, QUESTIONS, falling=True)
     part = Part("approximate", "Approximate search", "queries")
     with tempfile.TemporaryDirectory() as scratch:
         points = measure(part, [synthetic.block(views_ND, VIEWS)], queries_QD, Path(scratch))
         orders = list(insertion(Path(scratch)))
     plot(points, FOLDER / "approximate.png")
-    defaults = (f"hnswlib M={HNSW.hnsw_m} ef={HNSW.hnsw_ef_search}", f"{IVF.factory} nprobe={IVF.nprobe} fetch=3x")
+    defaults = (
+        f"hnswlib M={HNSW.hnsw_m} ef={HNSW.hnsw_ef_search}",
+        f"{IVF.factory} nprobe={IVF.nprobe} fetch={ApproximateIndex.first_fetch}x",
+    )
     for name in defaults:
         better = rivals(points, name)
         note = f"beaten by {', '.join(better)}" if better else ""
@@ -245,7 +252,7 @@ def main(passages: int) -> None:
         "passages": passages,
         "views": VIEWS,
         "k": K,
-        "view-pair cosine": synthetic.SEEN,
+        "view-pair cosine": synthetic.SNIPPET_MEANS,
         "faiss-cpu": faiss.__version__,
         "plot": "approximate.png",
         **{

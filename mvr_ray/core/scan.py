@@ -30,6 +30,7 @@ cut to k on the way), and, where the kernel needs them, a step's vectors as floa
 Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -120,7 +121,7 @@ class Scan(Generic[Array, Question]):
                 f"there are codes of {len(codes.codes_ND)} vectors, the embeddings are {self.table.num_vectors}; "
                 f"build the index again"
             )
-        self.residuals = [self._residual(step) for step in self.steps]
+        self.residuals = [_rounded_up(self._residual(step)) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
@@ -150,7 +151,7 @@ class Scan(Generic[Array, Question]):
             step = self.steps[number]
             ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(step)))
             if self.norms[number] < 0:
-                self.norms[number] = self._norm(step, self.kernel.max_norm(ready))
+                self.norms[number] = _rounded_up(self._norm(step, self.kernel.max_norm(ready)))
             for batch in batches:
                 batch.scan(step, ready, self.norms[number], self.residuals[number])
         return batches
@@ -202,19 +203,14 @@ class _Batch(Generic[Array, Question]):
         self.pending: list[Scored] = []  # upper bounds in place of scores
         self.num_pending = 0
         self.settled: list[Scored] = []
+        self.errors: dict[tuple[float, float], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
 
     def scan(self, step: Step, ready: Any, norm: float, residual: float) -> None:
-        kernel, dimension = self.scan_of.kernel, self.scan_of.table.dimension
-        if self.norm_Q.max() * norm > LARGEST:
-            raise ShardIndexError(
-                f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
-                f"overflow float32 scores; normalise the embeddings"
-            )
-        rounding_Q, num_terms = self.asked.rounding_Q, dimension * self.asked.products
-        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, self.asked.input_rounding)
-        error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
-        found = kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
+        error_Q = self.errors.get((norm, residual))
+        if error_Q is None:
+            error_Q = self.errors[norm, residual] = self._error(norm, residual)
+        found = self.scan_of.kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
         if len(found.query_M):
             row_M = step.row_P[found.passage_M]
             self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
@@ -223,6 +219,18 @@ class _Batch(Generic[Array, Question]):
             self._drop_hopeless()
             if self.num_pending > self.max_pending // 2:
                 self._settle()
+
+    def _error(self, norm: float, residual: float) -> FloatArray:
+        """The bound e of the module's docstring, with what codes and rounded queries add."""
+        if self.norm_Q.max() * norm > LARGEST:
+            raise ShardIndexError(
+                f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
+                f"overflow float32 scores; normalise the embeddings"
+            )
+        rounding_Q, num_terms = self.asked.rounding_Q, self.scan_of.table.dimension * self.asked.products
+        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, self.asked.input_rounding)
+        error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
+        return error_Q.astype(np.float32)
 
     def absorb(self, other: "_Batch[Array, Question]") -> None:
         """Go on with what another share of the steps has found for the same queries."""
@@ -256,6 +264,12 @@ class _Batch(Generic[Array, Question]):
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
         self.scan_of.kernel.restart(self.asked, low_QK)
+
+
+def _rounded_up(bound: float) -> float:
+    """To six bits, so that most steps of a shard have the same bound and the same error."""
+    mantissa, exponent = math.frexp(bound)
+    return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
 def _joined(batches: "Sequence[_Batch[Array, Question]]") -> "_Batch[Array, Question]":

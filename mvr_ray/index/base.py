@@ -28,7 +28,7 @@ class IndexParams:
     """How a shard is indexed: plain values, so that `dataclasses.asdict` of it is JSON."""
 
     kind: str = "flat"
-    factory: str = "IVF256,SQfp16"
+    factory: str = "IVF256,SQ8"
     nprobe: int = 32
     hnsw_m: int = 32
     hnsw_ef_construction: int = 200

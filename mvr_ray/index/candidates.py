@@ -1,6 +1,6 @@
 """From nearest vectors to the best passages: what the approximate indexes share.
 
-A vector index returns vectors; k vectors may belong to one passage. So more are fetched, three times k at first (or
+A vector index returns vectors; k vectors may belong to one passage. So more are fetched, six times k at first (or
 all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
 passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too few probed lists) is found
 by scanning the shard. Every candidate is then scored exactly with all its views.
@@ -28,7 +28,7 @@ class ApproximateIndex(ABC):
 
     kind = ""
     exact = False
-    first_fetch = 3
+    first_fetch = 6
     """How many vectors are fetched at first for each passage wanted."""
     breadth = 0
     """How many vectors a search holds anyway: at least so many are fetched."""
