@@ -65,7 +65,7 @@ class Peer:
         """The next line that is an answer: what else a peer prints is passed over."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):
+            if line.startswith(('{"', "{}")):
                 return json.loads(line)
         sys.exit(f"the peer's process {self.name!r} ended ({self.process.wait()}); run its script by hand to see why")
 

@@ -32,7 +32,7 @@ from mvr_ray.types import FloatArray, Passage
 
 __all__ = ["Collapse", "DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage", "collapse_report"]
 
-PADDED_TOKENS = 2048
+PADDED_TOKENS = 1024
 """Padded tokens that a CPU reads at once with a gradient: enough for full speed, few enough to waste little."""
 
 

@@ -151,10 +151,12 @@ def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_v
 
 @lru_cache(maxsize=1)
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads whose operators each run on one core. What torch notes for threads yet to start is put back."""
+    """Threads whose operators each run on one core. What torch notes for threads yet to start is put back; a thread
+    takes that note when it first asks, which it therefore does before it is told."""
     ready = Barrier(threads + 1)
 
     def begin() -> None:
+        torch.get_num_threads()
         torch.set_num_threads(1)
         ready.wait()
 

@@ -8,8 +8,9 @@ A product y = W x + b is taken over whole numbers u of 0..255 and w of -127..127
 A step for each input dimension costs nothing, since it goes into the weights, and is needed: a few dimensions of a
 transformer's states are ten times as wide as the others. It also makes the weights of wide dimensions large, so a step
 is the dimension's width to a power, found by trying (SmoothQuant, Xiao et al. 2023, does so with one for all layers).
-What attention gives is a mean of values, so its steps go into the rows of W_v. After gelu one step holds for all, and
-the widest values are cut where that errs least. Softmax, norms and the sums between layers stay in floating point.
+What attention gives is a mean of values, so its steps go into the rows of W_v, and u = s + 128. After gelu one step
+holds for all, and the widest values are cut where that errs least. Softmax, norms and the sums between layers stay in
+floating point. Bytes have no sign: oneDNN has no fast product of signed ones on a processor without AMX.
 
 Shapes: N tokens, D input dimension, O output dimension, L layers.
 """
@@ -46,7 +47,7 @@ SAMPLE_ROWS = 1024
 
 
 class Scales(NamedTuple):
-    """Of every layer, x = step (u - zero) at what enters the products qkv, up and down, and x = step s at out."""
+    """Of every layer: x = step (u - zero) of what enters the products qkv, up and down, x = step (u - 128) at out."""
 
     qkv_step_LD: FloatArray
     qkv_zero_LD: FloatArray
@@ -119,7 +120,7 @@ class Int8Layer:
         self.norm, self.last_norm = weights.norm, weights.last_norm
         self.to_qkv, self.to_up = Bytes.of(qkv_step_D, qkv_zero_D), Bytes.of(up_step_D, up_zero_D)
         self.qkv = Int8Product(qkv, qkv_step_D, qkv_zero_D, attention_dtype())
-        self.out = Int8Product(weights.out, out_step_D, torch.zeros(wide))
+        self.out = Int8Product(weights.out, out_step_D, torch.full((wide,), 128.0))
         gelu = (float(down_step), float(down_zero))
         self.up = Int8Product(weights.up, up_step_D, up_zero_D, gelu_step=gelu[0], gelu_zero=gelu[1])
         hidden = weights.down.weight.shape[1]
@@ -127,7 +128,8 @@ class Int8Layer:
 
     def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
         own_ND = attention(self.qkv(self.to_qkv(x_ND)), runs, self.heads)
-        x_ND = normalised(self.out.plus(own_ND.round_().clamp_(-127, 127).to(torch.int8), x_ND), self.norm, self.eps)
+        bytes_ND = own_ND.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8).add_(128)
+        x_ND = normalised(self.out.plus(bytes_ND, x_ND), self.norm, self.eps)
         return normalised(self.down.plus(self.up(self.to_up(x_ND)), x_ND), self.last_norm, self.eps)
 
 
