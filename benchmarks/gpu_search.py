@@ -97,7 +97,7 @@ def coded(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     return codes_ND.to(torch.int8), scale_N1, float(away_N.max()) * (1 + 2.0**-22)
 
 
-def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any]:
+def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any, Any]:
     """A scan of `passages` x V made views that lie on the kernel's device, as halves or as codes."""
     device, count = str(kernel.device), passages * V
     block: Any = EmbeddingBlock(
@@ -138,7 +138,7 @@ def drawn(count: int, dimension: int) -> FloatArray:
     return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
 
 
-def disagreements(scan: Scan[Any], queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
+def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
     """Passages of a sample on which the answer and a plain float32 product differ, and how many were looked at.
 
     A sampled passage that scores above the k-th hit must be a hit, and one that scores below must not, within 1e-5.
@@ -165,14 +165,14 @@ def disagreements(scan: Scan[Any], queries_QD: FloatArray, slabs: int) -> tuple[
     return wrong, looked
 
 
-def farthest_of_plain(scan: Scan[Any], queries_QD: FloatArray) -> float:
+def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
     """The kernel's scores of some passages against torch's own in float32: the largest difference over its bound."""
     kernel, plain = scan.kernel, TorchKernel(str(scan.kernel.device))
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
     rows_ND, scale_N1 = scan.resident[0]
     some = Rows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     asked_QD, counts_P = plain.put(queries_QD), np.full(count, V)
-    truth_QP = plain.best_views(asked_QD, plain.float32(*some), counts_P, V)
+    truth_QP = plain.best_views(asked_QD, plain.ready(*some), counts_P, V)
     found_QP = kernel.best_views(asked_QD, some, counts_P, V)[:, :count]
     norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1)
     bound_Q = score_error(norm_Q, scan.norms[0], scan.table.dimension, kernel.input_rounding)
@@ -180,7 +180,7 @@ def farthest_of_plain(scan: Scan[Any], queries_QD: FloatArray) -> float:
     return float((away_Q / bound_Q).max())
 
 
-def tuned(scan: Scan[Any], queries: int, machine: Machine) -> Tuning:
+def tuned(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
     """The fastest of TUNINGS on the first step; one that the device cannot run is passed by."""
     step, rows = scan.steps[0], Rows(*scan.resident[0])
     asked_QD = scan.kernel.put(drawn(queries, scan.table.dimension))
@@ -252,7 +252,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
     against_plain(part, machine, scan, what, rounds)
 
 
-def against_plain(part: Part, machine: Machine, scan: Scan[Any], what: str, rounds: int) -> None:
+def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str, rounds: int) -> None:
     """The same vectors by torch's own product, maximum and top k, in float32: what the fused kernel spares."""
     plain = TorchKernel(machine.device)
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
@@ -265,7 +265,7 @@ def against_plain(part: Part, machine: Machine, scan: Scan[Any], what: str, roun
         machine.sync()
 
     def torchs() -> None:
-        plain.best_views(asked_QD, plain.float32(*some), counts_P, V)
+        plain.best_views(asked_QD, plain.ready(*some), counts_P, V)
         machine.sync()
 
     cases = {f"{what}, {count * V:,} of them, fused": ours, f"{what}, {count * V:,} of them, plain torch": torchs}
