@@ -77,7 +77,7 @@ class Growing:
         told = subprocess.run(
             [sys.executable, "-c", asking], env=self.client, capture_output=True, text=True, timeout=60, check=False
         )
-        return int(told.stdout) if told.returncode == 0 else None
+        return int(told.stdout.split()[-1]) if told.returncode == 0 else None
 
     @property
     def client(self) -> dict[str, str]:
