@@ -6,6 +6,7 @@ long answers take with more searchers, alone and under load. Both see the same a
 """
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -244,6 +245,7 @@ def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
 
 def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
     """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: whatever else runs here would go first
     described = publish(Store(str(folder)), sizes.passages)
     with session.connect(ResourcesConfig(local_cpus=8)):
         found = {searchers: seen(folder, searchers, sizes) for searchers in SEARCHERS}
