@@ -244,7 +244,7 @@ def bars(part: Part) -> list[Bar]:
         for batch, kind, what in shares:
             case = f"{told(threads, batch)}, {kind}"
             share = part.floors[case] / float(np.median(part.samples[case]))
-            note = "above 100 %: AMX multiplies halves of floats faster than floats" if share > 1 else ""
+            note = "above 100 %: AMX multiplies halves of floats faster than floats" if batch > 1 and share > 1 else ""
             made.append(Bar(f"{case}: share of the {what}", 100 * share, 70, True, "%", note))
     return made
 

@@ -151,7 +151,7 @@ def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
             "resources": {"searchers": searchers, "cpus_per_searcher": 0.5, "torch_threads": 1},
         }
     )
-    with open_live(run, canary_s=3600) as live:
+    with open_live(run, canary_s=3600, coalesce=False) as live:
         live.ready()
         for _ in range(3):
             live.search(queries(1), K)
