@@ -32,7 +32,8 @@ def on_file(part: str) -> bool:
 
 def collect() -> Path:
     """The table of all parts on file, the bars first."""
-    reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in (*PARTS, "load", "gpu") if _kept(part)}
+    kept = [part for part in (*PARTS, "load", "gpu") if _kept(part)]
+    reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in kept}
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():
         lines += [f"| {part} | {bar_row(bar)} |" for bar in report["bars"]]

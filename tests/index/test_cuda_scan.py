@@ -11,7 +11,7 @@ import torch
 
 from mvr_ray.core.codes import encode
 from mvr_ray.core.cuda_scan import FusedKernel, Rows
-from mvr_ray.core.kernels import NumpyKernel, TorchKernel
+from mvr_ray.core.kernels import NumpyKernel
 from mvr_ray.core.scan import Scan, score_error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -45,9 +45,14 @@ def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, kee
     error_Q = np.array([0.0, 0.5, 2.0, 30.0])
     low_QK = torch.from_numpy(np.sort(rng.integers(-30, 12, (4, keep)).astype(np.float32))[:, ::-1].copy())
     low, found = FusedKernel("cpu").select(best_QP, error_Q, low_QK)
-    plain_low, plain = TorchKernel("cpu").select(best_QP[:, : columns - 5], error_Q, low_QK)
-    assert low.tolist() == plain_low.tolist()
-    assert set(zip(*(a.tolist() for a in found))) == set(zip(*(a.tolist() for a in plain)))
+    seen_QP = best_QP[:, : columns - 5].numpy()
+    for query, (best_P, error) in enumerate(zip(seen_QP, error_Q.astype(np.float32))):
+        lowest = sorted([*(best_P - error).tolist(), *low_QK[query].tolist()], reverse=True)[:keep]
+        assert low[query].tolist() == lowest
+        upper_P = best_P + error
+        through = {(passage, upper_P[passage]) for passage in np.flatnonzero(upper_P >= lowest[-1]).tolist()}
+        own = found.query_M == query
+        assert set(zip(found.passage_M[own].tolist(), found.upper_M[own].tolist())) == through
 
 
 KERNEL = """
