@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning_ir_mvr import PINS as LIGHTNING
-from lightning_ir_mvr import environment as lightning_environment
+from lightning_ir_mvr import lightning_environment
 from machine import ROOT
 from measure import Bar, Part, interleaved, matrix_rate, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from machine import RESULTS, ROOT, hardware
+from peers import environment
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
@@ -78,16 +79,9 @@ def paragraphs(num: int) -> Paragraphs:
     return Paragraphs([p["context"] for p in asked], [p["qas"][0]["question"].strip() for p in asked])
 
 
-def environment(peers: Path) -> Path:
-    """The Python of lightning-ir's own environment, made where it is not there yet."""
-    folder = peers / "lightning-ir"
-    python, done = folder / "bin" / "python", folder / "installed.txt"
-    if not done.is_file() or done.read_text() != "\n".join(PINS):
-        print(f"making {folder} (1.6 GB)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PINS], check=True)
-        done.write_text("\n".join(PINS))
-    return python
+def lightning_environment(peers: Path) -> Path:
+    """The Python of lightning-ir's own environment (1.6 GB), made where it is not there yet."""
+    return environment(peers, "lightning-ir", PINS)
 
 
 def newest(peers: Path) -> tuple[str, Path]:
@@ -97,7 +91,7 @@ def newest(peers: Path) -> tuple[str, Path]:
     version = pin.partition("==")[2]
     folder = peers / f"transformers-{version}"
     if not folder.is_dir():
-        command = [str(environment(peers)), "-m", "pip", "install", "-qqq", "--target", str(folder), pin]
+        command = [str(lightning_environment(peers)), "-m", "pip", "install", "-qqq", "--target", str(folder), pin]
         subprocess.run(command, check=True)
     return version, folder
 
@@ -281,7 +275,7 @@ def attempts(peers: Path, python: Path, task: dict[str, Any], at: Path) -> list[
 def measured(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any]]:
     torch.set_num_threads(2)
     data = paragraphs(num_passages)
-    python, _ = environment(peers), newest(peers)
+    python, _ = lightning_environment(peers), newest(peers)
     began = cpu_seconds()
     pairs = [[data.texts[i], data.texts[i + 1]] for i in range(LOSS_QUESTIONS)]
     task = {

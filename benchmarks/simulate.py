@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 from cluster_model import Cluster, Routing, Scan, Service, makespan_s, poisson, simulate
+from made_up import D, V
 from measure import FOLDER, Bar, Part, write
 from rates import KNOWN, SCANS, Rate, read_rates, read_scans
-from small_clusters import LOAD, Calibration, Check, D, Sizes, V, measured, publish, scan_rates
-
-from mvr_ray.store.files import Store
+from small_clusters import LOAD, Calibration, Check, Sizes, measured, publish, scan_rates
 
 PASSAGES, NUM_SHARDS, CHUNK = 21_015_324, 64, 8192
 LOADS = (0.3, 0.6, 0.9)
@@ -52,7 +51,7 @@ def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
     found = {}
     if "indexed passages/s" in missing:
         began = time.perf_counter()
-        publish(Store(str(folder / "quick")), 4000)
+        publish(folder / "quick", 4000)
         found["indexed passages/s"] = Rate(4000 / (time.perf_counter() - began), "measured here, made-up views")
     if "encoded passages/s" in missing:
         rate = encoding_rate(cores)

@@ -5,7 +5,6 @@ them work, the router's own CPU time a query and a group, and the time between p
 long answers take with more searchers, alone and under load. Both see the same arrivals.
 """
 
-import dataclasses
 import os
 import statistics
 import time
@@ -15,26 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import made_up
 import numpy as np
 import ray
 from cluster_model import Cluster, Routing, Scan, Service, poisson, simulate
+from made_up import BLOCK, V, block, queries
 from numpy.typing import NDArray
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.codes import encode
 from mvr_ray.distributed import session
 from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.distributed.shards import build_shard
-from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import FlatIndex
-from mvr_ray.store import layout, manifest
-from mvr_ray.store.corpus import shard_of
-from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import EmbeddingBlock, FloatArray
 
-V, D, K, SHARDS = 8, 384, 100, 8
+K, SHARDS = 100, 8
 SEARCHERS = (1, 2, 4)
 LOAD = 0.5
 """Of what the cores could bear."""
@@ -68,51 +63,20 @@ class Check(NamedTuple):
         return float(np.quantile(self.predicted_Q, share) / np.quantile(self.measured_Q, share))
 
 
-def made_block(ids: list[str], seed: int) -> EmbeddingBlock:
-    """Unit views around a direction of their passage's own."""
-    rng = np.random.default_rng(seed)
-    views_PVD = rng.standard_normal((len(ids), V, D), dtype=np.float32) + rng.standard_normal(
-        (len(ids), 1, D), dtype=np.float32
+def simulated(folder: Path, searchers: int = 1) -> RunConfig:
+    """The run of an index `simulated` under `folder`."""
+    return RunConfig.model_validate(
+        {
+            "store": {"path": str(folder)},
+            "index": {"name": "simulated"},
+            "resources": {"searchers": searchers, "cpus_per_searcher": 0.5, "torch_threads": 1},
+        }
     )
-    views_PVD /= np.linalg.norm(views_PVD, axis=2, keepdims=True)
-    numbers_N = np.tile(np.arange(V, dtype=np.int16), len(ids))
-    return EmbeddingBlock(ids, np.arange(len(ids) + 1) * V, numbers_N, views_PVD.reshape(-1, D).astype(np.float16))
 
 
-def queries(count: int) -> FloatArray:
-    made_QD = np.random.default_rng(1).standard_normal((count, D), dtype=np.float32)
-    return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
-
-
-def publish(store: Store, passages: int) -> Manifest:
-    """An index `simulated` of made-up views in SHARDS shards."""
-    draft = Manifest(
-        index="simulated",
-        operation="index",
-        encoder_name="none",
-        encoder_fingerprint="f" * 16,
-        similarity="cosine",
-        num_views=V,
-        dimension=D,
-        dtype="fp16",
-        corpus="none",
-        corpus_digest="",
-        index_params=dataclasses.asdict(IndexParams()),
-        shards=(),
-    )
-    ids: list[list[str]] = [[] for _ in range(SHARDS)]
-    for number in range(passages):
-        name = f"{number:09d}"
-        ids[shard_of(name, SHARDS)].append(name)
-    entries = []
-    for shard, own in enumerate(ids):
-        with store.scratch() as scratch:
-            folder = scratch / "shard"
-            folder.mkdir()
-            with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
-                writer.write(made_block(own, shard))
-            entries.append(build_shard(store, draft, shard, folder))
-    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+def publish(folder: Path, passages: int) -> Manifest:
+    """That index, of made-up views in SHARDS shards."""
+    return made_up.publish(Store(str(folder)), simulated(folder), passages, SHARDS)
 
 
 def seconds(run: Callable[[], Any], times: int) -> list[float]:
@@ -128,12 +92,13 @@ def seconds(run: Callable[[], Any], times: int) -> list[float]:
 
 def scan_rates(passages: int, times: int) -> dict[str, Scan]:
     """One thread over one shard's views, as stored and by their codes."""
-    block = made_block([f"{number:09d}" for number in range(passages)], 0)
-    codes = encode(block.vectors_ND)
+    ids = [f"{number:09d}" for number in range(passages)]
+    blocks = [block(ids[low : low + BLOCK], low // BLOCK) for low in range(0, passages, BLOCK)]
+    codes = encode(np.concatenate([one.vectors_ND for one in blocks]))
     found = {}
     for name, index in (
-        ("fp16", FlatIndex([block], threads=1)),
-        ("int8", FlatIndex([block], codes=codes, threads=1)),
+        ("fp16", FlatIndex(blocks, threads=1)),
+        ("int8", FlatIndex(blocks, codes=codes, threads=1)),
     ):
         one = seconds(lambda index=index: index.search(queries(1), K), times)
         many = seconds(lambda index=index: index.search(queries(32), K), max(3, times // 8))
@@ -144,14 +109,7 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
 
 @contextmanager
 def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
-    run = RunConfig.model_validate(
-        {
-            "store": {"path": str(folder)},
-            "index": {"name": "simulated"},
-            "resources": {"searchers": searchers, "cpus_per_searcher": 0.5, "torch_threads": 1},
-        }
-    )
-    with open_live(run, canary_s=3600, coalesce=False) as live:
+    with open_live(simulated(folder, searchers), canary_s=3600, coalesce=False) as live:
         live.ready()
         for _ in range(3):
             live.search(queries(1), K)
@@ -246,7 +204,7 @@ def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
 def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
     """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: whatever else runs here would go first
-    described = publish(Store(str(folder)), sizes.passages)
+    described = publish(folder, sizes.passages)
     with session.connect(ResourcesConfig(local_cpus=8)):
         found = {searchers: seen(folder, searchers, sizes) for searchers in SEARCHERS}
     given = calibrated(sum(entry.num_vectors for entry in described.shards), found[1], found[2])
