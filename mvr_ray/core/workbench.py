@@ -238,7 +238,7 @@ class Workbench:
                 step = aopt.linear_step(vectors_ND, labelled_QD, matrices, beta=setting.beta, gamma=setting.gamma)
             else:
                 step = aopt.passage_step(
-                    vectors_ND, labelled_QD, matrices, step_size=setting.step_size, guard=setting.guard
+                    vectors_ND, labelled_QD, matrices, step_size=setting.step_size, guard=setting.guard, single=True
                 )
             vectors_ND = vectors_ND.copy()
             vectors_ND[step.moved_M] = step.vectors_MD
