@@ -112,7 +112,8 @@ class _State:
 
 
 class Workbench:
-    """One index version in memory. `text_of` gives the text of a passage number."""
+    """One index version in memory. `text_of` gives the text of a passage number; views are searched as the version
+    stores them, in `dtype` fp16 or fp32, and moved in float32."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class Workbench:
         view_numbers_N: IntArray,
         num_views: int,
         text_of: Callable[[int], str],
+        dtype: str = "fp32",
     ) -> None:
         self.vectors_ND = np.ascontiguousarray(vectors_ND, np.float32)
         self.row_ptr, self.view_numbers_N, self.num_views = row_ptr, view_numbers_N, num_views
@@ -128,6 +130,7 @@ class Workbench:
         self.passage_N = np.repeat(np.arange(self.num_passages), np.diff(row_ptr))
         self.norms_P = feedback.own_norms(self.vectors_ND, row_ptr, view_numbers_N, num_views)
         self._text_of, self._matcher = text_of, AnswerMatcher()
+        self._stored = np.float16 if dtype == "fp16" else np.float32
         self._bears: dict[str, np.ndarray] = {}
 
     def try_out(
@@ -149,19 +152,22 @@ class Workbench:
 
     def search(self, state: _State, queries_QD: FloatArray, k: int) -> Hits:
         """The best k passages of each question by their best view; ties by number. New feedback views replace those
-        that the passage has in the index."""
+        that the passage has in the index. Scores are those of `exact`, sums in float64 rounded to float32: passages
+        that learned one question alone have equal views, and tie here as they do anywhere."""
         k = min(k, self.num_passages)
         found_QK = np.full((len(queries_QD), k), -1, np.int64)
         order = np.argsort(state.feedback_P, kind="stable")
         owners, first = np.unique(state.feedback_P[order], return_index=True)
         replaced_N = (self.view_numbers_N >= self.num_views) & np.isin(self.passage_N, owners)
+        vectors_DN = state.vectors_ND.T.astype(self._stored).astype(np.float64)
+        added_DF = state.feedback_FD[order].T.astype(self._stored).astype(np.float64)
         for low in range(0, len(queries_QD), _QUERIES_AT_ONCE):
-            block_QD = queries_QD[low : low + _QUERIES_AT_ONCE].astype(np.float32)
-            scores_QN = block_QD @ state.vectors_ND.T
+            block_QD = queries_QD[low : low + _QUERIES_AT_ONCE].astype(np.float64)
+            scores_QN = (block_QD @ vectors_DN).astype(np.float32)
             scores_QN[:, replaced_N] = -np.inf
             best_QP = np.maximum.reduceat(scores_QN, self.row_ptr[:-1], axis=1)
             if len(owners):
-                added_QF = np.maximum.reduceat(block_QD @ state.feedback_FD[order].T, first, axis=1)
+                added_QF = np.maximum.reduceat((block_QD @ added_DF).astype(np.float32), first, axis=1)
                 best_QP[:, owners] = np.maximum(best_QP[:, owners], added_QF)
             top_QK = np.sort(np.argpartition(-best_QP, k - 1, axis=1)[:, :k], axis=1)
             ranked = np.argsort(-np.take_along_axis(best_QP, top_QK, 1), axis=1, kind="stable")

@@ -75,6 +75,7 @@ def refinement_grid(
         loaded.view_numbers_N,
         described.num_views,
         lambda row: passages.get([loaded.ids[row]])[loaded.ids[row]].text,
+        described.dtype,
     )
     encoder = open_encoder(
         store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads

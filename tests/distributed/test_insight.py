@@ -17,9 +17,9 @@ from mvr_ray.serving.sampling import RecallSampler
 from mvr_ray.store.files import Store
 from mvr_ray.types import FleetCounts
 
-POOR = IndexParams(kind="faiss", factory="IVF16,Flat", nprobe=1)
+POOR = IndexParams(kind="hnsw", hnsw_m=2, hnsw_ef_construction=2, hnsw_ef_search=1)
 QUERIES_QD = np.random.default_rng(4).standard_normal((40, D)).astype(np.float32)
-K = 30
+K = 8
 
 
 def live_over(root, views, params=None) -> LiveRouter:
