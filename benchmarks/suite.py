@@ -37,6 +37,8 @@ def collect() -> Path:
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():
         lines += [f"| {part} | {bar_row(bar)} |" for bar in report["bars"]]
+    missing = [part for part in PARTS if part not in reports]
+    lines += [f"| {part} | every bar of `python benchmarks/{part}.py` | | not measured yet | |" for part in missing]
     if "gpu" not in reports:
         lines.append("| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |")
     lines.append("")

@@ -9,15 +9,14 @@ Who hangs is killed, and Ray starts it again.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.scatter import Replica, Scatter
 from mvr_ray.distributed.searchers import Pulse
 
@@ -69,25 +68,17 @@ class Watch:
                 hung += 1
         return hung
 
-    @contextmanager
-    def running(self, every_s: float) -> Iterator[None]:
+    def running(self, every_s: float) -> AbstractContextManager[None]:
         """Looks every so many seconds, in a thread, until the block ends."""
-        ended = threading.Event()
 
-        def look_until_ended() -> None:
-            while not ended.wait(every_s):
-                try:
-                    self.look(time.monotonic())
-                except ray.exceptions.RayError as error:
-                    log.warning("canary not sent: %s", str(error).partition("\n")[0])
+        def look() -> float:
+            try:
+                self.look(time.monotonic())
+            except ray.exceptions.RayError as error:
+                log.warning("canary not sent: %s", str(error).partition("\n")[0])
+            return every_s
 
-        thread = threading.Thread(target=look_until_ended, name="mvr-canary", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        return repeated(look, every_s, "mvr-canary", join_s=None)
 
     def _hangs(self, one: Replica, pulse: Pulse | None, now_s: float) -> bool:
         waiting = self._canaries.get(one)

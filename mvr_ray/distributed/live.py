@@ -15,7 +15,7 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.canary import Watch
 from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
+from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
 from mvr_ray.distributed.seats import Usher
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 LONGEST_FOLLOW_S = 600.0
 """A version that could not be opened is tried again, each time after twice as long, up to this."""
 
-JOIN_S = 1.0
 """For a follower to end; one that opens a version is not waited for, its searchers go anyway."""
 
 
@@ -143,24 +143,17 @@ class LiveRouter:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
 
-    @contextmanager
-    def followed(self, every_s: float) -> Iterator[None]:
+    def followed(self, every_s: float) -> AbstractContextManager[None]:
         """Looks for a newer version every so many seconds, in a thread, until the block ends."""
-        ended = threading.Event()
+        wait_s = every_s
 
-        def follow_until_ended() -> None:
-            wait_s = every_s
-            while not ended.wait(wait_s):
-                self.follow()
-                wait_s = min(2 * wait_s, max(LONGEST_FOLLOW_S, every_s)) if self._state.failure else every_s
+        def follow() -> float:
+            nonlocal wait_s
+            self.follow()
+            wait_s = min(2 * wait_s, max(LONGEST_FOLLOW_S, every_s)) if self._state.failure else every_s
+            return wait_s
 
-        thread = threading.Thread(target=follow_until_ended, name="mvr-follow", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(JOIN_S)
+        return repeated(follow, every_s, "mvr-follow")
 
     def _move(self, version: int | None) -> int:
         number = version or manifest.latest_version(self.store, self.index)

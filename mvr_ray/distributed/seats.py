@@ -11,11 +11,10 @@ Ray, which spreads them.
 """
 
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import ray
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import placement
 from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.room import Room, require_room
 from mvr_ray.distributed.scatter import Replica, Scatter
 from mvr_ray.distributed.searchers import Holding, SearcherTask, ShardSearcher, shard_keys
@@ -37,7 +37,6 @@ ANSWER_TIMEOUT_S = 30.0
 DRAIN_S = 60.0
 """A searcher that was replaced is ended when its calls have ended, or after so long."""
 LOOK_S = 5.0
-JOIN_S = 1.0
 _POLL_S = 0.02
 _remote: Any = ray.remote
 
@@ -145,25 +144,17 @@ class Usher:
         self._failed = {(group, node) for group, node in self._failed if node in own}
         return made
 
-    @contextmanager
-    def running(self, every_s: float = LOOK_S) -> Iterator[None]:
+    def running(self, every_s: float = LOOK_S) -> AbstractContextManager[None]:
         """Looks every so many seconds, in a thread, until the block ends."""
-        ended = threading.Event()
 
-        def look_until_ended() -> None:
-            while not ended.wait(every_s):
-                try:
-                    self.look()
-                except RayError as error:
-                    log.warning("nodes not looked at: %s", str(error).partition("\n")[0])
+        def look() -> float:
+            try:
+                self.look()
+            except RayError as error:
+                log.warning("nodes not looked at: %s", str(error).partition("\n")[0])
+            return every_s
 
-        thread = threading.Thread(target=look_until_ended, name="mvr-usher", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(JOIN_S)
+        return repeated(look, every_s, "mvr-usher")
 
     def _nodes(self) -> dict[int, list[str]] | None:
         """The node of each searcher, by group; None where one does not say (it is starting again)."""

@@ -17,9 +17,9 @@ from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
 from mvr_ray.serving.wire import RequestError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.overlay import open_embeddings
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Publications:
         for problem in manifest.verify(self.store, alone).problems:
             raise not_whole(field, f"{problem.path} {problem.reason}")
         try:
-            held = EmbeddingShard.open(self.store.local_path(f"{folder}/{layout.EMBEDDINGS}"))
+            held = open_embeddings(self.store.local_path(folder), entry.files)
         except StorageError as error:
             raise not_whole(field, str(error)) from None
         found = (held.dimension, held.num_passages, held.num_vectors)

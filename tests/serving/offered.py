@@ -14,6 +14,7 @@ from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of, 
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import Manifest, ShardMeta
+from mvr_ray.store.overlay import open_embeddings, write_changed
 from mvr_ray.types import EmbeddingBlock
 
 SHARDS = 2
@@ -76,12 +77,27 @@ def shard(store: Store, number: int, scale: float) -> manifest.ShardEntry:
         return manifest.add_shard(store, "library", folder, ShardMeta(number, len(views), 2 * len(views)))
 
 
+def refined(root: Path) -> Manifest:
+    """Version 2 there: the first passage of shard 0 has one view more, in a file over that of version 1."""
+    store, before = Store(str(root)), manifest.read(Store(str(root)), "library", 1)
+    entry = before.shards[0]
+    held = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
+    now = np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32)
+    with store.scratch() as scratch:
+        folder = scratch / "shard"
+        folder.mkdir()
+        assert write_changed(held, folder, {0: now}), "the first file was written anew"
+        meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
+        laid_over = manifest.add_shard(store, "library", folder, meta)
+    return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))
+
+
 def copied(root: Path, to: Path) -> Path:
     """All but the manifests: what a copying tool brings to another store."""
     shutil.copytree(root, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("versions", ".scratch"))
     return to
 
 
-def as_sent(root: Path) -> dict[str, Any]:
-    """The manifest as it lies in its store."""
-    return json.loads(Store(str(root)).read_bytes(layout.manifest("library", 1)))
+def as_sent(root: Path, version: int = 1) -> dict[str, Any]:
+    """A manifest as it lies in its store."""
+    return json.loads(Store(str(root)).read_bytes(layout.manifest("library", version)))

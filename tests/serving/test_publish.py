@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from asgi import Reply, call
 from library import Library
-from offered import as_sent, built, copied, corpus
+from offered import as_sent, built, copied, corpus, refined
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
@@ -17,7 +17,7 @@ from mvr_ray.serving.app import create_app
 from mvr_ray.serving.catalog import StoreCatalog
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import read_tokens
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import layout, manifest, overlay
 from mvr_ray.store.files import Store
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -56,6 +56,18 @@ def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_ther
     assert published.token != elsewhere.made.token
     assert reply.body["passages"] == elsewhere.made.num_passages
     manifest.verify(elsewhere.store, published).require()
+
+
+def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(overlay, "MOST_SHARE", 1.0)
+    one = Elsewhere(tmp_path)
+    made = refined(one.source)
+    copied(one.source, one.root)
+    assert one.post(one.sent).status == 200
+    reply = one.post(as_sent(one.source, 2))
+    assert (reply.status, reply.body.get("version")) == (200, 2), reply.body
+    assert layout.CHANGES in manifest.read(one.store, "library").shards[0].files
+    assert manifest.read(one.store, "library").num_vectors == made.num_vectors == one.made.num_vectors + 1
 
 
 def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewhere) -> None:
