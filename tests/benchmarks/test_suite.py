@@ -35,7 +35,13 @@ def table(tmp_path, monkeypatch):
 def test_a_gpu_that_was_not_there_is_told_in_the_table(table):
     assert "| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |" in table("search")
     both = table("search", "gpu")
-    assert "not measured" not in both and "| gpu | gpu is fast | >= 2 x | 1 x | **missed** |" in both
+    assert "no GPU" not in both and "| gpu | gpu is fast | >= 2 x | 1 x | **missed** |" in both
+
+
+def test_a_part_that_was_never_measured_is_told_until_it_is(table):
+    unseen = "| router | every bar of `python benchmarks/router.py` | | not measured yet | |"
+    assert unseen in table("search")
+    assert unseen not in table("router")
 
 
 def test_a_missed_bar_stands_in_the_table_with_its_reason_below(table):
