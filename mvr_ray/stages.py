@@ -39,16 +39,16 @@ def _mine(run: RunConfig, progress: Progress) -> Any:
 
 def _index(run: RunConfig, progress: Progress) -> Any:
     """Encode the corpus, build an index a shard, publish a version."""
-    from mvr_ray.distributed import reindex
+    from mvr_ray.distributed import health, reindex
 
-    return reindex.index(run, progress)
+    return reindex.index(run, health.watched("index", run.index.name, progress))
 
 
 def _refine(run: RunConfig, progress: Progress) -> Any:
     """Improve the live version from labelled questions or feedback, publish the next one."""
-    from mvr_ray.distributed import refine
+    from mvr_ray.distributed import health, refine
 
-    return refine.refine(run, progress)
+    return refine.refine(run, health.watched("refine", run.index.name, progress))
 
 
 def _evaluate(run: RunConfig, progress: Progress) -> Any:

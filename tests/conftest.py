@@ -47,10 +47,18 @@ def squad_dev(data_dir: Path) -> dict:
 
 
 @pytest.fixture(scope="session")
-def ray_session():
+def proxy_waiting() -> int:
+    """Requests that an HTTP proxy of the session's cluster lets in at a time."""
+    return 3
+
+
+@pytest.fixture(scope="session")
+def ray_session(proxy_waiting):
     from mvr_ray.config import ResourcesConfig
     from mvr_ray.distributed.session import connect
+    from mvr_ray.serving.door import announce
 
+    announce(proxy_waiting, os.environ)
     with connect(ResourcesConfig(local_cpus=8)) as info:
         yield info
 

@@ -21,9 +21,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import regex
 
 from mvr_ray.errors import DataError
+from mvr_ray.types import IntArray
 
 Match = Literal["string", "regex", "kilt"]
 
@@ -107,6 +109,10 @@ class AnswerMatcher:
         """For one question, whether each text holds an answer."""
         return [self.has_answer(text, answers) for text in texts]
 
+    def sheet(self, answers: Sequence[Sequence[str]]) -> "AnswerSheet":
+        """The answers of many questions, to be looked for in one passage after another."""
+        return AnswerSheet(self.match, [self._needles_of(one) for one in answers])
+
     def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
         key = tuple(answers)
         needles = self._needles.get(key)
@@ -133,6 +139,42 @@ class AnswerMatcher:
         while self.cached_bytes > self.max_cached_bytes and self._haystacks:
             self.cached_bytes -= _bytes(*self._haystacks.popitem(last=False))
         return haystack
+
+
+class AnswerSheet:
+    """Which of many questions have an answer in a passage: the passage is prepared once, and an answer is looked for
+    only where the passage has its longest token. Made by `AnswerMatcher.sheet`.
+
+    Shapes: Q questions, A answers of all of them, P questions that are asked about one passage.
+    """
+
+    def __init__(self, match: Match, needles_Q: "Sequence[Sequence[Needle]]") -> None:
+        self.match: Match = match
+        self._needles_A = [needle for needles in needles_Q for needle in needles]
+        self._start_Q = np.concatenate([[0], np.cumsum([len(needles) for needles in needles_Q], dtype=np.int64)])
+        self._number: dict[str, int] = {}
+        tokens = (self._token(needle) for needle in self._needles_A)
+        self._token_A = np.fromiter(tokens, np.int64, len(self._needles_A))
+
+    def marks(self, text: str, question_P: IntArray) -> np.ndarray:
+        """Whether `text` holds an answer of each question, bool [P]."""
+        haystack = _haystack(text, self.match)
+        has = np.zeros(len(self._number) + 1, bool)
+        has[[0, *(number for word in set(haystack.split(" ")) if (number := self._number.get(word)))]] = True
+        first_P = self._start_Q[question_P]
+        count_P = self._start_Q[question_P + 1] - first_P
+        asked = np.repeat(np.arange(len(question_P)), count_P)
+        answer = np.arange(len(asked)) + np.repeat(first_P - np.cumsum(count_P) + count_P, count_P)
+        marked_P = np.zeros(len(question_P), bool)
+        likely = np.flatnonzero(has[self._token_A[answer]])
+        for at, number in zip(asked[likely].tolist(), answer[likely].tolist()):
+            marked_P[at] = marked_P[at] or _found(haystack, self._needles_A[number])
+        return marked_P
+
+    def _token(self, needle: "Needle") -> int:
+        """Number of the longest token, 0 where there is none to go by: a substring or pattern need not begin a word."""
+        longest = max(needle.split(" "), key=len) if self.match == "string" and isinstance(needle, str) else ""
+        return self._number.setdefault(longest, len(self._number) + 1) if longest else 0
 
 
 Needle = str | regex.Pattern[str]

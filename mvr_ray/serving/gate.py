@@ -30,7 +30,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN = ("/livez", "/readyz", *PATHS)
 """Answered without a token: they say nothing about the passages."""
-_BOUNDED = "/v1/"
+BOUNDED = "/v1/"
+"""Requests below it take a place."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _REALM = 'Bearer realm="mvr_ray"'
@@ -68,7 +69,7 @@ class Gate:
         try:
             try:
                 role = allowed(scope, self.tokens)
-                if scope["path"].startswith(_BOUNDED):
+                if scope["path"].startswith(BOUNDED):
                     place = self.admission.enter(_asked_s(scope))
                 left_s = place.left_s() if place else self.admission.timeout_s
                 body = await _whole_body(scope, receive, self.limits.max_body_bytes, left_s)

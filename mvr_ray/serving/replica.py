@@ -14,6 +14,7 @@ from ray.serve.context import _get_global_client
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
+from mvr_ray.serving import door
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.catalog import StoreCatalog
 from mvr_ray.serving.metrics import Metrics
@@ -107,6 +108,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     from mvr_ray.distributed.session import connect
 
     checked_tokens(run)
+    door.announce(run.serve.max_waiting, os.environ)
     asked: list[int] = []
     before: dict[int, Any] = {}
     with connect(run.resources):

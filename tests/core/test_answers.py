@@ -4,6 +4,7 @@ import json
 import string
 import unicodedata
 
+import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.answers import (
     AnswerMatcher,
+    Match,
     empty_answers,
     exact_match_score,
     f1_score,
@@ -144,6 +146,31 @@ def test_squad_passages_match_as_the_slow_transcription_says(squad_dev: dict):
         hits += sum(slow)
     assert hits > len(answers)
     assert matcher.cached_bytes <= 50_000
+
+
+@pytest.mark.data
+def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does(squad_dev: dict):
+    paragraphs = [p for article in squad_dev["data"] for p in article["paragraphs"]][::40]
+    answers = [[a["text"] for a in qa["answers"]] for p in paragraphs for qa in p["qas"]]
+    answers += [[], [""], ["the"], ["\u200b", "no such words"], ["Who", "Normans"], ["."]]
+    sheet = AnswerMatcher().sheet(answers)
+    asked = np.random.default_rng(0).permutation(len(answers))
+    hits = 0
+    for text in [*(p["context"] for p in paragraphs), "", "?"]:
+        marked = sheet.marks(text, asked)
+        assert marked.tolist() == [has_answer(text, answers[question]) for question in asked]
+        hits += int(marked.sum())
+    assert hits > 3 * len(paragraphs)
+    assert sheet.marks("", np.empty(0, np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("match", ["string", "regex", "kilt"])
+def test_a_sheet_follows_the_rule_it_is_made_for(match: Match):
+    answers = [["nor"], ["norman"], ["n.rm"], ["the Normans"], ["(unclosed", "people"], ["xyz"], ["a"]]
+    sheet = AnswerMatcher(match).sheet(answers)
+    for text in ("The Normans were the people", "a norman", "Normans", ""):
+        told = sheet.marks(text, np.arange(len(answers))).tolist()
+        assert told == [has_answer(text, one, match) for one in answers]
 
 
 @pytest.mark.data

@@ -18,10 +18,13 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 from mvr_ray.config import load_run
+from mvr_ray.distributed import health
+from mvr_ray.distributed.refinement.report import RoundReport
 from mvr_ray.errors import ConfigError
+from mvr_ray.serving import door
 from mvr_ray.serving.declared import Declared, app
 from mvr_ray.serving.metrics import Metrics
-from mvr_ray.types import FleetCounts
+from mvr_ray.types import FleetCounts, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLOUDS = {"aws": ROOT / "cluster.yaml", "gcp": ROOT / "deploy" / "gcp.yaml"}
@@ -238,6 +241,7 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
         counted.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
     asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    asked = {expression for expression in asked if "ray_mvr_ray" not in expression}  # those are jobs'
     used: set[str] = set()
     for expression in asked:
         names = re.findall(r"mvr_ray_\w+", expression)
@@ -248,3 +252,28 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
         assert grouped | matched <= set.union(*(counted[name] for name in names)), expression
     measured = {name for name in counted if not re.search(r"_(created|count|sum)$", name)}
     assert used == measured
+
+
+def test_the_dashboard_asks_for_what_jobs_and_proxies_note(monkeypatch) -> None:
+    noted: dict[str, tuple[str, ...]] = {}
+
+    class Noted:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
+            noted[f"ray_{name}"] = tag_keys
+
+        def set(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(health, "Gauge", Noted)
+    monkeypatch.setattr(health, "_gauge", health._gauge.__wrapped__)
+    monkeypatch.setattr(health.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(door, "Counter", Noted)
+    health.watched("index", "squad", no_progress)("encode", 1, 2)
+    health.note_round("squad", dict.fromkeys(RoundReport._fields, 0.5))
+    door.Door(None, max_waiting=1)
+    panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+    asked = {target["expr"] for panel in panels for target in panel["targets"] if "ray_mvr_ray" in target["expr"]}
+    assert len(asked) >= 4
+    for expression in asked:
+        names = re.findall(r"ray_mvr_ray_\w+", expression)
+        grouped = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
+        assert set(names) <= noted.keys() and grouped <= set(noted[names[0]]), expression

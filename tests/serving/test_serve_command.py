@@ -1,5 +1,6 @@
 """`mvr-ray serve` as a process: it answers, and ends when it is told to, once or twice."""
 
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -39,6 +41,23 @@ def unmeasured(address: str, num_bytes: int) -> urllib.request.Request:
     return urllib.request.Request(address, chunks(), headers)
 
 
+def asked_at_once(address: str, times: int) -> list[str]:
+    """Of so many requests at a time: how each was answered, with the message of an error."""
+    body = json.dumps({"queries": ["What was the oil crisis?"] * 64}).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+    request = urllib.request.Request(f"{address}/v1/search", body, headers)
+
+    def asked(_: int) -> str:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return str(reply.status)
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {json.loads(error.read())['error']['message']} {error.headers['retry-after']}"
+
+    with ThreadPoolExecutor(times) as threads:
+        return list(threads.map(asked, range(times)))
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -48,7 +67,7 @@ def free_port() -> int:
 @pytest.mark.data
 @pytest.mark.ray
 def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_word_too_many(
-    small_index, run_over, tmp_path
+    small_index, run_over, proxy_waiting, tmp_path
 ):
     port = free_port()
     file = tmp_path / "run.yaml"
@@ -66,6 +85,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             answer = client.search(["What was the oil crisis?"], k=2)
             assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
             assert client.versions().serving == 1 and client.ready().ready
+        told = asked_at_once(address, 4 * proxy_waiting)
         with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
             stranger.search(["What was the oil crisis?"])
         with pytest.raises(urllib.error.HTTPError, match="413"):
@@ -78,6 +98,8 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             if line == "stopping\n":
                 server.send_signal(signal.SIGINT)
     assert server.returncode == 0, "".join(said)
+    refused = f"503 {proxy_waiting} requests are here already 1"  # by the proxy; the replica would take more
+    assert set(told) == {"200", refused} and told.count("200") >= proxy_waiting
     assert len(answer.results[0]) == 2 and answer.exact.certified and answer.coverage.share == 1
     assert not any(ADMIN in line for line in said)
     assert "stopping\n" in said and not any("Traceback" in line for line in said)

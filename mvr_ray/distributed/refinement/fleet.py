@@ -67,7 +67,7 @@ class Refiners:
     def __init__(self, task: RefinerTask, num_shards: int, count: int, cpus: float) -> None:
         """`num_shards` is what passage ids are hashed to; the largest shards go first, to the least loaded actor."""
         counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
-        self.num_shards = num_shards
+        self.index, self.num_shards = task.manifest.index, num_shards
         self.shards = sorted(counts)
         sizes = np.array([counts[shard] for shard in self.shards], np.int64)
         self.num_passages = int(sizes.sum())

@@ -27,6 +27,7 @@ from mvr_ray.core.refine_policy import (
     next_action,
     worst_loss,
 )
+from mvr_ray.distributed.health import note_round
 from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners
 from mvr_ray.distributed.refinement.journal import DoneRound, DoneWeight, Journal
 from mvr_ray.distributed.refinement.labels import label_round
@@ -242,6 +243,7 @@ class RefinementLoop:
         )
         self.journal.commit(DoneRound(report, tuple(self.heldout(ranks)), moved.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
+        note_round(self.refiners.index, report._asdict())
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def best_so_far(self) -> int:

@@ -134,13 +134,13 @@ class ShardRefiner:
 
     def mark(self, shard: int, row_L: IntArray, answer_L: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
         """Whether each passage holds one of `answers[answer_L[i]]`."""
-        ids = self._ids(shard)
+        ids, sheet = self._ids(shard), self.matcher.sheet(answers)
         marked_L = np.zeros(len(row_L), bool)
         order_L = np.argsort(row_L, kind="stable")
         rows, first = np.unique(row_L[order_L], return_index=True)
         for row, asked in zip(rows.tolist(), np.split(order_L, first[1:])):
             text = self.corpus.get([ids[row]])[ids[row]].text
-            marked_L[asked] = [self.matcher.has_answer(text, answers[answer_L[at]]) for at in asked]
+            marked_L[asked] = sheet.marks(text, answer_L[asked])
         return marked_L
 
     def winners(self, at: int, shard: int, query_L: IntArray, row_L: IntArray, queries_QD: FloatArray) -> IntArray:
