@@ -95,13 +95,14 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
     ids = [f"{number:09d}" for number in range(passages)]
     blocks = [block(ids[low : low + BLOCK], low // BLOCK) for low in range(0, passages, BLOCK)]
     codes = encode(np.concatenate([one.vectors_ND for one in blocks]))
+    one_QD, many_QD = queries(1), queries(32)
     found = {}
     for name, index in (
         ("fp16", FlatIndex(blocks, threads=1)),
         ("int8", FlatIndex(blocks, codes=codes, threads=1)),
     ):
-        one = seconds(lambda index=index: index.search(queries(1), K), times)
-        many = seconds(lambda index=index: index.search(queries(32), K), max(3, times // 8))
+        one = seconds(lambda index=index: index.search(one_QD, K), times)
+        many = seconds(lambda index=index: index.search(many_QD, K), max(3, times // 8))
         spread = float(np.std(np.log(one)))
         found[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
     return found
@@ -146,8 +147,9 @@ def service_of(live: LiveRouter, times: int) -> Own:
 
 def idle(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
     """Seconds of searches one after the other, and this process's CPU seconds a search."""
+    query_1D = queries(1)
     began = time.process_time()
-    taken = seconds(lambda: live.search(queries(1), K), times)
+    taken = seconds(lambda: live.search(query_1D, K), times)
     return np.array(taken), (time.process_time() - began) / (times + 1)
 
 

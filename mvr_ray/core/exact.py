@@ -171,6 +171,12 @@ def best_first(scored: Scored, k: int) -> Scored:
     return ranked.take(np.flatnonzero(ranks(ranked.query_M) < k))
 
 
+def distinct(values: IntArray) -> IntArray:
+    """The values in ascending order, each once [N]. np.unique hashes first (numpy 2.4), twenty times as slow."""
+    ordered = np.sort(values, axis=None)
+    return ordered[np.concatenate([np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]])]
+
+
 def ranks(query_M: IntArray) -> IntArray:
     """Position of each pair within its query; pairs are sorted by query."""
     return np.arange(len(query_M)) - np.searchsorted(query_M, query_M)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
+from mvr_ray.core.exact import distinct
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.types import FloatArray, IntArray
 
@@ -62,7 +63,7 @@ def feedback_views(
     taken from the mean of each of the passage's clusters.
     """
     positive = labels.take(labels.positive_L)
-    pair_X = np.unique(positive.passage_L * max(len(queries_QD), 1) + positive.question_L)
+    pair_X = distinct(positive.passage_L * max(len(queries_QD), 1) + positive.question_L)
     passage_X, question_X = np.divmod(pair_X, max(len(queries_QD), 1))
     asked_A, column_X = np.unique(question_X, return_inverse=True)
     order_A = _by_bytes(queries_QD[asked_A])
@@ -108,7 +109,7 @@ def spherical_clusters(unit_ND: FloatArray, most: int) -> IntArray:
         before_N, group_N = group_N, _cosines(sorted_ND, centres_CD).argmax(axis=1)
         if np.array_equal(before_N, group_N):
             break
-        for cluster in np.unique(group_N):
+        for cluster in distinct(group_N):
             sum_D = sorted_ND[group_N == cluster].sum(axis=0)
             length = float(np.linalg.norm(sum_D))
             if length > _CANCELLED:

@@ -20,6 +20,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core import metrics
 from mvr_ray.core.attention import attention_kl_table, view_attention
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.exact import distinct
 from mvr_ray.core.scoring import merge_hits, score_blocks
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
@@ -202,7 +203,7 @@ def _found(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray,
     if hits is None:
         empty = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))
         hits = score_blocks(queries_QD, [empty], k)
-    rows = np.unique(hits.rows_QK)
+    rows = distinct(hits.rows_QK)
     return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mvr_ray.core.exact import distinct
 from mvr_ray.distributed.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
@@ -383,5 +384,5 @@ def _search(held: _Held, shard: int, queries_QD: FloatArray, k: int) -> ShardFou
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
         return ShardFound(shard, {}, ShardHits(*empty))
     hits = index.search(queries_QD, min(k, index.num_passages))
-    rows = np.unique(hits.rows_QK)
+    rows = distinct(hits.rows_QK)
     return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.exact import BlockTable, Pairs, best_first, checked_k, checked_queries
+from mvr_ray.core.exact import BlockTable, Pairs, best_first, checked_k, checked_queries, distinct
 from mvr_ray.core.kernels import make_kernel
 from mvr_ray.core.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
@@ -74,7 +74,7 @@ class ApproximateIndex(ABC):
             real_QF = number_QF >= 0
             row_M = np.searchsorted(self.ends, number_QF[real_QF], side="right")
             query_M = np.repeat(asked_Q, real_QF.sum(axis=1))
-            query_M, row_M = np.divmod(np.unique(query_M * self.num_passages + row_M), self.num_passages)
+            query_M, row_M = np.divmod(distinct(query_M * self.num_passages + row_M), self.num_passages)
             found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
             dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())
             done = np.zeros(len(queries_QD), bool)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.exact import Scored, best_first
+from mvr_ray.core.exact import Scored, best_first, distinct
 from mvr_ray.core.scan import score_error
 from mvr_ray.core.scoring import exact_scores, is_exact, merge_hits, needs_second_round
 from mvr_ray.errors import ShardIndexError
@@ -130,3 +130,9 @@ def test_shards_that_answered_different_questions_are_refused():
     two = ShardHits(*(np.concatenate([column, column]) for column in one))
     with pytest.raises(ShardIndexError, match=r"different numbers of queries, \[1, 2\]"):
         merge_hits([(0, ["a"], one), (1, ["a"], two)], 3)
+
+
+@given(st.lists(st.integers(-5, 5), max_size=30))
+def test_distinct_is_the_sorted_set(values: list[int]):
+    assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
+    assert distinct(np.array(values * 2, np.int64).reshape(2, -1)).tolist() == sorted(set(values))

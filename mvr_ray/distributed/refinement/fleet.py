@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from mvr_ray.core.exact import distinct
 from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.distributed.failures import own_errors
@@ -46,7 +47,7 @@ class LabelCache:
 
     def missing(self, keys: IntArray) -> IntArray:
         """Those of the keys that are not known, in order, each once."""
-        keys = np.unique(keys)
+        keys = distinct(keys)
         if not len(self.keys_X):
             return keys
         at = np.minimum(np.searchsorted(self.keys_X, keys), len(self.keys_X) - 1)
@@ -58,7 +59,10 @@ class LabelCache:
         self.keys_X, self.known_X = joined[order], np.concatenate([self.known_X, values])[order]
 
     def get(self, keys: IntArray) -> np.ndarray:
-        return self.known_X[np.searchsorted(self.keys_X, keys)] if len(keys) else np.empty(0, bool)
+        values = np.empty(len(keys), bool)
+        order = np.argsort(keys)  # looked up in order, neighbours are in the cache
+        values[order] = self.known_X[np.searchsorted(self.keys_X, keys[order])]
+        return values
 
 
 class Refiners:
@@ -152,7 +156,7 @@ class Refiners:
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""
         at, rows = self.place(passages)
-        numbers = np.unique(at)
+        numbers = distinct(at)
         asked = [self.shards[number] for number in numbers]
         told = self.get([self.holder[s].ids_of.remote(s, rows[at == n].tolist()) for s, n in zip(asked, numbers)])
         ids = np.empty(len(passages), object)
@@ -179,7 +183,7 @@ class Refiners:
         passages, questions = np.divmod(keys, len(answers))
         at, rows = self.place(passages)
         picked, refs = [], []
-        for number in np.unique(at):
+        for number in distinct(at):
             here = np.flatnonzero(at == number)
             asked, inverse = np.unique(questions[here], return_inverse=True)
             shard = self.shards[number]

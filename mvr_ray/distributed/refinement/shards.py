@@ -19,6 +19,7 @@ import numpy as np
 
 from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.exact import distinct
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.distributed.shards import build_shard, shard_recall
@@ -177,7 +178,7 @@ class ShardRefiner:
         drift_M = self.views[shard].drift(state)
         return ShardMoved(
             num_moved=step.num_moved,
-            moved_passages=len(np.unique(self.views[shard].rows(moved_M))),
+            moved_passages=len(distinct(self.views[shard].rows(moved_M))),
             loss_sum=step.loss * step.num_moved if step.num_moved else 0.0,
             skipped_domain=step.num_outside_domain,
             skipped_no_positive=step.num_no_positive,

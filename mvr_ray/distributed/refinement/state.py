@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mvr_ray.core.exact import distinct
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 VIEW_BASE = 1 << 16  # above every view number (int16)
@@ -51,7 +52,7 @@ class ShardState:
         keys, other_keys = (state.feedback_F * VIEW_BASE + ordinals(state.feedback_F) for state in (self, other))
         common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
         differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
-        return np.unique(np.concatenate([np.setxor1d(keys, other_keys, True), common[differs]]) // VIEW_BASE)
+        return distinct(np.concatenate([np.setxor1d(keys, other_keys, True), common[differs]]) // VIEW_BASE)
 
     def to_bytes(self) -> bytes:
         buffer = io.BytesIO()
@@ -94,7 +95,7 @@ class ShardViews:
         """float32 copies of these views as they stand: the moved ones from the state, the rest as stored."""
         out_MD = np.empty((len(slots_M), state.moved_MD.shape[1]), np.float32)
         block_M = np.searchsorted(self.vector_start, slots_M, side="right") - 1
-        for number in np.unique(block_M):
+        for number in distinct(block_M):
             here = block_M == number
             out_MD[here] = self.blocks[number].vectors_ND[slots_M[here] - self.vector_start[number]]
         found_M = np.isin(slots_M, state.moved_M)
@@ -123,7 +124,7 @@ class ShardViews:
         slots = np.repeat(first_F - row_ptr[:-1], counts_F) + np.arange(row_ptr[-1])
         at = np.searchsorted(self.vector_start, slots, side="right") - 1
         parts = [
-            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in np.unique(at)
+            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in distinct(at)
         ]
         ids = self.ids(rows_F.tolist())
         return EmbeddingBlock(
@@ -185,7 +186,7 @@ class ShardViews:
 
     def changes(self, state: ShardState, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
         """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
-        rows = np.unique(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
+        rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
         old = self.gather(rows)
         new = self._overlaid_alone(old, rows, state, num_views)
         changed = {}
