@@ -34,6 +34,8 @@ SEARCHERS = (1, 2, 4)
 LOAD = 0.5
 """Of what the cores could bear."""
 IDLE_CALLS = 40
+PAUSE_S = 0.01
+"""Between calls of an idle cluster, as between queries that come now and then: a core that slept takes its time."""
 
 
 class Sizes(NamedTuple):
@@ -117,40 +119,50 @@ def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
         yield live
 
 
-class Own(NamedTuple):
-    """What searchers take, asked directly: seconds of work on the first one's shards, of a call that asks nothing, and
-    how much longer the work takes when a second searcher works too (1 where there is none)."""
+class Quiet(NamedTuple):
+    """One thing at a time, in turn, so that all see the same machine. `work`: a searcher's own seconds on the first
+    one's shards; `call_s`: of a call that asks nothing; `longer`: how much longer the work takes when a second searcher
+    works too (1 where there is none); `search`: seconds of whole searches; `cpu_s`: this process's CPU in each."""
 
     work: NDArray[np.float64]
     call_s: float
     longer: float
+    search: NDArray[np.float64]
+    cpu_s: float
 
 
-def service_of(live: LiveRouter, times: int) -> Own:
+def quiet(live: LiveRouter, times: int) -> Quiet:
     searchers: Any = live.searchers
     first, *others = searchers.actors
     shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
     query_1D = queries(1)
-    call_s = statistics.median(seconds(lambda: ray.get(first.search.remote(query_1D, K, {})), times))
-    alone = seconds(lambda: ray.get(first.search.remote(query_1D, K, shards[0])), times)
-    work = np.maximum(np.array(alone) - call_s, 1e-6)
-    if not others:
-        return Own(work, call_s, 1.0)
+    cpu: list[float] = []
 
-    def together() -> None:
-        asked = zip((first, others[0]), shards)
-        ray.get([actor.search.remote(query_1D, K, held) for actor, held in asked])
+    def search() -> None:
+        began = time.process_time()
+        live.search(query_1D, K)
+        cpu.append(time.process_time() - began)
 
-    both_s = statistics.median(seconds(together, times)) - call_s
-    return Own(work, call_s, both_s / float(np.median(work)))
-
-
-def idle(live: LiveRouter, times: int) -> tuple[NDArray[np.float64], float]:
-    """Seconds of searches one after the other, and this process's CPU seconds a search."""
-    query_1D = queries(1)
-    began = time.process_time()
-    taken = seconds(lambda: live.search(query_1D, K), times)
-    return np.array(taken), (time.process_time() - began) / (times + 1)
+    cases: dict[str, Callable[[], Any]] = {
+        "call": lambda: ray.get(first.search.remote(query_1D, K, {})),
+        "alone": lambda: ray.get(first.search.remote(query_1D, K, shards[0])),
+        "search": search,
+    }
+    if others:
+        pair = (first, others[0])
+        cases["both"] = lambda: ray.get([one.search.remote(query_1D, K, held) for one, held in zip(pair, shards)])
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(3 + times):
+        for name, run in cases.items():
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+            run()
+            if number >= 3:
+                taken[name].append(time.perf_counter() - began)
+    call_s = statistics.median(taken["call"])
+    work = np.maximum(np.array(taken["alone"]) - call_s, 1e-6)
+    longer = (statistics.median(taken["both"]) - call_s) / float(np.median(work)) if others else 1.0
+    return Quiet(work, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
 
 
 def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -173,21 +185,18 @@ def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float
 class Seen(NamedTuple):
     """What was measured on one cluster."""
 
-    own: Own
-    idle_Q: NDArray[np.float64]
-    cpu_s: float
+    own: Quiet
     arrival_Q: NDArray[np.float64]
     loaded_Q: NDArray[np.float64]
 
 
 def seen(folder: Path, searchers: int, sizes: Sizes) -> Seen:
     with opened(folder, searchers) as live:
-        own = service_of(live, sizes.idle_calls)
-        idle_Q, cpu_s = idle(live, sizes.idle_calls)
+        own = quiet(live, sizes.idle_calls)
         at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
-        rate = LOAD * at_once / (searchers * float(np.median(own.work)) + cpu_s)
+        rate = LOAD * at_once / (searchers * float(np.median(own.work)) + own.cpu_s)
         arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=searchers)
-        return Seen(own, idle_Q, cpu_s, arrival_Q, loaded(live, arrival_Q))
+        return Seen(own, arrival_Q, loaded(live, arrival_Q))
 
 
 def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
@@ -195,10 +204,11 @@ def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
     work_s = float(np.median(one.own.work))
     middle = np.quantile(np.log(one.own.work), [0.25, 0.75])
     scan = Scan(vectors, work_s, 0.0, 32, float(middle[1] - middle[0]) / 1.35)
-    group_s = max(0.0, two.cpu_s - one.cpu_s)
-    query_s = max(0.0, one.cpu_s - group_s)
+    group_s = max(0.0, two.own.cpu_s - one.own.cpu_s)
     fixed_s = max(0.0, one.own.call_s - group_s)
-    wire_s = max(0.0, float(np.median(one.idle_Q)) - work_s - query_s - group_s - fixed_s)
+    rest_s = max(0.0, float(np.median(one.own.search)) - work_s - group_s - fixed_s)
+    query_s = min(rest_s, max(0.0, one.own.cpu_s - group_s))  # more CPU than this is spent beside the searcher's work
+    wire_s = rest_s - query_s
     speeds = (1.0, float(np.clip(2 / two.own.longer, 1.0, 2.0)))
     return Calibration(scan, speeds, Routing(query_s, group_s, wire_s), fixed_s)
 
@@ -219,7 +229,7 @@ def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Ca
         busy = simulate(cluster, service, one.arrival_Q, given.routing)
         rate = len(one.arrival_Q) / one.arrival_Q[-1]
         name = f"{searchers} searcher{'s' * (searchers > 1)}"
-        checks.append(Check(f"{name}, idle", one.idle_Q, quiet.latency_Q, searchers == 1))
+        checks.append(Check(f"{name}, idle", one.own.search, quiet.latency_Q, searchers == 1))
         checks.append(Check(f"{name}, {rate:.1f} queries/s", one.loaded_Q, busy.latency_Q, False))
         for check in checks[-2:]:
             say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
