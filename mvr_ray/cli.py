@@ -29,7 +29,9 @@ from mvr_ray.terminal import (
     print_json,
     print_shown,
     report_tables,
+    results_only,
     table,
+    write,
 )
 from mvr_ray.types import Progress
 from mvr_ray.words import own_words, sectioned
@@ -65,7 +67,8 @@ def told(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with results_only():
+                command(*args, **kwargs)
         except MvrRayError as error:
             cause = getattr(error, "cause", None)  # an error of ours that crossed a Ray task
             origin = cause if isinstance(cause, MvrRayError) else error
@@ -369,7 +372,7 @@ def compare(
 @app.command()
 def version() -> None:
     """The version of this package."""
-    sys.stdout.write(f"mvr_ray {__version__}\n")
+    write(f"mvr_ray {__version__}\n")
 
 
 def _print_config(run: RunConfig, as_json: bool) -> None:
@@ -377,7 +380,7 @@ def _print_config(run: RunConfig, as_json: bool) -> None:
     if as_json:
         print_json(plain)
     else:
-        sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def _err(line: str) -> None:

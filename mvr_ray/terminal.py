@@ -1,13 +1,15 @@
 """What a user sees: progress with rate and time left, tables, and hits with the matching snippet marked.
 
 On a terminal progress is a live bar; elsewhere it is a plain line every ten seconds, so that a job's log stays short.
-Progress and errors go to stderr, results to stdout: `--json` output can be piped.
+Progress and errors go to stderr, results to stdout: `--json` output can be piped. Ray prints on stdout what becomes of
+workers; while `results_only` holds, that goes to stderr, too.
 """
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -21,6 +23,7 @@ from mvr_ray.plan import Plan
 from mvr_ray.serving.service import FoundPassage
 
 INTERVAL_S = 10.0
+_results: list[TextIO] = []
 
 
 class Reporter:
@@ -190,13 +193,32 @@ def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
     return [*([table(title, ("", ""), single)] if single else []), *tables]
 
 
+@contextmanager
+def results_only() -> Iterator[None]:
+    """What is printed by others goes to stderr; `write`, `print_json` and `print_shown` still reach stdout."""
+    _results.append(_stdout())
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.pop()
+
+
+def write(text: str) -> None:
+    _stdout().write(text)
+
+
+def _stdout() -> TextIO:
+    return _results[-1] if _results else sys.stdout
+
+
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_shown(shown: Table | Text | str) -> None:
     """Results for people, on stdout; a file or pipe gets lines of 160 characters."""
-    console = Console(highlight=False, soft_wrap=not isinstance(shown, Table))
+    console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(shown, Table))
     if not console.is_terminal:
         console.width = 160
     console.print(shown)

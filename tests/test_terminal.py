@@ -1,12 +1,24 @@
 """What a user reads: progress lines, sizes, tables of reports, hits with the snippet marked."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
 from mvr_ray.serving.service import FoundPassage, Snippet
-from mvr_ray.terminal import Reporter, duration, hit_text, progress_line, report_tables, size
+from mvr_ray.terminal import (
+    Reporter,
+    duration,
+    hit_text,
+    print_json,
+    print_shown,
+    progress_line,
+    report_tables,
+    results_only,
+    size,
+    write,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +102,17 @@ def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> N
     assert "version 3 of index squad" in said
     assert "0.5, 0.25" in said
     assert "empty" not in said
+
+
+def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys):
+    with results_only():
+        sys.stdout.write("(raylet) a worker died\n")
+        print_json({"own": 1})
+        print_shown("shown")
+        with results_only():
+            write("within\n")
+        write("after\n")
+    sys.stdout.write("outside\n")
+    out, err = capsys.readouterr()
+    assert out == '{\n  "own": 1\n}\nshown\nwithin\nafter\noutside\n'
+    assert err == "(raylet) a worker died\n"

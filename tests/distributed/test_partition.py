@@ -74,6 +74,8 @@ def test_a_host_that_is_cut_off_while_it_searches_gives_no_wrong_answer(
     with hosts.on("head", line, stdout=subprocess.PIPE) as asking:
         assert asking.stdout
         for text in asking.stdout:
+            if not text.startswith("{"):
+                continue  # Ray tells on stdout what became of workers
             answers.append(json.loads(text))
             if len(answers) == 100:
                 hosts.cut()

@@ -81,7 +81,7 @@ def cluster(monkeypatch) -> Iterator[Cluster]:
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        made.add_node(num_cpus=5, object_store_memory=100_000_000)
+        made.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
     made.wait_for_nodes()
     monkeypatch.setenv("RAY_ADDRESS", made.address)
     yield made
@@ -162,7 +162,7 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
         assert usher.look() == []
         before = places(live)
         assert len({node for node, _ in before.values()}) == 2
-        node = cluster.add_node(num_cpus=5, object_store_memory=100_000_000)
+        node = cluster.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
         cluster.wait_for_nodes()
         moved = until(usher.look)
         during = places(live)
