@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,6 +62,8 @@ __all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
+SPANS_KEPT = 16_384
+"""Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
 """Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
@@ -103,6 +106,7 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
+        self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @property
     def dimension(self) -> int:
@@ -254,8 +258,8 @@ class Router:
         return self.corpus.get(ids)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        """Characters of each view's snippet, None where a view has none of its own."""
-        return self.encoder.view_spans(passage)
+        """Characters of each view's snippet, None where a view has none of its own; kept for what was shown last."""
+        return self._spans(passage)
 
     def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
         """What of the passage the winning view stands for."""

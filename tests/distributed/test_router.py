@@ -334,6 +334,27 @@ def test_the_snippet_that_won_is_that_of_the_winning_view(small_index, run_over)
 
 @pytest.mark.data
 @pytest.mark.ray
+def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(small_index, run_over, monkeypatch):
+    with open_router(run_over(small_index), local=True) as router:
+        [hit, *_] = router.search_text(["What was the oil crisis?"], 1).hits[0]
+        passage = router.passages([hit.passage_id])[hit.passage_id]
+        cut = []
+        spans_of = type(router.encoder).view_spans
+
+        def counted(encoder, passage):
+            cut.append(passage)
+            return spans_of(encoder, passage)
+
+        monkeypatch.setattr(type(router.encoder), "view_spans", counted)
+        other = passage._replace(text="One sentence. " + passage.text)
+        for shown in (passage, other):
+            for _ in range(3):
+                assert list(router.view_spans(shown)) == spans_of(router.encoder, shown)
+        assert cut == [passage, other]
+
+
+@pytest.mark.data
+@pytest.mark.ray
 def test_passages_of_another_corpus_are_refused(own_index, run_over):
     info = corpus.Corpus.open(Store(str(own_index)), "corpus").info
     (own_index / layout.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
