@@ -132,6 +132,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    """Clusters of several nodes come first: their tests join one, unless this process is in the session's already."""
+    items.sort(key=lambda item: item.get_closest_marker("nodes") is None)
     for item in items:
         for mark in item.iter_markers("chaos"):
             item.user_properties.append(("fault", mark.args))
