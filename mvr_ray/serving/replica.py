@@ -26,6 +26,8 @@ from mvr_ray.store.files import Store
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
+"""Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
 _REFUSALS = 1024
 """Requests that a replica may be turning away while its places are taken: refusing is the app's, not Serve's."""
 
@@ -109,6 +111,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
 
     checked_tokens(run)
     door.announce(run.serve.max_waiting, os.environ)
+    os.environ.setdefault(*_NO_TASK_EVENTS)
     asked: list[int] = []
     before: dict[int, Any] = {}
     with connect(run.resources):
