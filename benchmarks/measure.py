@@ -75,6 +75,17 @@ def interleaved(
     return samples
 
 
+def in_a_row(run: Callable[[], Any], times: int, warm: int = 0) -> list[float]:
+    """Seconds of each of so many runs with nothing between them: the machine does nothing else."""
+    seconds = []
+    for number in range(warm + times):
+        began = time.perf_counter()
+        run()
+        if number >= warm:
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
 def speedup(samples: Mapping[str, Sequence[float]], ours: str, peer: str) -> float:
     """How many times as fast as `peer` we are: the median over rounds of the ratio within the round."""
     return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import made_up
 import numpy as np
 import ray
-from measure import Bar, Part, interleaved, write
+from measure import Bar, Part, in_a_row, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import session
@@ -139,16 +139,6 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
         }
         print(name, batch, {key: round(value, 3) for key, value in told[batch].items()}, flush=True)
     return told
-
-
-def in_a_row(search: Callable[[], Any], times: int) -> list[float]:
-    """Seconds of each of so many searches with nothing between them: the machine does nothing else."""
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        search()
-        seconds.append(time.perf_counter() - began)
-    return seconds
 
 
 class Load(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from cluster_model import Cluster, Routing, Scan, Service, poisson, simulate
 from made_up import BLOCK, V, block, queries
+from measure import in_a_row
 from numpy.typing import NDArray
 
 from mvr_ray.config import ResourcesConfig, RunConfig
@@ -81,17 +82,6 @@ def publish(folder: Path, passages: int) -> Manifest:
     return made_up.publish(Store(str(folder)), simulated(folder), passages, SHARDS)
 
 
-def seconds(run: Callable[[], Any], times: int) -> list[float]:
-    """Of each of so many runs, after one that is not counted."""
-    run()
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - began)
-    return taken
-
-
 def scan_rates(passages: int, times: int) -> dict[str, Scan]:
     """One thread over one shard's views, as stored and by their codes."""
     ids = [f"{number:09d}" for number in range(passages)]
@@ -103,8 +93,8 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
         ("fp16", FlatIndex(blocks, threads=1)),
         ("int8", FlatIndex(blocks, codes=codes, threads=1)),
     ):
-        one = seconds(lambda index=index: index.search(one_QD, K), times)
-        many = seconds(lambda index=index: index.search(many_QD, K), max(3, times // 8))
+        one = in_a_row(lambda index=index: index.search(one_QD, K), times, warm=1)
+        many = in_a_row(lambda index=index: index.search(many_QD, K), max(3, times // 8), warm=1)
         spread = float(np.std(np.log(one)))
         found[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
     return found
