@@ -34,6 +34,10 @@ LOADS = (0.3, 0.6, 0.9)
 QUESTIONS = 79_168
 """Of a refinement round: those of Natural Questions' training set (Karpukhin et al. 2020, table 1). Each labels the
 first passage that answers it, so no more passages than these are updated."""
+CROWDED = (
+    "at worst four searchers on two cores, predicted a fifth too fast: the model lets processes share cores for free. "
+    "Runs differ: 1.11, 1.14 and 1.25."
+)
 
 
 class World(NamedTuple):
@@ -162,7 +166,7 @@ def bars(checks: list[Check]) -> list[Bar]:
     busy = [check for check in checks if "idle" not in check.what]
     return [
         Bar("idle p50 of 2 and 4 searchers: predicted and measured apart, worst", worst(alone, 0.5), 1.25, False),
-        Bar("p50 under load of 1, 2 and 4 searchers: apart, worst", worst(busy, 0.5), 1.25, False),
+        Bar("p50 under load of 1, 2 and 4 searchers: apart, worst", worst(busy, 0.5), 1.25, False, note=CROWDED),
         Bar("p90 under load of 1, 2 and 4 searchers: apart, worst", worst(busy, 0.9), 1.5, False),
     ]
 
