@@ -47,8 +47,8 @@ BATCHES = {1: 40, 32: 7, 256: 5}
 RUN = RunConfig.model_validate({"index": {"name": "made"}})
 CLIENTS, LOAD_S, DEADLINE_S = 32, 8.0, 2.0
 IDLE = (
-    "a call that works as long and returns nothing takes 2.1 to 2.4 ms of it. Layouts differ by less than runs do (3.0, "
-    "then 3.5); what is ours is sending two calls (0.6 ms) and merging (0.25)."
+    "a call that works as long and returns nothing takes 2.1 to 2.4 ms of it. Layouts differ by less than runs do "
+    "(3.0, then 3.5); what is ours is sending two calls (0.6 ms) and merging (0.25)."
 )
 FLOOR = (
     "with one searcher nothing is shared out, and the whole cost of a call shows: a method that works 30 ms "
