@@ -54,10 +54,7 @@ SETTLE = 0.1
 
 
 FLOODED = "what is left of two cores sends, counts and refuses the flood's other requests."
-GROWN = (
-    "Ray's control store kept 3 kB for each call, up to 300 MB. A server's own cluster keeps none since; see the notes, "
-    "and the commit below for which of both this is."
-)
+GROWN = "which process grows has not been found out; before, Ray's control store kept 3 kB for each call (notes.md)."
 
 
 class Reply(NamedTuple):
