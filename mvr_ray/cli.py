@@ -172,24 +172,30 @@ def reshard(
 @app.command()
 @told
 def study(
-    files: Annotated[list[str], typer.Argument(metavar="STUDY... [size=NAME] [output=DIR] [SECTION.KEY=VALUE]...")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="STUDY... [size=NAME] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]...")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of variants and write its report: `study configs/studies/mvr-views.yaml size=quick`."""
     paths = [word for word in files if "=" not in word]
     plain = {key: value for key, _, value in (w.partition("=") for w in files if "=" in w) if "." not in key}
-    unknown = sorted(set(plain) - {"size", "output"})
+    unknown = sorted(set(plain) - {"size", "output", "at_once"})
     if unknown or not paths:
         wrong = f"{unknown[0]}=... is not known" if unknown else "no study file is named"
-        raise ConfigError(f"study: {wrong}; give study files, size=quick|gpu|paper, output=DIR, section.key=value")
+        words = "study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
+        raise ConfigError(f"study: {wrong}; give {words}")
+    if not plain.get("at_once", "1").isdecimal():
+        raise ConfigError(f"study: at_once={plain['at_once']}; it is how many steps run side by side, a whole number")
     overrides = tuple(word for word in files if "=" in word and "." in word.partition("=")[0])
     from mvr_ray.studies.study import run_study
 
     output = Path(plain["output"]) if "output" in plain else None
+    at_once = int(plain["at_once"]) if "at_once" in plain else None
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            made = run_study(path, plain.get("size", "quick"), overrides, output, progress)
+            made = run_study(path, plain.get("size", "quick"), overrides, output, progress, at_once)
         if as_json:
             print_json(to_plain(made))
             continue

@@ -69,15 +69,30 @@ def relayed(progress: Progress) -> Iterator[Any]:
         ray.kill(board)
 
 
-def on_a_worker(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress) -> Any:
-    """Call a stage in a Ray task of its own; gives its report as plain values. A task whose worker dies starts again.
+@contextmanager
+def started(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress) -> Iterator[Any]:
+    """A stage in a Ray task of its own: the reference of its report, as plain values. Left early, it is cancelled.
 
-    Raises what the stage raises; ResourceError when Ray gives up on it.
+    A task whose worker dies starts again.
     """
     placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     call: Any = ray.remote(_call).options(num_cpus=0)
-    with relayed(progress) as board, own_errors("the stage"):
-        return ray.get(call.remote(work, placed.model_dump(mode="json"), board))
+    with relayed(progress) as board:
+        answer = call.remote(work, placed.model_dump(mode="json"), board)
+        try:
+            yield answer
+        except BaseException:
+            ray.cancel(answer)
+            raise
+
+
+def on_a_worker(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress) -> Any:
+    """Call a stage in a Ray task of its own, wait for it, and give its report as plain values.
+
+    Raises what the stage raises; ResourceError when Ray gives up on it.
+    """
+    with started(work, run, progress) as answer, own_errors("the stage"):
+        return ray.get(answer)
 
 
 def _call(work: Callable[[RunConfig, Progress], Any], plain: dict[str, Any], board: Any) -> Any:

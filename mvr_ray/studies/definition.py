@@ -57,6 +57,8 @@ class SizeConfig(Section):
     about: str = ""
     set: list[str] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [1])
+    at_once: Annotated[int, Field(ge=1)] = 1
+    """Steps side by side, where none needs the other and the cluster has room for so many."""
 
 
 class ContrastConfig(Section):

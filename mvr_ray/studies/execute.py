@@ -1,21 +1,26 @@
-"""The steps of a study, run one by one on Ray: what is on file is not run again.
+"""The steps of a study, run on Ray: what is on file is not run again.
 
 Each step is a Ray task that calls the stage's own function, so it runs wherever the cluster has room and a step whose
 worker dies is started again; the stages themselves continue where they stopped. A finished step's report lies in the
-store under its key.
+store under its key. `at_once` steps run side by side: a step waits for those that it stands on, and for one that looks
+at the same index, whose live version both may want to set.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+
+import ray
 
 from mvr_ray import versions
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.relay import on_a_worker
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.relay import started
 from mvr_ray.errors import MvrRayError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import layout, manifest
@@ -36,6 +41,10 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "reading": reading,
 }
 """What studies do beyond the stages."""
+_AT_A_VERSION = ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading")
+"""They look at an index as it is at one version, and so need that version live."""
+_ALONE = ("prepare", "cost")
+"""One lays down what others read, the other reads the clock."""
 
 
 class DoneStep(NamedTuple):
@@ -48,42 +57,112 @@ class DoneStep(NamedTuple):
     report: dict[str, Any]
 
 
-def run_plan(plan: StudyPlan, store: Store, run: RunConfig, progress: Progress = no_progress) -> dict[str, DoneStep]:
-    """Run what is not on file; every step's result by key. Raises StudyError naming the step that failed."""
+class _Running(NamedTuple):
+    """A step on its way. Its progress stands under a lane's number; to leave `held` by an error is to cancel it."""
+
+    step: PlannedStep
+    lane: int
+    held: ExitStack
+    began: float
+
+
+def run_plan(
+    plan: StudyPlan, store: Store, run: RunConfig, progress: Progress = no_progress, at_once: int = 1
+) -> dict[str, DoneStep]:
+    """Run what is not on file, `at_once` steps side by side where none needs the other; every step's result by key.
+
+    Raises StudyError naming the step that failed; those beside it are stopped and continue the next time.
+    """
     done = {key: found for key in plan.steps if (found := read_step(store, key))}
     left = [step for step in plan.steps.values() if step.key not in done]
     if not left:
         return done
-    with session.connect(run.resources, dashboard=run.resources.train_workers > 0):
-        for number, step in enumerate(left):
-            progress("study steps", number, len(left))
+    places = {step.key: f"step {number} of {len(left)}" for number, step in enumerate(left, 1)}
+    running: dict[Any, _Running] = {}
+
+    def finished(step: PlannedStep, began: float, report: dict[str, Any]) -> None:
+        made = DoneStep(step.key, step.stage, step.command, round(time.monotonic() - began, 1), report)
+        store.write_bytes(layout.study_step(step.key), (json.dumps(made._asdict()) + "\n").encode())
+        done[step.key] = made
+        progress("study steps", len(places) - len(left) - len(running), len(places))
+
+    with session.connect(run.resources, dashboard=run.resources.train_workers > 0), ExitStack() as everything:
+        progress("study steps", 0, len(places))
+        while left or running:
+            step = _next(plan, left, done, [one.step for one in running.values()], at_once)
+            if step is None:
+                [answer], _ = ray.wait(list(running), num_returns=1)
+                ended = running.pop(answer)
+                with _named(ended.step, places), ended.held, own_errors("the stage"):
+                    report = ray.get(answer)
+                finished(ended.step, ended.began, report)
+                continue
+            left.remove(step)
             log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
-            if step.stage != "prepare":
-                _corpus_in_place(plan, step, store, progress)
-            _make_live(step, done)
             began = time.monotonic()
-            try:
-                report = _run(step, progress)
-            except MvrRayError as error:
-                raise StudyError(
-                    f"step {number + 1} of {len(left)} failed: {step.command}: {error}; correct it and run the same "
-                    f"command again, finished steps are kept"
-                ) from error
-            finished = DoneStep(step.key, step.stage, step.command, round(time.monotonic() - began, 1), report)
-            store.write_bytes(layout.study_step(step.key), (json.dumps(finished._asdict()) + "\n").encode())
-            done[step.key] = finished
-        progress("study steps", len(left), len(left))
+            with _named(step, places):
+                if step.stage == "prepare":  # it reads files that only this machine may have
+                    finished(step, began, _prepare(step, store, progress))
+                    continue
+                _corpus_in_place(plan, step, store, progress)
+                _make_live(step, done)
+                lane = min(set(range(at_once)) - {one.lane for one in running.values()})
+                held = everything.enter_context(ExitStack())
+                answer = held.enter_context(_begun(step, progress if at_once == 1 else _in_lane(progress, lane)))
+                running[answer] = _Running(step, lane, held, began)
     return done
 
 
-def _run(step: PlannedStep, progress: Progress) -> Any:
-    """`prepare` reads files that only this machine may have; every other stage runs where there is room."""
-    if step.stage == "prepare":
-        return _prepare(step, Store(step.run.store.path), progress)
-    work = MEASURES.get(step.stage)
-    if work is not None:
-        return on_a_worker(partial(work, options=step.options), step.run, progress)
-    return on_a_worker(STAGES[step.stage], step.run, progress)
+@contextmanager
+def _named(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
+    """An error of a step says which step it was."""
+    try:
+        yield
+    except MvrRayError as error:
+        raise StudyError(
+            f"{places[step.key]} failed: {step.command}: {error}; correct it and run the same command again, finished "
+            f"steps are kept"
+        ) from error
+
+
+def _begun(step: PlannedStep, progress: Progress) -> AbstractContextManager[Any]:
+    """The step's work on a worker, wherever there is room: the reference of its report."""
+    work = partial(MEASURES[step.stage], options=step.options) if step.stage in MEASURES else STAGES[step.stage]
+    return started(work, step.run, progress)
+
+
+def _next(
+    plan: StudyPlan, left: list[PlannedStep], done: dict[str, DoneStep], running: list[PlannedStep], at_once: int
+) -> PlannedStep | None:
+    """The first step that can start now beside those that run, if one can.
+
+    Sizes and variants may lay different corpora under one name: of those, one at a time.
+    """
+    if len(running) >= at_once or any(step.stage in _ALONE for step in running):
+        return None
+    taken = {step.run.index.name for step in running if step.stage in _AT_A_VERSION}
+    corpora = {step.run.prepare.corpus: _corpus(plan, step) for step in running}
+    for step in left:
+        if not all(key in done for key in step.after):
+            continue
+        if step.stage in _ALONE:
+            if not running:
+                return step
+            continue
+        if step.stage in _AT_A_VERSION and step.run.index.name in taken:
+            continue
+        if corpora.get(step.run.prepare.corpus, _corpus(plan, step)) == _corpus(plan, step):
+            return step
+    return None
+
+
+def _in_lane(progress: Progress, lane: int) -> Progress:
+    """Work side by side is told apart."""
+
+    def tell(what: str, done: int, total: int) -> None:
+        progress(f"lane {lane + 1}: {what}", done, total)
+
+    return tell
 
 
 def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
@@ -95,13 +174,19 @@ def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
 
 def _corpus_in_place(plan: StudyPlan, step: PlannedStep, store: Store, progress: Progress) -> None:
     """Prepare a step's corpus again where another one has taken its place since, as another size of a study does."""
-    [needed] = {key for key in plan.ancestors(step.key) if plan.steps[key].stage == "prepare"}
+    needed = _corpus(plan, step)
     name = plan.steps[needed].run.prepare.corpus
     path = layout.study_corpus(name)
     marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
     there = Corpus.open(store, name).digest if store.exists(layout.corpus_json(name)) else None
     if marker.get("key") != needed or marker.get("digest") != there:
         _prepare(plan.steps[needed], store, progress)
+
+
+def _corpus(plan: StudyPlan, step: PlannedStep) -> str:
+    """The key of the `prepare` step that made what a step stands on."""
+    [needed] = {key for key in plan.ancestors(step.key) if plan.steps[key].stage == "prepare"}
+    return needed
 
 
 def read_step(store: Store, key: str) -> DoneStep | None:
@@ -111,7 +196,7 @@ def read_step(store: Store, key: str) -> DoneStep | None:
 
 def _make_live(step: PlannedStep, done: dict[str, DoneStep]) -> None:
     """Variants that refine one index each begin at its first version, and are measured at the one that they made."""
-    if step.stage not in ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading"):
+    if step.stage not in _AT_A_VERSION:
         return
     store, name = Store(step.run.store.path), step.run.index.name
     numbers = manifest.list_versions(store, name)

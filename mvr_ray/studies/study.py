@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
+from mvr_ray.errors import ConfigError
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store
 from mvr_ray.studies.definition import load_study
@@ -33,16 +34,20 @@ def run_study(
     extra: tuple[str, ...] = (),
     output: Path | None = None,
     progress: Progress = no_progress,
+    at_once: int | None = None,
 ) -> StudyResult:
     """Run a study in one size; the same command again runs only what is missing.
 
-    `output` takes a copy of the report, in a folder named by study and size. Raises ConfigError, StudyError.
+    `output` takes a copy of the report, in a folder named by study and size. `at_once`: steps side by side, where the
+    size's own number is not wanted. Raises ConfigError, StudyError.
     """
+    if at_once is not None and at_once < 1:
+        raise ConfigError(f"at_once is {at_once}; at least one step must run")
     study = load_study(path, size, extra)
     plan = plan_study(study)
     run = study.resolve([*study.config.sizes[size].set, *extra])
     store = Store(run.store.path)
-    done = run_plan(plan, store, run, progress)
+    done = run_plan(plan, store, run, progress, at_once or study.config.sizes[size].at_once)
     report = make_report(study, plan, done)
     folder = layout.study_report_dir(study.config.study, size)
     for name, data in report.files.items():

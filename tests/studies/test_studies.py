@@ -1,6 +1,7 @@
 """Studies: equal steps are made once, finished ones are kept, and reports say what the steps said."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -209,20 +210,27 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     store = Store(small["store"]["path"])
     run = load_run(tmp_path / "run.yaml")
     ran: list[str] = []
-    whole = execute._run
+    prepare, begun = execute._prepare, execute._begun
+
+    def prepared(step, store, progress):
+        ran.append(step.stage)
+        return prepare(step, store, progress)
 
     def counted(step, progress):
         ran.append(step.stage)
         if len(ran) == 3:
             raise ConfigError("as if it had failed")
-        return whole(step, progress)
+        return begun(step, progress)
 
-    monkeypatch.setattr(execute, "_run", counted)
+    monkeypatch.setattr(execute, "_prepare", prepared)
+    monkeypatch.setattr(execute, "_begun", counted)
     with pytest.raises(StudyError, match=r"step 3 of 9 failed: mvr-ray index .*as if it had failed; correct it"):
         run_plan(plan, store, run)
-    done = run_plan(plan, store, run)
-    assert ran == ["prepare", "train", "index", "index", "evaluate", "train", "index", "analyze", "index", "evaluate"]
+    told: list[str] = []
+    done = run_plan(plan, store, run, lambda what, done, total: told.append(what), at_once=2)
+    assert sorted(ran) == sorted([*(step.stage for step in plan.steps.values()), "index"]), "each once, but what failed"
     assert set(done) == set(plan.steps)
+    assert {what.partition(":")[0] for what in told} == {"lane 1", "lane 2", "study steps"}
     assert run_plan(plan, store, run) == done
     assert len(ran) == 10
     made = run_study(path, output=tmp_path / "out")
@@ -234,6 +242,41 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     assert "A &lt;small&gt; study" in page and "http" not in page.replace("data:image", "")
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "attention-kl-snippets.png").is_file()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
+    chance = random.Random(at_once)
+    plan = plan_study(load_study(path))
+    left, running, done = list(plan.steps.values()), [], {}
+    most = 0
+    while left or running:
+        step = execute._next(plan, left, done, running, at_once)
+        if step is None:
+            assert running, "nothing runs and nothing may start"
+            ended = running.pop(chance.randrange(len(running)))
+            done[ended.key] = DoneStep(ended.key, ended.stage, "", 0.0, {})
+            continue
+        assert set(step.after) <= set(done)
+        left.remove(step)
+        running.append(step)
+        most = max(most, len(running))
+        assert len(running) <= at_once
+        assert len(running) == 1 or not {"prepare", "cost"} & {one.stage for one in running}
+        looked_at = [one.run.index.name for one in running if one.stage in ("refine", "evaluate", "analyze", "mine")]
+        assert len(looked_at) == len(set(looked_at))
+    assert set(done) == set(plan.steps)
+    assert most == 1 or at_once > 1
+    assert most > 1 or at_once == 1 or len(plan.steps) < 4
+
+
+def test_at_once_is_checked_before_anything_runs(write, tmp_path):
+    path = write({}, sizes={"quick": {"at_once": 0}})
+    with pytest.raises(ConfigError, match=r"at_once.*greater than or equal to 1"):
+        load_study(path)
+    with pytest.raises(ConfigError, match="at_once is 0; at least one step must run"):
+        run_study(path, at_once=0)
 
 
 def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]) -> dict[str, np.ndarray]:
@@ -351,7 +394,7 @@ def test_a_corpus_that_another_size_has_replaced_is_put_back_before_a_step_uses_
 
     for plan in plans.values():
         first = next(iter(plan.steps.values()))
-        execute._run(first, no_progress)
+        execute._prepare(first, store, no_progress)
     assert passages() == 40
     for size, most in (("quick", 20), ("quick", 20), ("big", 40)):
         training = next(step for step in plans[size].steps.values() if step.stage == "train")
