@@ -158,19 +158,26 @@ def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured
 def view_table(found: Sequence[Measured]) -> Table | None:
     """How different the views of each variant are (MVR eqs. 9 and 10, CAMVR eqs. 14 and 15)."""
     names = ("view_pair_cosine", "lv", "ppl", "ppl_answer", "answer_view_accuracy", "attention_kl")
+    columns = ["view-pair cosine", "LV", "PPL", "PPL of answer views", "answer-view accuracy", "attention KL"]
+    shown = [one for one in found if one.reports.get("analyze")]
+    known = [name for name in names if any(name in one.paper for one in shown)]
     rows: list[list[Value]] = []
-    for one in found:
-        reports = one.reports.get("analyze", [])
-        if reports:
-            means = [_mean([report[name] for report in reports]) for name in names]
-            most = _mean([max(report["win_shares"]) for report in reports])
-            rows.append([one.name, *(_number(value) for value in [*means, most])])
-    columns = ["variant", "view-pair cosine", "LV", "PPL", "PPL of answer views", "answer-view accuracy"]
+    for one in shown:
+        reports = one.reports["analyze"]
+        most = _mean([max(report["win_shares"]) for report in reports])
+        row: list[Value] = [one.name]
+        for name in names:
+            row += [_number(one.paper.get(name))] if name in known else []
+            row.append(_number(_mean([report[name] for report in reports])))
+        rows.append([*row, _number(most)])
+    heads = [
+        told for name, column in zip(names, columns) for told in ([f"paper {column}"] * (name in known) + [column])
+    ]
     note = (
         "Cosine 1 and LV 0 mean that the views are one vector, and PPL then means nothing; near-ties go to the lowest "
         "view. `most` is the share of questions won by the view that wins most."
     )
-    return Table("Views", note, [*columns, "attention KL", "most"], rows) if rows else None
+    return Table("Views", note, ["variant", *heads, "most"], rows) if rows else None
 
 
 def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
@@ -287,13 +294,25 @@ def reading_table(found: Sequence[Measured]) -> Table | None:
 
 
 def cost_table(found: Sequence[Measured]) -> Table | None:
+    """Milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
     rows: list[list[Value]] = []
+    threads: set[int] = set()
+    heads = [told for name in _COST for told in ([f"paper {name}"] * name.endswith("_ratio") + [name])]
     for one in found:
         for report in one.reports.get("cost", []):
+            threads.add(report["threads"])
             for line in report["lines"]:
-                rows.append([line["system"], *(_number(line[name]) for name in _COST)])
-    note = "Medians of interleaved runs on one thread; ratios to DPR of the same run."
-    return Table("Cost", note, ["system", *(name.replace("_", " ") for name in _COST)], rows) if rows else None
+                method = line["system"].partition(" (")[0]
+                row: list[Value] = [line["system"]]
+                for name in _COST:
+                    paper = [one.paper.get(f"{name.replace('_ratio', '_ms')}/{of}") for of in (method, "DPR")]
+                    ratio = paper[0] / paper[1] if paper[0] and paper[1] else None
+                    row += [_number(ratio)] if name.endswith("_ratio") else []
+                    row.append(_number(line[name]))
+                rows.append(row)
+    used = "one thread" if threads == {1} else f"{', '.join(map(str, sorted(threads)))} threads"
+    note = f"Medians of interleaved runs on {used}; ratios to DPR of the same run."
+    return Table("Cost", note, ["system", *(name.replace("_", " ") for name in heads)], rows) if rows else None
 
 
 _COST = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")

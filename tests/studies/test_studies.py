@@ -25,7 +25,7 @@ from mvr_ray.studies.refinement import _load, expanded, refinement_grid
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
-from mvr_ray.studies.tables import measured_variants, retrieval_table
+from mvr_ray.studies.tables import Measured, cost_table, measured_variants, retrieval_table, view_table
 from mvr_ray.types import Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -269,6 +269,36 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
     assert set(done) == set(plan.steps)
     assert most == 1 or at_once > 1
     assert most > 1 or at_once == 1 or len(plan.steps) < 4
+
+
+def test_the_papers_own_figures_stand_beside_ours():
+    views = {"view_pair_cosine": 0.9, "ppl": 1.3, "ppl_answer": None, "answer_view_accuracy": None}
+    analyzed = {"analyze": [{**views, "lv": 0.01, "attention_kl": 0.2, "win_shares": [0.7, 0.3]}]}
+    lines = [
+        {
+            "system": name,
+            "vectors_a_passage": 8,
+            "encode_ms": 2.0,
+            "encode_ratio": 1.0,
+            "search_ms": 3.0,
+            "search_ratio": ratio,
+        }
+        for name, ratio in (("DPR", 1.0), ("MVR (k=8)", 3.0), ("snippet means (k=8)", 2.8))
+    ]
+    timed = {"cost": [{"threads": 1, "lines": lines}]}
+    found = [
+        Measured("MVR", {"lv": 0.126, "search_ms/DPR": 10, "search_ms/MVR": 25}, "", {}, {}, {**analyzed, **timed}),
+        Measured("CAMVR", {}, "", {}, {}, analyzed),
+    ]
+    seen = view_table(found)
+    assert [dict(zip(seen.columns, row))["paper LV"] for row in seen.rows] == ["0.126", ""]
+    assert [dict(zip(seen.columns, row))["LV"] for row in seen.rows] == ["0.01", "0.01"]
+    assert "paper PPL" not in seen.columns and len(seen.columns) == len(seen.rows[0])
+    cost = cost_table(found)
+    told = {row[0]: dict(zip(cost.columns, row)) for row in cost.rows}
+    assert told["MVR (k=8)"]["paper search ratio"] == "2.5" and told["MVR (k=8)"]["search ratio"] == "3"
+    assert told["snippet means (k=8)"]["paper search ratio"] == told["DPR"]["paper encode ratio"] == ""
+    assert "one thread" in cost.note
 
 
 def test_at_once_is_checked_before_anything_runs(write, tmp_path):
