@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[missing-module-attribute]
+from ray._private import services
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.errors import ResourceError
@@ -37,6 +39,7 @@ _ENVIRONMENT = {
 MAX_TEMP_PATH = 40
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
+_KNOCK_S = 5
 
 
 class Node(NamedTuple):
@@ -100,7 +103,8 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
 
 @contextmanager
 def _joined(address: str) -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "token" if _has_token() else "disabled")
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token" if _has_token() and _asks_for_token(address) else "disabled"
     _reread_authentication()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
@@ -164,6 +168,28 @@ def _own_token() -> dict[str, str]:
     if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _asks_for_token(address: str) -> bool:
+    """Whether a cluster refuses who brings no token. True where that cannot be found out: then joining will tell.
+
+    Who joins a cluster without tokens as if it had them refuses the cluster's own calls, and loses every actor.
+    """
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+        if not found:
+            return True
+        host, _, port = found.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S):
+            pass
+        _reread_authentication()
+        GcsClient(address=found)
+    except (ray.exceptions.RayError, OSError, ValueError):
+        return True
+    finally:
+        del os.environ["RAY_AUTH_MODE"]
+    return False
 
 
 def _reread_authentication() -> None:

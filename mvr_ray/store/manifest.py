@@ -262,8 +262,26 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
             raise ManifestError(
                 f"index {index!r} version {version} not published, {live} stays live: {error}"
             ) from error
+    _withdraw_if_torn(store, published)
     log.info("published: index=%s version=%d passages=%d", index, version, published.num_passages)
     return published
+
+
+def _withdraw_if_torn(store: Store, published: Manifest) -> None:
+    """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected.
+
+    Then what was live comes back as a further version, and ManifestError says so.
+    """
+    lost = _missing_files(store, published)
+    if not lost:
+        return
+    index, parent = published.index, published.parent
+    back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version)) if parent else None
+    now = f"version {back.version} has version {parent}'s content again" if back else "no earlier version is there"
+    raise ManifestError(
+        f"index {index!r} version {published.version} lost {len(lost)} files while it was published (first: "
+        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs; {now}; run the same command again"
+    )
 
 
 def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
@@ -309,19 +327,30 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
     """Every file that the manifest names is there with its size; its folders are made young."""
+    missing = _missing_files(store, manifest)
+    if missing:
+        raise ManifestError(
+            f"index {manifest.index!r} version {version} not published: {len(missing)} of {_num_files(manifest)} files "
+            f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
+        )
+    for shard in manifest.shards:
+        store.touch(layout.shard_dir(manifest.index, shard.digest))
+
+
+def _missing_files(store: Store, manifest: Manifest) -> list[str]:
+    """Paths that the manifest names and that are not there with their size."""
     wanted = [
         (f"{layout.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
         for shard in manifest.shards
         for name, file in shard.files.items()
     ]
     missing = [path for path, num_bytes in wanted if store.size_bytes(path) != num_bytes]
-    if missing:
-        raise ManifestError(
-            f"index {manifest.index!r} version {version} not published: {len(missing)} of {len(wanted)} shard files "
-            f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
-        )
-    for shard in manifest.shards:
-        store.touch(layout.shard_dir(manifest.index, shard.digest))
+    refined = [layout.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
+    return missing + [path for path in refined if store.size_bytes(path) < 0]
+
+
+def _num_files(manifest: Manifest) -> int:
+    return sum(len(shard.files) for shard in manifest.shards) + len(manifest.refined_queries)
 
 
 def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:

@@ -5,12 +5,14 @@ Run by `make chaos`. The commands are processes of their own; this one only adds
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import pytest
 import yaml
 from ray.cluster_utils import Cluster
 
-from mvr_ray.store import manifest
+from mvr_ray.store import layout, manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -50,14 +52,23 @@ QUESTIONS = ["When did the oil crisis begin?", "Who won the Super Bowl?", "What 
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[Cluster]:
-    """A head that could do all the work alone, and nothing on it; health checks that take seconds."""
+    """A head whose health checks take seconds."""
     for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+    with head() as made:
+        monkeypatch.setenv("RAY_ADDRESS", made.address)
+        yield made
+
+
+@contextmanager
+def head() -> Iterator[Cluster]:
+    """A head that could do all the work alone, and nothing on it."""
     head = {"num_cpus": 6, "include_dashboard": False, "object_store_memory": 200_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
-    made.shutdown()
+    try:
+        yield made
+    finally:
+        made.shutdown()
 
 
 def worker(cluster: Cluster):
@@ -110,6 +121,40 @@ def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(prepared, run_o
     finished(command("index", run), "encode:", lambda: cluster.remove_node(node, allow_graceful=False))
     assert live(store).content_digest() == live(calm).content_digest()
     settled(run)
+
+
+@pytest.mark.chaos(
+    "head killed while a node encodes, and another head started",
+    "the command ends and says so; the same command then encodes only what is left, to the undisturbed bytes",
+)
+def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
+    prepared, run_over, tmp_path, monkeypatch, record_property
+):
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
+    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
+    run = run_file(run_over, store)
+    with head() as first:
+        monkeypatch.setenv("RAY_ADDRESS", first.address)
+        finished(command("index", run_file(run_over, calm)))
+        going = command("index", run)
+        assert going.stderr
+        said = [next(line for line in going.stderr if "encode:" in line)]
+        began = time.monotonic()
+        first.remove_node(first.head_node, allow_graceful=False)
+        said += list(going.stderr)
+        assert going.wait(timeout=120) != 0, "".join(said)
+        ended = time.monotonic() - began
+    kept = Store(str(store))
+    assert manifest.list_versions(kept, "index") == []
+    [key] = kept.list(layout.staging_root("index"))
+    assert kept.list(layout.staging_dir("index", key))
+    with head() as second:
+        monkeypatch.setenv("RAY_ADDRESS", second.address)
+        told = finished(command("index", run))
+    resumed = re.search(r"encode: ([\d,]+) of ([\d,]+)", told)
+    assert resumed and int(resumed[1].replace(",", "")) > 0
+    assert live(store).content_digest() == live(calm).content_digest()
+    record_property("figures", f"the command ended {ended:.0f} s after the head; {said[-1].strip()[:120]}")
 
 
 @pytest.mark.chaos(

@@ -144,3 +144,49 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
         assert "RAY_AUTH_TOKEN" in refused[1]
     assert said(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
     assert not (tmp_path / ".ray" / "auth_token").exists()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(token)
+    assert said() == ["joined", "False"]
+
+
+WITHOUT_TOKENS = """
+import os, sys
+from pathlib import Path
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+USING = """
+import sys, ray
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+
+class Adder:
+    def add(self, a, b):
+        return a + b
+
+with connect(ResourcesConfig(address=sys.argv[1])):
+    print(ray.get(ray.remote(Adder).remote().add.remote(1, 2), timeout=60), flush=True)
+"""
+
+
+@pytest.mark.ray
+def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: Path):
+    """Ray leaves a token there when it starts a head by itself; the next cluster may have none."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
+    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    stranger["HOME"] = str(tmp_path)
+    other = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_TOKENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=stranger
+    )
+    try:
+        assert other.stdout
+        address = next(line for line in other.stdout if ":" in line and " " not in line.strip()).strip()
+        done = subprocess.run([sys.executable, "-c", USING, address], env=stranger, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == ["3"], done.stdout + done.stderr
+    finally:
+        other.communicate(timeout=60)

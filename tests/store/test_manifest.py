@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry:
 
 def test_a_manifest_whose_files_are_not_there_is_not_published(store: Store, entry: ShardEntry):
     store.delete(f"{layout.shard_dir('i', entry.digest)}/index.bin")
-    with pytest.raises(ManifestError, match=r"1 of 2 shard files missing .*index\.bin"):
+    with pytest.raises(ManifestError, match=r"1 of 2 files missing .*index\.bin"):
         manifest.publish(store, describe([entry]))
     assert manifest.list_versions(store, "i") == []
 
@@ -241,6 +242,36 @@ def test_a_publisher_killed_anywhere_leaves_a_whole_live_version(tmp_path: Path,
     assert manifest.verify(store, live).problems == []
     after = manifest.publish(store, dataclasses.replace(live, parent=live.version))
     assert manifest.read(store, "i") == after
+
+
+@pytest.mark.chaos(
+    "clock leaps ten days while a version is published, and old work is collected",
+    "the version that was live is live again and whole; the same command then publishes",
+)
+def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(store, tmp_path, monkeypatch):
+    first = manifest.publish(store, describe([make_shard(store, tmp_path / "old", b"old")]))
+    entry = make_shard(store, tmp_path / "new", b"new")
+    create, clock = Store.create_once, time.time
+    leaps = [10 * 86_400]
+
+    def late(self, path, data):
+        if leaps:
+            by = leaps.pop()
+            monkeypatch.setattr(time, "time", lambda: clock() + by)
+            collect(store, "i", keep=1, grace_s=3600)
+        return create(self, path, data)
+
+    monkeypatch.setattr(Store, "create_once", late)
+    told = r"version 2 lost \d+ files while it was published .*version 3 has version 1's content again; run the same"
+    with pytest.raises(ManifestError, match=told):
+        manifest.publish(store, describe([entry], parent=1))
+    live = manifest.read(store, "i")
+    assert live.version == 3 and live.content_digest() == first.content_digest()
+    assert manifest.verify(store, live).problems == []
+    again = manifest.publish(store, describe([make_shard(store, tmp_path / "again", b"new")], parent=3))
+    assert manifest.verify(store, again).problems == []
+    monkeypatch.setattr(time, "time", lambda: clock() - 10 * 86_400)
+    assert collect(store, "i", keep=1, grace_s=3600) == [], "a clock that leaps back makes nothing old"
 
 
 @pytest.mark.chaos("disk full while publishing", "the old version stays live")
