@@ -22,7 +22,7 @@ import importlib.util
 import logging
 import os
 import subprocess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,8 @@ class FusedKernel(TorchKernel):
         query_tile = 16 if num_queries <= 16 else 32 if num_queries <= 32 else 64
         query_tiles = -(-num_queries // query_tile)
         scale = power_Q if vectors_ND.scale_N1 is None else vectors_ND.scale_N1
-        best_views[(-(-width // passages) * query_tiles,)](
+        launch: Any = best_views[(-(-width // passages) * query_tiles,)]
+        launch(
             rows_ND,
             scale,
             power_Q if uniform else self._start_of(counts_P),
