@@ -20,7 +20,7 @@ from mvr_ray.serving.wire import RequestError
 T = TypeVar("T")
 
 LONGEST_RETRY_S = 60
-_MEMORY = 0.9
+MEMORY = 0.9
 """Weight of the past in the running mean of work times."""
 
 
@@ -62,7 +62,7 @@ class Admission:
                 return work(deadline - began)
             finally:
                 with self._lock:
-                    self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * (time.monotonic() - began)
+                    self._mean_s = MEMORY * self._mean_s + (1 - MEMORY) * (time.monotonic() - began)
 
         return self._threads.submit(worked)
 

@@ -17,14 +17,12 @@ from ray.util.metrics import Counter
 from starlette.middleware import Middleware
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.admission import LONGEST_RETRY_S, overloaded
+from mvr_ray.serving.admission import LONGEST_RETRY_S, MEMORY, overloaded
 from mvr_ray.serving.gate import BOUNDED, App, Message, Receive, Send, respond
 
 MAX_WAITING = "MVR_RAY_PROXY_MAX_WAITING"
 """Requests that one proxy lets in at a time; absent: the default of `serve.max_waiting`."""
 _CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-_MEMORY = 0.9
-"""Weight of the past in the running mean of the time inside."""
 
 
 def announce(max_waiting: int, environ: MutableMapping[str, str]) -> None:
@@ -65,7 +63,7 @@ class Door:
             await self.app(scope, receive, send)
         finally:
             self.inside -= 1
-            self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * (time.monotonic() - began)
+            self._mean_s = MEMORY * self._mean_s + (1 - MEMORY) * (time.monotonic() - began)
 
     def _wait_s(self) -> int:
         """Whole seconds in which those who are inside will have gone: each is there for the mean time."""
