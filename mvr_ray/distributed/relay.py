@@ -8,7 +8,6 @@ from typing import Any
 import ray
 
 from mvr_ray.config import RunConfig, StoreConfig
-from mvr_ray.distributed.failures import own_errors
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.types import Progress
@@ -84,15 +83,6 @@ def started(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress
         except BaseException:
             ray.cancel(answer)
             raise
-
-
-def on_a_worker(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress) -> Any:
-    """Call a stage in a Ray task of its own, wait for it, and give its report as plain values.
-
-    Raises what the stage raises; ResourceError when Ray gives up on it.
-    """
-    with started(work, run, progress) as answer, own_errors("the stage"):
-        return ray.get(answer)
 
 
 def _call(work: Callable[[RunConfig, Progress], Any], plain: dict[str, Any], board: Any) -> Any:
