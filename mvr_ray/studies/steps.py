@@ -11,10 +11,11 @@ one place. A corpus keeps its name, which is where question sets and messages fi
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.models import pair_spec, reader_spec
 from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
@@ -116,7 +117,7 @@ class _Chain:
         stage = step.stage
         made = run.train.task if stage == "train" and run.train.task != "retriever" else stage
         needs = [self.latest[name] for name in self._needs(made, run) if name in self.latest]
-        key = _digest([stage, *(_deciding(run, section) for section in _SECTIONS[stage]), step.options, *needs])
+        key = _digest([stage, *_decides(made, stage, run), step.options, *needs])
         names = self._names(made, run, key)
         if key not in plan.steps:
             named = RunConfig.model_validate(_laid_over(run, names))
@@ -157,6 +158,15 @@ class _Chain:
         if "reader" in latest:
             names["read"] = {"reader": f"study-{latest['reader']}"}
         return names
+
+
+def _decides(made: str, stage: str, run: RunConfig) -> list[Any]:
+    """What a step's result follows from. A model with a head is the same under every readout of its backbone."""
+    if made == "reader":
+        return [run.encoder.backbone, _deciding(run, "train"), asdict(reader_spec(run))]
+    if made == "cross_encoder":
+        return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
+    return [_deciding(run, section) for section in _SECTIONS[stage]]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:

@@ -80,10 +80,11 @@ def _kind(step: DoneStep) -> str:
 
 
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
+    """`analyze` may have been asked fewer questions than `evaluate`: what both measured is told as `evaluate` did."""
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     reports: dict[str, list[dict[str, Any]]] = {}
     for planned in runs:
-        for key in planned.keys:
+        for key in sorted(planned.keys, key=lambda key: done[key].stage == "evaluate"):
             step = done[key]
             reports.setdefault(_kind(step), []).append(step.report)
             for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:

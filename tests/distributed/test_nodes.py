@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from mvr_ray.store import layout, manifest
@@ -61,9 +62,9 @@ def cluster(monkeypatch) -> Iterator[Cluster]:
 
 
 @contextmanager
-def head() -> Iterator[Cluster]:
+def head(cpus: int = 6) -> Iterator[Cluster]:
     """A head that could do all the work alone, and nothing on it."""
-    head = {"num_cpus": 6, "include_dashboard": False, "object_store_memory": 200_000_000}
+    head = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 200_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield made
@@ -71,15 +72,16 @@ def head() -> Iterator[Cluster]:
         made.shutdown()
 
 
-def worker(cluster: Cluster):
-    node = cluster.add_node(num_cpus=6, object_store_memory=200_000_000)
+def worker(cluster: Cluster, cpus: int = 6):
+    node = cluster.add_node(num_cpus=cpus, object_store_memory=200_000_000)
     cluster.wait_for_nodes()
     return node
 
 
-def run_file(run_over, store: Path, **resources) -> str:
+def run_file(run_over, store: Path, prepare: dict | None = None, **resources) -> str:
     path = store.parent / f"{store.name}.yaml"
-    run = run_over(store, refine={**REFINE, "max_heldout_loss": 100}, resources={**WIDE, **resources})
+    sections = {"prepare": prepare or {}, "refine": {**REFINE, "max_heldout_loss": 100}}
+    run = run_over(store, **sections, resources={**WIDE, **resources})
     path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     return str(path)
 
@@ -121,6 +123,52 @@ def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(prepared, run_o
     finished(command("index", run), "encode:", lambda: cluster.remove_node(node, allow_graceful=False))
     assert live(store).content_digest() == live(calm).content_digest()
     settled(run)
+
+
+def encodes(node: Node) -> bool:
+    """Does an encoder on this node embed a chunk now? Ray gives a worker the name of what it does."""
+    [raylet] = node.all_processes["raylet"]
+    for children in Path(f"/proc/{raylet.process.pid}/task").glob("*/children"):
+        names = [Path(f"/proc/{child}/cmdline").read_text() for child in children.read_text().split()]
+        if any("ChunkEncoder" in name and ".submit" in name for name in names):
+            return True
+    return False
+
+
+@pytest.mark.chaos(
+    "spot node joins while the head encodes, encodes too, and is killed",
+    "the node is used when it comes; the command ends well; the index is the undisturbed one to the byte",
+)
+def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
+    data_dir, run_over, tmp_path, monkeypatch, record_property
+):
+    source = {"path": str(data_dir / "squad" / "dev-v1.1.json.gz"), "format": "squad"}
+    one = {"encoders_min": 1, "encoders_max": 2}
+    calm, store = tmp_path / "calm", tmp_path / "store"
+    runs = [run_file(run_over, path, prepare={"sources": [source]}, **one) for path in (calm, store)]
+    for run in runs:
+        finished(command("prepare", run))
+    marks: list[float] = []
+
+    def come_and_go() -> None:
+        marks.append(time.monotonic())
+        node = worker(alone, cpus=1)
+        while not encodes(node):
+            assert time.monotonic() < marks[0] + 90, "the node was not used"
+            time.sleep(0.1)
+        marks.append(time.monotonic())
+        time.sleep(3)
+        assert encodes(node)
+        alone.remove_node(node, allow_graceful=False)
+
+    with head(cpus=1) as alone:
+        monkeypatch.setenv("RAY_ADDRESS", alone.address)
+        said = finished(command("index", runs[1]), "encode:", come_and_go)
+        finished(command("index", runs[0]))
+        settled(runs[1])
+    assert "passages read = embedded" in said
+    assert live(store).content_digest() == live(calm).content_digest()
+    record_property("figures", f"encodes {marks[1] - marks[0]:.0f} s after it was started")
 
 
 @pytest.mark.chaos(

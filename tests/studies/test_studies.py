@@ -11,6 +11,7 @@ from scipy import stats
 
 from mvr_ray.config import load_run
 from mvr_ray.core.workbench import Asked, Setting, Workbench, _State
+from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
 from mvr_ray.errors import ConfigError, StudyError
@@ -132,6 +133,26 @@ def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(
     assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
 
 
+@pytest.mark.parametrize("task", ["reader", "cross_encoder"])
+def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(write, task):
+    def trained(**sections):
+        steps = [{"stage": "train", "set": [f"train.task={task}"]}]
+        readouts = [{"name": name, "set": [f"encoder.strategy={name}"]} for name in ("mean", "snippet_means")]
+        size = {"quick": {"seeds": [1]}}
+        plan = plan_study(load_study(write(sections, variants=readouts, steps=steps, sizes=size)))
+        assert [step.stage for step in plan.steps.values()] == ["prepare", "train"]
+        return plan.variants[0].keys
+
+    asked = trained()
+    assert trained(encoder={"max_passage_tokens": 64}) == asked
+    for section, other in (
+        ("train", {"lr": 0.1}),
+        ("encoder", {"backbone": "x"}),
+        ("read", {"max_question_tokens": 9}),
+    ):
+        assert trained(**{section: other}) != asked
+
+
 def test_a_step_may_be_set_otherwise_in_one_size(write):
     step = {"stage": "train", "set": ["train.lr=0.1", "train.epochs=2"], "sizes": {"large": ["train.lr=0.3"]}}
     file = write({}, variants=[{"name": "a", "steps": [step]}], sizes={"quick": {}, "large": {}})
@@ -188,6 +209,21 @@ def test_values_of_several_seeds_are_their_mean_with_students_interval(write):
     assert table.columns == ["variant", "paper gold/top-1", "gold/top-1", "seeds"]
     assert table.rows[0][:2] == ["mean", "50.0"]
     assert [row[0] for row in table.rows] == ["mean", "untrained"]
+
+
+@pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])
+def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
+    steps = ["index", *order]
+    study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    reports = {"evaluate": fake(0.5, 1), "analyze": fake(0.7, 1), "index": {}, "prepare": {}}
+    for row in reports["analyze"]["rows"]:
+        row["system"] = ALL_VIEWS
+    reports["analyze"]["rows"].append({**reports["analyze"]["rows"][0], "metric": "lv"})
+    done = {key: DoneStep(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
+    [found] = measured_variants(study, plan, done)
+    assert (found.cells["gold/top-1"].value, found.cells["lv"].value) == (0.5, 0.7)
+    assert found.by_seed["gold/top-1"] == {1: 0.5}
 
 
 @pytest.fixture
