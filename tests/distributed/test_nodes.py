@@ -143,7 +143,7 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
     data_dir, run_over, tmp_path, monkeypatch, record_property
 ):
     source = {"path": str(data_dir / "squad" / "dev-v1.1.json.gz"), "format": "squad"}
-    one = {"encoders_min": 1, "encoders_max": 2}
+    one = {"encoders_min": 1, "encoders_max": 2, "cpus_per_encoder": 2}
     calm, store = tmp_path / "calm", tmp_path / "store"
     runs = [run_file(run_over, path, prepare={"sources": [source]}, **one) for path in (calm, store)]
     for run in runs:
@@ -152,7 +152,7 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
 
     def come_and_go() -> None:
         marks.append(time.monotonic())
-        node = worker(alone, cpus=1)
+        node = worker(alone, cpus=2)
         while not encodes(node):
             assert time.monotonic() < marks[0] + 90, "the node was not used"
             time.sleep(0.1)
@@ -161,7 +161,7 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
         assert encodes(node)
         alone.remove_node(node, allow_graceful=False)
 
-    with head(cpus=1) as alone:
+    with head(cpus=3) as alone:
         monkeypatch.setenv("RAY_ADDRESS", alone.address)
         said = finished(command("index", runs[1]), "encode:", come_and_go)
         finished(command("index", runs[0]))
