@@ -8,15 +8,18 @@ at the same index, whose live version both may want to set.
 
 import json
 import logging
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 
-from mvr_ray import versions
+from mvr_ray import __version__, versions
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.failures import own_errors
@@ -48,13 +51,16 @@ _ALONE = ("prepare", "cost")
 
 
 class DoneStep(NamedTuple):
-    """A finished step: its command as typed, how long it took, and its report as plain values."""
+    """A finished step: its command as typed, how long it took, its report as plain values, and when and by which
+    version of the code it was run. The key does not cover the code: a step that is on file is not run again for it."""
 
     key: str
     stage: str
     command: str
     seconds: float
     report: dict[str, Any]
+    date: str = ""
+    version: str = ""
 
 
 class _Running(NamedTuple):
@@ -79,9 +85,11 @@ def run_plan(
         return done
     places = {step.key: f"step {number} of {len(left)}" for number, step in enumerate(left, 1)}
     running: dict[Any, _Running] = {}
+    code = code_version()
 
     def finished(step: PlannedStep, began: float, report: dict[str, Any]) -> None:
-        made = DoneStep(step.key, step.stage, step.command, round(time.monotonic() - began, 1), report)
+        took = round(time.monotonic() - began, 1)
+        made = DoneStep(step.key, step.stage, step.command, took, report, f"{datetime.now(UTC):%Y-%m-%d}", code)
         store.write_bytes(layout.study_step(step.key), (json.dumps(made._asdict()) + "\n").encode())
         done[step.key] = made
         progress("study steps", len(places) - len(left) - len(running), len(places))
@@ -111,6 +119,14 @@ def run_plan(
                 answer = held.enter_context(_begun(step, progress if at_once == 1 else _in_lane(progress, lane)))
                 running[answer] = _Running(step, lane, held, began)
     return done
+
+
+def code_version() -> str:
+    """The version, and the commit where the code lies in a repository."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return f"{__version__} (commit {asked.stdout.strip()})" if asked.returncode == 0 else __version__
 
 
 @contextmanager

@@ -129,10 +129,10 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
-    """Accuracy and loss over rounds (AOpt figure 7); a dot marks the round that the gate keeps."""
+    """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that the gate keeps."""
     tried = [one for one in report["tried"] if len(one["rounds"]) > 3]
     for one in tried:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+        figure, (left, right, drift) = plt.subplots(1, 3, figsize=(14, 3.6))
         rounds = one["rounds"]
         for number, measured in enumerate(rounds[0]["sets"]):
             for kind, style in (("answer", "-"), ("gold", "--")):
@@ -146,6 +146,16 @@ def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
         right.axvline(one["lowest_loss"], linestyle=":", color="grey")
         right.set_xlabel("round")
         right.set_ylabel("loss (dotted: where it is lowest)")
+        for at in (0, -1):
+            largest = [each["sets"][at]["hubs"]["most"] for each in rounds]
+            drift.plot(largest, label=f"largest hub, {rounds[0]['sets'][at]['questions']}", color=f"C{at % 4}")
+        drift.set_xlabel("round")
+        drift.set_ylabel("foreign top-10 lists of one passage")
+        drift.set_ylim(bottom=0)
+        norms = drift.twinx()
+        norms.plot([each["norm_mean"] for each in rounds], "k--", label="mean norm of moved views")
+        norms.ticklabel_format(useOffset=False)
+        drift.legend(handles=[*drift.get_lines(), *norms.get_lines()], fontsize=6)
         title = f"{name}, {one['label']}: what rounds do"
         yield _plot(figure, f"rounds-{_slug(name)}-{_slug(one['label'])}", title)
 

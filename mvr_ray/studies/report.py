@@ -5,16 +5,13 @@ import html
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray import __version__
 from mvr_ray.studies import tables
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.execute import DoneStep
+from mvr_ray.studies.execute import DoneStep, code_version
 from mvr_ray.studies.plots import Plot, plots_of
 from mvr_ray.studies.steps import StudyPlan
 from mvr_ray.studies.tables import Table
@@ -52,6 +49,8 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             tables.teacher_table(found),
             tables.mining_table(found),
             tables.refinement_table(found),
+            tables.depth_table(found),
+            tables.motion_table(found),
             tables.reading_table(found),
             tables.cost_table(found),
         )
@@ -60,7 +59,8 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     plots = plots_of(study, found)
     facts = _facts(study, done)
     steps = [done[key]._replace(command=step.command) for key, step in plan.steps.items() if key in done]
-    commands = [f"{step.command}  # {step.seconds:.0f} s" for step in steps]
+    users = {key: [one.variant.name for one in plan.variants if key in one.keys] for key in plan.steps}
+    commands = [f"{step.command}  # {_told(step, users[step.key])}" for step in steps]
     files = {f"{plot.name}.png": plot.png for plot in plots}
     files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
     files["report.html"] = _page(study, facts, shown, plots, commands).encode()
@@ -78,25 +78,26 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     return StudyReport(files, shown)
 
 
+def _told(step: DoneStep, users: Sequence[str]) -> str:
+    """Which variants a step was run for, when, by which version, and how long it took."""
+    names = list(dict.fromkeys(users))
+    whose = ", ".join(names) if len(names) < 4 else f"{len(names)} variants"
+    made = f", {step.date}, {step.version}" if step.date else ""
+    return f"{whose or 'all'}: {step.seconds:.0f} s{made}"
+
+
 def _facts(study: Study, done: Mapping[str, DoneStep]) -> dict[str, str]:
     prepared = [step.report for step in done.values() if step.stage == "prepare"]
     passages = sorted({report["passages_written"] for report in prepared})
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "version": f"{__version__}{_commit()}",
+        "version": f"{code_version()} when the report was made; beside each command, when it was run",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU" if not _gpu() else _gpu(),
         "size": f"{study.size}: {study.config.sizes[study.size].about}",
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.seeds)),
         "seconds": f"{sum(step.seconds for step in done.values()):,.0f} in all steps",
     }
-
-
-def _commit() -> str:
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return f" (commit {asked.stdout.strip()})" if asked.returncode == 0 else ""
 
 
 def _gpu() -> str:

@@ -80,7 +80,8 @@ def _kind(step: DoneStep) -> str:
 
 
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
-    """`analyze` may have been asked fewer questions than `evaluate`: what both measured is told as `evaluate` did."""
+    """`analyze` may have been asked fewer questions than `evaluate`: what both measured is told as `evaluate` did, and
+    under the system's name, beside the views alone, as `analyze` did."""
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     reports: dict[str, list[dict[str, Any]]] = {}
     for planned in runs:
@@ -89,9 +90,10 @@ def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Map
             reports.setdefault(_kind(step), []).append(step.report)
             for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:
                 if row["questions"] == study.config.questions and "bm25" not in row["system"]:
-                    alone = step.stage == "analyze" and row["system"] != ALL_VIEWS
-                    metric = f"{row['system']}: {row['metric']}" if alone else row["metric"]
-                    rows.setdefault(metric, {})[planned.seed] = row
+                    if step.stage == "analyze":
+                        rows.setdefault(f"{row['system']}: {row['metric']}", {})[planned.seed] = row
+                    if step.stage == "evaluate" or row["system"] == ALL_VIEWS:
+                        rows.setdefault(row["metric"], {})[planned.seed] = row
     cells = {metric: _cell(list(found.values())) for metric, found in rows.items()}
     by_seed = {metric: {seed: row["value"] for seed, row in found.items()} for metric, found in rows.items()}
     variant = runs[0].variant
@@ -185,20 +187,17 @@ def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
     """Each view alone, and all together (CAMVR table 2)."""
     metric = study.config.metrics[0]
     suffix = f": {metric}"
-    most = max((sum(key.endswith(suffix) for key in one.cells) for one in found), default=0)
+    most = max((sum(key.startswith("view ") and key.endswith(suffix) for key in one.cells) for one in found), default=0)
     if not most:
         return None
     rows: list[list[Value]] = []
     for one in found:
         alone = [one.cells.get(f"view {view + 1}{suffix}") for view in range(most)]
         if any(alone):
-            rows.append([one.name, *(_percent(cell.value) if cell else "" for cell in alone), _all(one, metric)])
-    return Table("Each view alone", f"{metric}, percent.", ["variant", *map(str, range(1, most + 1)), "all"], rows)
-
-
-def _all(one: Measured, metric: str) -> str:
-    cell = one.cells.get(metric)
-    return _percent(cell.value) if cell else ""
+            told = (_percent(cell.value) if cell else "" for cell in (*alone, one.cells.get(f"{ALL_VIEWS}{suffix}")))
+            rows.append([one.name, *told])
+    note = f"{metric}, percent, of the questions that were analysed."
+    return Table("Each view alone", note, ["variant", *map(str, range(1, most + 1)), "all"], rows)
 
 
 def training_table(found: Sequence[Measured]) -> Table | None:
@@ -245,28 +244,76 @@ def mining_table(found: Sequence[Measured]) -> Table | None:
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:
     """Every setting after its last round and the one that the gate keeps: gain on known questions, cost on others."""
-    rows: list[list[Value]] = []
-    names: list[str] = []
-    for one in found:
-        for report in one.reports.get("refinement_grid", []):
-            names = [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
-            first = report["tried"][0]["rounds"][0]
-            rows.append([one.name, "before", "0", *_accuracies(first)])
-            for tried in report["tried"]:
-                last, chosen = len(tried["rounds"]) - 1, tried["chosen"]
-                if 0 < chosen < last:
-                    rows.append([one.name, tried["label"], f"{chosen}, kept", *_accuracies(tried["rounds"][chosen])])
-                told = f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last)
-                rows.append([one.name, tried["label"], told, *_accuracies(tried["rounds"][last])])
-    if not rows:
-        return None
+    rows: list[list[Value]] = [[*told, *_accuracies(each)] for *told, _, each in _told_rounds(found)]
+    names = _sets(found)
     columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
     note = (
         "Top-1 in percent, by answers and by gold passages, after the last round and the one that the gate keeps "
         "(refused: every round cost the gate too much, and nothing would be published). "
-        f"{names[0]} are the labelled questions themselves (transductive), the others are held out."
+        f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out. "
+        "For the query side, where nothing held out can change, the kept round is the best on the labelled questions."
     )
-    return Table("Refinement", note, ["index", "setting", "round", *columns], rows)
+    return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
+
+
+def depth_table(found: Sequence[Measured]) -> Table | None:
+    """The same at every depth, transductive and on the articles that were never labelled (AOpt table 3)."""
+    shown = sorted({0, len(_sets(found)) - 1})
+    rows: list[list[Value]] = []
+    ks: list[str] = []
+    for *told, _, each in _told_rounds(found):
+        sets = [each["sets"][at] for at in shown]
+        ks = list(sets[0]["answer"])
+        rows.append(
+            [*told, *(" / ".join(_percent(one[kind][k]) for k in ks) for one in sets for kind in ("answer", "gold"))]
+        )
+    columns = [f"{name} {kind}" for at, name in enumerate(_sets(found)) if at in shown for kind in ("answer", "gold")]
+    note = f"Top-{' / '.join(ks)} in percent."
+    return Table("Refinement at every depth", note, ["index", "setting", "round", *columns], rows) if rows else None
+
+
+def motion_table(found: Sequence[Measured]) -> Table | None:
+    """What a setting moved, what it skipped, how far norms drifted, and how passages crowd into foreign lists."""
+    rows: list[list[Value]] = []
+    for *told, setting, each in _told_rounds(found):
+        moved = "" if setting["method"] in ("linear", "feedback_views") else setting["step_size"] * each["number"]
+        counts = [each[name] for name in ("num_moved", "skipped_domain", "skipped_no_positive")]
+        norms = [_number(each[name]) for name in ("norm_mean", "norm_max")]
+        hubs = [each["sets"][at]["hubs"] for at in (0, -1)]
+        crowds = [value for one in hubs for value in (one["most"], _number(one["skewness"]))]
+        rows.append([*told, moved if isinstance(moved, str) else _number(moved), *counts, *norms, *crowds])
+    names = [name for at in (0, -1) for name in _sets(found)[at:][:1]]
+    columns = ["step size x rounds", "moved", "no domain", "no positive", "mean norm", "largest norm"]
+    columns += [f"{name} {what}" for name in names for what in ("largest hub", "hub skewness")]
+    note = (
+        "Of that round: vectors that moved (of feedback views, passages that got any); vectors left because a sum of "
+        "scores lies outside the ratio form's domain, and those labelled without a positive. Norms of moved views over "
+        "those at the start. A hub's size is the number of top-10 lists of questions that it does not answer."
+    )
+    return Table("What moved", note, ["index", "setting", "round", *columns], rows) if rows else None
+
+
+def _sets(found: Sequence[Measured]) -> list[str]:
+    """The question sets of a refinement grid: the labelled ones first, those of other articles last."""
+    for one in found:
+        for report in one.reports.get("refinement_grid", []):
+            return [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
+    return []
+
+
+def _told_rounds(found: Sequence[Measured]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
+    """Index, setting, which round and why it is told, the setting's fields, and what was measured after that round."""
+    for one in found:
+        for report in one.reports.get("refinement_grid", []):
+            tried = report["tried"][0]
+            yield one.name, "before", "0", tried["setting"] | {"step_size": 0.0}, tried["rounds"][0]
+            for tried in report["tried"]:
+                rounds, chosen = tried["rounds"], tried["chosen"]
+                last = len(rounds) - 1
+                if 0 < chosen < last:
+                    yield one.name, tried["label"], f"{chosen}, kept", tried["setting"], rounds[chosen]
+                told = f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last)
+                yield one.name, tried["label"], told, tried["setting"], rounds[last]
 
 
 def _accuracies(each: Mapping[str, Any]) -> list[Value]:
