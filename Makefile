@@ -31,7 +31,7 @@ chaos: $(STAMP)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)
-	$(BIN)/mvr-ray study $(filter-out %/common.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
+	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
 
 # Speed and memory beside peers, which get an environment of their own under .peers/.
 bench: $(STAMP)

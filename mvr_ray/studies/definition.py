@@ -6,7 +6,7 @@
       - {name: DPR, set: [encoder.strategy=cls, train.loss=dpr], paper: {answer/top-5: 0.55}}
 
 A variant is a chain of steps (stages, each with further overrides). Overrides are laid over the run file in the order
-size, variant, step, the step at this size, command line; so the command line wins.
+size, variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
 from pathlib import Path
@@ -43,6 +43,8 @@ Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]
 class VariantConfig(Section):
     name: str
     set: list[str] = Field(default_factory=list)
+    sizes: dict[str, list[str]] = Field(default_factory=dict)
+    """Further overrides of this variant, of one size only."""
     steps: Steps = Field(default_factory=list)
     """Absent: the study's."""
     seeds: bool = True
@@ -106,8 +108,9 @@ class Study(NamedTuple):
     def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
         seeded = [f"train.seed={seed}", f"encoder.seed={seed}"]
         asked = ["evaluate.questions=[" + self.config.questions + "]"]
-        size = self.config.sizes[self.size]
-        return [*asked, *seeded, *size.set, *variant.set, *step.set, *step.sizes.get(self.size, ()), *self.extra]
+        size = self.config.sizes[self.size].set
+        own = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
+        return [*asked, *seeded, *size, *own, *self.extra]
 
     def resolve(self, overrides: list[str]) -> RunConfig:
         data = runfile.read(self.run_file)
@@ -135,13 +138,15 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
                 raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:
-        for step in variant.steps or config.steps:
-            for other in step.sizes:
-                if other not in config.sizes:
-                    raise ConfigError(
-                        f"{file}: variant {variant.name!r}, step {step.stage}: no size {other!r}; there are "
-                        f"{', '.join(config.sizes)}"
-                    )
+        steps = variant.steps or config.steps
+        for where, part in [("", variant), *((f", step {step.stage}", step) for step in steps)]:
+            unknown = sorted(set(part.sizes) - set(config.sizes))
+            if unknown:
+                raise ConfigError(
+                    f"{file}: variant {variant.name!r}{where}: no size {unknown[0]!r}; there are "
+                    f"{', '.join(config.sizes)}"
+                )
+        for step in steps:
             try:
                 study.resolve(study.overrides(variant, step, study.seeds[0]))
             except ConfigError as error:

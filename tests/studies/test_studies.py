@@ -30,7 +30,7 @@ from mvr_ray.studies.tables import Measured, cost_table, measured_variants, retr
 from mvr_ray.types import Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if path.stem != "common")
+SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if not path.stem.startswith("common"))
 
 STUDY = {
     "study": "small",
@@ -153,12 +153,14 @@ def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(w
         assert trained(**{section: other}) != asked
 
 
-def test_a_step_may_be_set_otherwise_in_one_size(write):
+def test_a_variant_and_a_step_may_be_set_otherwise_in_one_size(write):
     step = {"stage": "train", "set": ["train.lr=0.1", "train.epochs=2"], "sizes": {"large": ["train.lr=0.3"]}}
-    file = write({}, variants=[{"name": "a", "steps": [step]}], sizes={"quick": {}, "large": {}})
-    for size, lr in (("quick", 0.1), ("large", 0.3)):
+    own = {"set": ["train.lr=0.5", "train.siblings=false"], "sizes": {"large": ["train.lr=0.7", "train.seed=5"]}}
+    file = write({}, variants=[{"name": "a", "steps": [step], **own}], sizes={"quick": {}, "large": {}})
+    for size, lr, seed in (("quick", 0.1, 1), ("large", 0.3, 5)):
         _, made = plan_study(load_study(file, size)).steps.values()
-        assert (made.run.train.lr, made.run.train.epochs) == (lr, 2)
+        assert (made.run.train.lr, made.run.train.epochs, made.run.train.seed) == (lr, 2, seed)
+        assert not made.run.train.siblings
 
 
 def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
@@ -173,6 +175,7 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     refused("variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}])
     elsewhere = {"stage": "train", "sizes": {"gigantic": ["train.lr=1"]}}
     refused("variant 'a', step train: no size 'gigantic'; there are", variants=[{"name": "a", "steps": [elsewhere]}])
+    refused("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
     with pytest.raises(ConfigError, match="unknown field 'betta'"):
         list(expanded([{"betta": 1}]))
 
@@ -209,6 +212,47 @@ def test_values_of_several_seeds_are_their_mean_with_students_interval(write):
     assert table.columns == ["variant", "paper gold/top-1", "gold/top-1", "seeds"]
     assert table.rows[0][:2] == ["mean", "50.0"]
     assert [row[0] for row in table.rows] == ["mean", "untrained"]
+
+
+def refined_round(number: int, share: float, moved: int) -> dict:
+    top = {"1": share, "5": share + 0.1, "20": share + 0.2}
+    sets = [
+        {"questions": name, "answer": top, "gold": top, "hubs": {"most": most, "skewness": 1.5}}
+        for name, most in (("known", 7), ("gate", 8), ("unseen", 9))
+    ]
+    counts = {"num_moved": moved, "skipped_domain": 3, "skipped_no_positive": 4, "norm_mean": 1.25, "norm_max": 2.0}
+    return {"number": number, "loss": 0.5, **counts, "sets": sets}
+
+
+def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
+    """At every depth, with what moved; and its rounds and trade-off are drawn."""
+    steps = ["index", {"stage": "refinement_grid"}]
+    study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    rounds = [refined_round(number, 0.1 * number, 10 * number) for number in range(5)]
+    setting = {"method": "passage", "step_size": 0.02}
+    kept = {"label": "kept", "setting": setting, "chosen": 3, "lowest_loss": 4, "rounds": rounds}
+    refused = {
+        **kept,
+        "label": "refused",
+        "setting": {**setting, "method": "linear", "beta": 0.6, "gamma": -0.1},
+        "chosen": 0,
+    }
+    done = {
+        key: DoneStep(key, step.stage, step.command, 1.0, {"passages_written": 9, "tried": [kept, refused]})
+        for key, step in plan.steps.items()
+    }
+    report = make_report(study, plan, done)
+    tables = {table.title: table for table in report.tables}
+    told = [row[:3] for row in tables["Refinement"].rows]
+    assert told == [["a", "before", "0"], ["a", "kept", "3, kept"], ["a", "kept", "4"], ["a", "refused", "4, refused"]]
+    depths = tables["Refinement at every depth"]
+    assert depths.columns[3:] == ["known answer", "known gold", "unseen answer", "unseen gold"]
+    assert depths.rows[1][3:] == ["30.0 / 40.0 / 50.0"] * 4
+    moved = [row[3:] for row in tables["What moved"].rows]
+    assert moved[1] == ["0.06", 30, 3, 4, "1.25", "2", 7, "1.5", 9, "1.5"]
+    assert [row[0] for row in moved] == ["0", "0.06", "0.08", ""], "the linear form takes no step size"
+    assert {"rounds-a-kept.png", "rounds-a-refused.png", "trade-off.png"} <= set(report.files)
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])
