@@ -123,22 +123,25 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
         encoder.mean_pool_passages([pieces])
 
 
-@pytest.mark.parametrize("name", ["viewers", "snippets", "snippets mean"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [case for case in CASES if case[1] in ("viewers", "viewers own", "snippets", "snippets mean")]
+)
 @pytest.mark.parametrize("tied", [True, False])
-def test_viewers_are_extra_rows_of_the_embedding_table(tiny, name, tied):
-    """The same model with its table made longer, called by ids alone, gives the same vectors."""
-    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], normalize=False, tied=tied))
+def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tiny, kind, name, tied):
+    """The same model with a table that has a row for each token of the passage, word or viewer and position summed, and
+    nothing in its own table of positions, gives the same vectors."""
+    encoder = DualEncoder.from_backbone(tiny(kind), replace(STRATEGIES[name], normalize=False, tied=tied))
     (passage,) = encoder.tokenize_passages(PASSAGES[:1])
-    tower = encoder.passage_tower
-    longer = AutoModel.from_pretrained(tiny("bert")).eval()
-    rows = torch.cat([longer.get_input_embeddings().weight, tower.viewers.weight])
-    longer.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows))
+    tower, plain = encoder.passage_tower, AutoModel.from_pretrained(tiny(kind)).eval()
+    words = torch.cat([plain.get_input_embeddings().weight, tower.viewers.weight])[torch.from_numpy(passage.input_ids)]
+    positions = plain.embeddings.position_embeddings.weight
+    summed_TD = words + positions[torch.from_numpy(passage.position_ids).long()]
+    first = 5  # rows before it may mean padding
+    rows_ND = torch.cat([summed_TD[:1].expand(first, -1), summed_TD])
+    plain.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows_ND))
     with torch.no_grad():
-        states_TD = longer(
-            input_ids=torch.from_numpy(passage.input_ids).long()[None],
-            position_ids=torch.from_numpy(passage.position_ids).long()[None],
-            token_type_ids=torch.zeros(1, passage.num_tokens, dtype=torch.long),
-        ).last_hidden_state[0]
+        positions.zero_()
+        states_TD = plain(input_ids=first + torch.arange(passage.num_tokens)[None]).last_hidden_state[0]
     wanted = [states_TD[torch.from_numpy(passage.view_T == view)].mean(0) for view in range(3)]
     np.testing.assert_allclose(encoder.embed_passages([passage]).views_PVD[0], torch.stack(wanted).numpy(), atol=1e-5)
 
