@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -173,6 +174,23 @@ def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
     spread = train(configured(store_path, settings, {"name": "spread", "strategy": "snippet_means", **QUICK}))
     assert not spread.epochs[-1].collapsed
     assert sum(spread.epochs[-1].view_shares) == pytest.approx(1)
+
+
+@pytest.mark.data
+def test_the_temperature_falls_by_the_epoch_after_the_warm_start(store_path):
+    """MVR eq. 8, exp(-alpha x epoch) down to the floor; an epoch of six questions in fours is two steps."""
+
+    def temperatures(name: str, **settings) -> list[float]:
+        cfg = {"questions": "tiny", "batch_questions": 4, "epochs": 4, "warm_start_steps": 3, "loss": "mvr", **settings}
+        cfg |= {"temperature_decay": 0.5, "temperature_floor": 0.3}
+        made = train(configured(store_path, cfg, {"name": name, "strategy": "snippet_means", **QUICK}))
+        learned = [epoch for epoch in made.epochs if epoch.step > 3]
+        assert learned[-1].step == 3 + 8
+        return [epoch.temperature for epoch in learned]
+
+    assert temperatures("epochs") == pytest.approx([1, math.exp(-0.5), math.exp(-1), 0.3])
+    assert temperatures("steps", temperature_steps=1)[:2] == pytest.approx([math.exp(-0.5), 0.3])
+    assert set(temperatures("fixed", temperature=0.7)) == {0.7}
 
 
 @pytest.mark.data
