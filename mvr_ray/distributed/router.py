@@ -31,7 +31,6 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.searchers import (
     Fleet,
-    Gathered,
     LocalFleet,
     SearcherTask,
     ShardFound,
@@ -64,6 +63,9 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 SPANS_KEPT = 16_384
 """Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
+SECOND_ROUND_SHARE = 0.25
+"""Of an answer's time, where a part of the passages is enough: a shard that says nothing does not use it all up."""
+FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it was asked for did not come"
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
 """Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
@@ -163,36 +165,38 @@ class Router:
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer within `timeout_s`.
 
+        Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
+        first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
+
         Raises ShardIndexError for k below 1 or vectors of another dimension, OverloadedError when too many calls wait,
         CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
         of those, when damaged files are among the causes.
         """
         checked_k(k)
         queries_QD = checked_queries(queries_QD, self.dimension)
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        allowed_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + allowed_s
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
         first = first_depth(k, len(shards)) if exact else k
+        kept_s = SECOND_ROUND_SHARE * allowed_s if first < k and min_coverage < 1 else 0.0
         with self._timed("search"):
-            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - time.monotonic())
-        found = {answer.shard: answer for answer in gathered.found}
+            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - kept_s - time.monotonic())
+        found, unanswered = {answer.shard: answer for answer in gathered.found}, list(gathered.unanswered)
         with self._timed("merge"):
             merged, rounds = merge_hits(_in_order(found), k), 1
             again = needs_second_round(_in_order(found), merged, k) if exact else {}
         if again:
             with self._timed("search"):
                 second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
-            gathered = Gathered(gathered.found, gathered.unanswered + second.unanswered)
             for answer in second.found:
                 found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
-            for missing in second.unanswered:
-                for shard in missing.shards:
-                    del found[shard]
+            unanswered += [one._replace(told=one.told or FIRST_ROWS_KEPT) for one in second.unanswered]
             merged, rounds = merge_hits(_in_order(found), k), 2
         rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
-        silent = {shard: missing for missing in gathered.unanswered for shard in missing.shards}
+        silent = {shard: missing for missing in unanswered for shard in missing.shards}
         answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
             self._told(answer, min_coverage)
@@ -200,10 +204,13 @@ class Router:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        """Tell how long it took, also where it failed."""
         began = time.perf_counter()
-        yield
-        if self.observe:
-            self.observe(stage, time.perf_counter() - began)
+        try:
+            yield
+        finally:
+            if self.observe:
+                self.observe(stage, time.perf_counter() - began)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.fleet import share_out
 from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
 from mvr_ray.distributed.searchers import (
@@ -31,6 +33,7 @@ from mvr_ray.errors import (
     EncoderError,
     FingerprintError,
     MissingInputError,
+    OverloadedError,
     ShardIndexError,
     UnknownPassageError,
 )
@@ -184,6 +187,92 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     assert [(h.passage_id, h.score, h.view) for h in partial.hits[0]] == brute_force(there, query_QD[0], 5)
     strict.ready()
     assert strict.search(query_QD, 5).coverage_share == 1.0
+
+
+class Stuck:
+    """A fleet with a shard that never answers: every call that asks it takes all of its time by `clock`. A call that is
+    left no time, and every second one if `deaf`, gets nothing at all."""
+
+    def __init__(self, whole: LocalFleet, shard: int, deaf: bool) -> None:
+        self.whole, self.shard, self.deaf = whole, shard, deaf
+        self.now_s = 100.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def ready(self) -> None: ...
+
+    def ask(self, queries_QD, k, asked, timeout_s, hear=None) -> Gathered:
+        again = any(positions is not None for positions in asked.values())
+        if timeout_s <= 0 or (again and self.deaf):
+            return Gathered([], [Unanswered(tuple(asked), "late")])
+        if self.shard in asked:
+            self.now_s += timeout_s
+        there = {shard: at for shard, at in asked.items() if shard != self.shard}
+        lost = [Unanswered((self.shard,), "late")] if self.shard in asked else []
+        return Gathered(self.whole.ask(queries_QD, k, there, timeout_s).found, lost)
+
+    def views(self, wanted, timeout_s) -> GatheredViews:
+        return self.whole.views(wanted, timeout_s)
+
+
+def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
+    """240 passages in 4 shards; those of shard 2 are better for a query of ones than all others."""
+    views = made_views(240, 5)
+    views = {i: {v: x + (9 if shard_of(i, 4) == 2 else 0) for v, x in own.items()} for i, own in views.items()}
+    return views, local(root, made_index(root, views, 4))
+
+
+def test_a_silent_shard_leaves_time_to_ask_a_rich_one_again(tmp_path, monkeypatch):
+    views, whole = with_a_rich_shard(tmp_path)
+    query_QD, k = np.ones((1, D), np.float32), 40
+    fleet = Stuck(whole.fleet, 1, deaf=False)
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
+    partial = Router(whole.store, whole.manifest, fleet).search(query_QD, k, timeout_s=2.0, min_coverage=0.5)
+    assert partial.exact.rounds == 2 and not partial.exact.certified
+    assert [shard.state for shard in partial.shards] == ["searched", "late", "searched", "searched"]
+    there = {i: own for i, own in views.items() if shard_of(i, 4) != 1}
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0]] == brute_force(there, query_QD[0], k)
+    assert fleet.now_s <= 102.0
+
+
+def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(tmp_path, monkeypatch):
+    views, whole = with_a_rich_shard(tmp_path)
+    query_QD, k = np.ones((1, D), np.float32), 40
+    fleet = Stuck(whole.fleet, 1, deaf=True)
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
+    router = Router(whole.store, whole.manifest, fleet)
+    partial = router.search(query_QD, k, timeout_s=2.0, min_coverage=0.25)
+    assert partial.exact.rounds == 2 and not partial.exact.certified
+    assert [shard.state for shard in partial.shards] == ["searched", "late", "late", "searched"]
+    assert [bool(shard.reason) for shard in partial.shards] == [False, False, True, False]
+    assert "first rows are among the hits" in partial.shards[2].reason
+    silent = sum(shard_of(i, 4) in (1, 2) for i in views)
+    assert partial.passages_searched == 240 - silent
+    rich = {i: own for i, own in views.items() if shard_of(i, 4) == 2}
+    kept = sum(shard_of(hit.passage_id, 4) == 2 for hit in partial.hits[0])
+    assert 40 / 4 <= kept < 40 == len(partial.hits[0])
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0][:kept]] == brute_force(rich, query_QD[0], kept)
+    others = {i: own for i, own in views.items() if shard_of(i, 4) in (0, 3)}
+    rest = [(h.passage_id, h.score, h.view) for h in partial.hits[0][kept:]]
+    assert rest == brute_force(others, query_QD[0], 40 - kept)
+    with pytest.raises(CoverageError, match=r"2 of 4 shards .*: 1 \(late\), 2 \(late\)"):
+        router.search(query_QD, k, timeout_s=2.0, min_coverage=0.75)
+
+
+def test_a_search_that_fails_tells_its_time_too(tmp_path):
+    whole = local(tmp_path, made_index(tmp_path, made_views(9, 1), 2))
+
+    class Full(HalfDead):
+        def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
+            raise OverloadedError("every queue is full", 1.0)
+
+    stages: list[str] = []
+    fleet = Full(whole.fleet, set())
+    full = Router(whole.store, whole.manifest, fleet, observe=lambda stage, seconds: stages.append(stage))
+    with pytest.raises(OverloadedError):
+        full.search(np.ones((1, D), np.float32), 3)
+    assert stages == ["search"]
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path):
