@@ -18,7 +18,7 @@ from made import D, V, brute_force, made_index, made_views
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.fleet import share_out
-from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
+from mvr_ray.distributed.router import Router, open_router, overlaid
 from mvr_ray.distributed.searchers import (
     Gathered,
     GatheredViews,
@@ -75,13 +75,24 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
     described = made_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
-    assert first_depth(40, 4) < 40 < len(rich)
+    assert 40 < len(rich)
     stages: list[str] = []
     answer = local(tmp_path, described, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
     assert answer.exact.rounds == 2 and answer.exact.certified
     assert stages == ["search", "merge", "search"]
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, 40)
+
+
+def test_at_most_one_search_in_a_hundred_asks_a_second_time(tmp_path):
+    """Eight shards of hashed ids, 800 queries one by one; and all of them at once, for which more rows are asked."""
+    rng = np.random.default_rng(7)
+    views = {i: {v: rng.normal(size=D) for v in own} for i, own in made_views(900, 7).items()}
+    router = local(tmp_path, made_index(tmp_path, views, 8))
+    queries_QD = rng.normal(size=(800, D)).astype(np.float32)
+    again = sum(router.search(query_D[None], 60).exact.rounds == 2 for query_D in queries_QD)
+    assert again <= 8
+    assert router.search(queries_QD, 60).exact.rounds == 1
 
 
 @pytest.mark.parametrize("scan", ["vectors", "int8"])
