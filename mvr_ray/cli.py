@@ -228,7 +228,10 @@ def search(
         return
     for rank, found in enumerate(response.results[0], 1):
         print_shown(hit_text(rank, found))
-    exact = "exact" if response.exact.certified else f"approximate ({response.exact.method})"
+    told = response.exact
+    recall = "" if told.recall is None else f", recall {told.recall:.3f} when built"
+    method = "" if told.certified and told.method == "flat" else f" ({told.method}{recall})"
+    exact = f"{'exact' if told.certified else 'approximate'}{method}"
     print_shown(
         f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
         f"{response.coverage.passages_total:,} passages searched, {exact}"

@@ -4,14 +4,15 @@
     merge    the best k of all shards; shards whose frontier reaches into them are asked again for k rows
     state    version, encoder, passages searched of those in the manifest, certified exact or approximate
 
-Shards of an exact index are first asked for so many rows as settle the merge in 99 of 100 calls (`scoring.first_depth`);
-the certificate says when they do not. The same Router runs over actors and, for laptops and tests,
-over shards held in this process.
+Shards of an exact index are first asked for as many rows as settle the merge in 99 of 100 calls
+(`scoring.first_depth`); the certificate says when they do not. The same Router runs over actors and, for laptops and
+tests, over shards held in this process.
 
 Shapes: Q queries, K hits, D dimension.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.exact import checked_k, checked_queries, score_views
-from mvr_ray.core.scoring import first_depth, merge_hits, needs_second_round
+from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.fleet import RemoteSearchers
@@ -197,7 +198,7 @@ class Router:
                 found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
             unanswered += [one._replace(told=one.told or FIRST_ROWS_KEPT) for one in second.unanswered]
             merged, rounds = merge_hits(_in_order(found), k), 2
-        rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
+        rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in unanswered for shard in missing.shards}
         answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
@@ -298,7 +299,10 @@ class Router:
         params = described.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
-        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored)
+        if bound := described.metrics.get("pruned_bound", 0.0):
+            method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
+        recall = None if kind == "flat" else described.recall
+        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored, recall)
         states = tuple(
             ShardState(entry.shard, entry.num_passages, missing.reason, missing.told)
             if (missing := silent.get(entry.shard))
@@ -376,7 +380,9 @@ def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, 
     frontier_Q = np.array(first.hits.frontier_Q)
     frontier_Q[positions] = second.hits.frontier_Q
     hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
-    return ShardFound(first.shard, {**first.ids, **second.ids}, hits)
+    rescored_Q = np.array(first.rescored_Q)
+    rescored_Q[positions] += second.rescored_Q
+    return ShardFound(first.shard, {**first.ids, **second.ids}, hits, rescored_Q)
 
 
 def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float) -> T:
@@ -387,5 +393,5 @@ def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float
     return wide_QK
 
 
-def _in_order(found: Mapping[int, ShardFound]) -> list[ShardFound]:
-    return [found[shard] for shard in sorted(found)]
+def _in_order(found: Mapping[int, ShardFound]) -> list[ShardAnswer]:
+    return [found[shard].ranked for shard in sorted(found)]

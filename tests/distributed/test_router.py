@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.exact import BlockTable
 from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.fleet import share_out
 from mvr_ray.distributed.router import Router, open_router, overlaid
@@ -75,7 +76,7 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
     described = made_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
-    assert 40 < len(rich)
+    assert len(rich) > 40
     stages: list[str] = []
     answer = local(tmp_path, described, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
     assert answer.exact.rounds == 2 and answer.exact.certified
@@ -136,13 +137,14 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
         rows = np.array(rows)
         return ShardHits(rows, np.array(scores, np.float32), rows.astype(np.int16), np.array(frontier, np.float32))
 
-    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]))
-    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]))
+    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]), np.array([4, 5]))
+    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]), np.array([2]))
     both = overlaid(first, second, np.array([1]), 3)
     assert both.ids == {0: "a", 1: "b", 2: "c"}
     assert both.hits.rows_QK.tolist() == [[0, -1, -1], [1, 2, -1]]
     assert both.hits.scores_QK.tolist() == [[5, -np.inf, -np.inf], [4, 2, -np.inf]]
     assert both.hits.frontier_Q.tolist() == [3, -np.inf]
+    assert both.rescored_Q.tolist() == [4, 7]
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), st.integers(1, 9))
@@ -303,11 +305,44 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
     queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
     answer = local(tmp_path, described).search(queries_QD, 10)
     assert not answer.exact.certified
-    assert answer.exact.method == "hnsw" and answer.exact.rescored >= 50
+    assert answer.exact.method == "hnsw" and answer.exact.recall is None
+    measured = dataclasses.replace(described, recall=0.83)
+    assert local(tmp_path, measured).search(queries_QD, 10).exact.recall == 0.83
+    assert 5 * 2 * 10 < answer.exact.rescored <= 5 * 60
     for query_D, hits in zip(queries_QD, answer.hits):
         assert len({hit.passage_id for hit in hits}) == 10
         for hit in hits:
             assert hit.score == pytest.approx(max(float(x @ query_D) for x in views[hit.passage_id].values()), rel=1e-5)
+
+
+def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
+    described = made_index(tmp_path, made_views(9, 1), 2, IndexParams(scan="int8"))
+
+    def told(bound: float) -> str:
+        metrics = {"pruned_views": 4.0, "pruned_bound": bound}
+        answer = local(tmp_path, dataclasses.replace(described, metrics=metrics)).search(np.ones((1, D)), 3)
+        assert answer.exact.certified
+        return answer.exact.method
+
+    assert told(0.12341) == "flat int8 over stored views (indexed within 0.1235 of all views)"
+    assert told(0.0) == "flat int8"  # copies of views that stayed: no score is another
+
+
+@pytest.mark.parametrize("scan", ["vectors", "int8"])
+def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, monkeypatch, scan):
+    """One query by one and in a batch, over a shard that is asked again: every pair that was scored, and no other."""
+    views, _ = with_a_rich_shard(tmp_path)
+    router = local(tmp_path, made_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
+    scored: list[int] = []
+    rescore = BlockTable.rescore
+    monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
+    queries_QD = np.random.default_rng(2).normal(size=(6, D)).astype(np.float32)
+    queries_QD[0] = 1
+    for asked_QD in [*queries_QD[:, None], queries_QD]:
+        scored.clear()
+        answer = router.search(asked_QD, 40)
+        assert answer.exact.rescored == sum(scored) >= 40 * len(asked_QD)
+    assert answer.exact.rounds == 2
 
 
 def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
