@@ -23,6 +23,7 @@ from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import (
     Reporter,
+    exactness,
     explanation_tables,
     hit_text,
     plan_table,
@@ -228,13 +229,9 @@ def search(
         return
     for rank, found in enumerate(response.results[0], 1):
         print_shown(hit_text(rank, found))
-    told = response.exact
-    recall = "" if told.recall is None else f", recall {told.recall:.3f} when built"
-    method = "" if told.certified and told.method == "flat" else f" ({told.method}{recall})"
-    exact = f"{'exact' if told.certified else 'approximate'}{method}"
     print_shown(
         f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
-        f"{response.coverage.passages_total:,} passages searched, {exact}"
+        f"{response.coverage.passages_total:,} passages searched, {exactness(response.exact)}"
     )
 
 
