@@ -23,6 +23,7 @@ from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import (
     Reporter,
+    exactness,
     explanation_tables,
     hit_text,
     plan_table,
@@ -228,10 +229,9 @@ def search(
         return
     for rank, found in enumerate(response.results[0], 1):
         print_shown(hit_text(rank, found))
-    exact = "exact" if response.exact.certified else f"approximate ({response.exact.method})"
     print_shown(
         f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
-        f"{response.coverage.passages_total:,} passages searched, {exact}"
+        f"{response.coverage.passages_total:,} passages searched, {exactness(response.exact)}"
     )
 
 

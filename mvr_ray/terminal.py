@@ -20,7 +20,7 @@ from rich.text import Text
 
 from mvr_ray.explanation import ExplainedPassage, Explanation, stands_for
 from mvr_ray.plan import Plan
-from mvr_ray.serving.service import FoundPassage
+from mvr_ray.serving.service import Exact, FoundPassage
 
 INTERVAL_S = 10.0
 _results: list[TextIO] = []
@@ -119,6 +119,13 @@ def hit_text(rank: int, found: FoundPassage) -> Text:
     text.append(body[: snippet.start], style="not bold")
     text.append(f"»{snippet.text}«", style="reverse")
     return text.append(body[snippet.stop :], style="not bold")
+
+
+def exactness(told: Exact) -> str:
+    """What an answer is worth: certified or not, by which method, and an approximate index's recall."""
+    recall = "" if told.recall is None else f", recall {told.recall:.3f} when built"
+    method = "" if told.certified and told.method == "flat" else f" ({told.method}{recall})"
+    return f"{'exact' if told.certified else 'approximate'}{method}"
 
 
 def explanation_tables(explanation: Explanation) -> list[Table]:

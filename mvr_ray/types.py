@@ -52,6 +52,17 @@ class ShardHits(NamedTuple):
     frontier_Q: FloatArray
 
 
+class Searched(NamedTuple):
+    """What a search of one shard found, and what that took.
+
+    rescored_Q int64, passages proposed by a fast scan or an approximate index whose stored views were then scored
+               exactly; it varies with the threads, the hits never do
+    """
+
+    hits: ShardHits
+    rescored_Q: IntArray
+
+
 class Hit(NamedTuple):
     """One retrieved passage. `view` is the view number that won; `shard` and `row` say where it is kept."""
 
@@ -63,12 +74,20 @@ class Hit(NamedTuple):
 
 
 class Exactness(NamedTuple):
-    """Whether an answer equals exhaustive search. `method` is flat, or the approximate index's name."""
+    """Whether an answer equals exhaustive search over all stored views.
+
+    `method` is flat, or the approximate index's name; where views were left out of the index, it says so, and how near
+    to the others they were. `recall` of an approximate index, as its manifest has it: measured against exact search
+    when it was built; None for an exact index, and where it was not measured. `rounds` of asking shards. `rescored`
+    passages, over all queries and shards, were proposed by a fast scan or an approximate index, and their stored views
+    then scored exactly.
+    """
 
     certified: bool
     method: str
     rounds: int
     rescored: int
+    recall: float | None
 
 
 SEARCHED = "searched"
@@ -78,7 +97,8 @@ class ShardState(NamedTuple):
     """What became of one shard in an answer: `searched`, or why it was not.
 
     `died` its searcher is starting again; `late` no answer in time; `hung` its searcher did not even answer the canary
-    and was replaced; `damaged` a file of it is not what its manifest says, and `reason` tells which.
+    and was replaced; `damaged` a file of it is not what its manifest says, and `reason` tells which. A shard that gave
+    its first rows, but not the further ones that it was asked for, is not `searched`, and `reason` says so.
     """
 
     shard: int

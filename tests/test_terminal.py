@@ -6,10 +6,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from mvr_ray.serving.service import FoundPassage, Snippet
+from mvr_ray.serving.service import Exact, FoundPassage, Snippet
 from mvr_ray.terminal import (
     Reporter,
     duration,
+    exactness,
     hit_text,
     print_json,
     print_shown,
@@ -116,3 +117,13 @@ def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys)
     out, err = capsys.readouterr()
     assert out == '{\n  "own": 1\n}\nshown\nwithin\nafter\noutside\n'
     assert err == "(raylet) a worker died\n"
+
+
+def test_what_an_answer_is_worth_is_said_in_a_few_words():
+    def told(certified: bool, method: str, recall: float | None = None) -> str:
+        return exactness(Exact(certified=certified, method=method, rounds=1, rescored=9, recall=recall))
+
+    assert told(True, "flat") == "exact"
+    assert told(True, "flat over stored views") == "exact (flat over stored views)"
+    assert told(False, "hnsw") == "approximate (hnsw)"
+    assert told(False, "faiss IVF8,SQ8", 0.97349) == "approximate (faiss IVF8,SQ8, recall 0.973 when built)"

@@ -42,7 +42,7 @@ from mvr_ray.core.codes import Codes
 from mvr_ray.core.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
 from mvr_ray.core.kernels import Array, Kernel, NumpyKernel, Question
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
 
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
@@ -125,6 +125,10 @@ class Scan(Generic[Array, Question]):
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+        """Exact top k, as `searched`."""
+        return self.searched(queries_QD, k).hits
+
+    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
         """Exact top k. `queries_QD` float32 and finite; k >= 1.
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
@@ -141,8 +145,10 @@ class Scan(Generic[Array, Question]):
                 found = list(pool.map(lambda share: self._scan(parts, limit, share), shares))
         else:
             found = [self._scan(parts, limit, share) for share in shares]
-        scored = [_joined(batches).finish() for batches in zip(*found)]
-        return pack_hits(scored, [len(part) for part in parts], len(queries_QD), k)
+        joined = [_joined(batches) for batches in zip(*found)]
+        hits = pack_hits([batch.finish() for batch in joined], [len(part) for part in parts], len(queries_QD), k)
+        rescored_Q = np.concatenate([batch.rescored_Q for batch in joined]) if joined else _none(len(queries_QD))
+        return Searched(hits, rescored_Q)
 
     def _scan(self, parts: Sequence[FloatArray], limit: int, share: range) -> "list[_Batch[Array, Question]]":
         """What a share of the steps has for each part of the queries."""
@@ -203,6 +209,7 @@ class _Batch(Generic[Array, Question]):
         self.pending: list[Scored] = []  # upper bounds in place of scores
         self.num_pending = 0
         self.settled: list[Scored] = []
+        self.rescored_Q = _none(len(queries_QD))
         self.errors: dict[tuple[float, float], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
 
@@ -239,6 +246,7 @@ class _Batch(Generic[Array, Question]):
         kernel.restart(self.asked, -np.sort(-low_QK, axis=1)[:, : self.limit])
         self.pending += other.pending
         self.settled += other.settled
+        self.rescored_Q += other.rescored_Q
 
     def finish(self) -> Scored:
         self._drop_hopeless()
@@ -258,12 +266,17 @@ class _Batch(Generic[Array, Question]):
         if not self.pending:
             return
         every = join_scored(self.pending)
+        self.rescored_Q += np.bincount(every.query_M, minlength=len(self.queries_QD))
         scored = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
         best = best_first(join_scored([*self.settled, *scored]), self.limit)
         self.settled, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
         self.scan_of.kernel.restart(self.asked, low_QK)
+
+
+def _none(num_queries: int) -> IntArray:
+    return np.zeros(num_queries, np.int64)
 
 
 def _rounded_up(bound: float) -> float:

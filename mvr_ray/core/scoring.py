@@ -7,9 +7,14 @@ Merging: each shard gives its best rows and its frontier, the most that a passag
 out ranks after its last row. So the merged best k are exact unless some shard's last row is itself among them *and* its
 frontier reaches the merged k-th score; a shard that gave k rows, or all it has, can never be in that case.
 
+How many rows to ask for first: where passages lie in shards at random, the best k of all N hold X_s ~ Hypergeometric(N,
+N_s, k) of a shard's N_s. Ties apart, a shard that gives d rows is asked again only where X_s > d, so that for Q queries
+this happens with a chance of Q sum_s P(X_s > d) at most. The least d that brings this under 1 % is asked for.
+
 Shapes: Q queries, S shards, K hits kept, D dimension.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -22,7 +27,10 @@ from mvr_ray.core.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, ShardHits
 
-__all__ = ["exact_scores", "is_exact", "merge_hits", "needs_second_round", "score_blocks"]
+__all__ = ["exact_scores", "first_depth", "is_exact", "merge_hits", "needs_second_round", "score_blocks"]
+
+ASKED_AGAIN = 0.01
+"""The most likely that a call leaves a doubt, where passages lie in shards at random."""
 
 RowIds: TypeAlias = Sequence[str] | Mapping[int, str]
 """Passage id by row: of the whole shard, or of the rows that were hit."""
@@ -86,6 +94,32 @@ def is_exact(frontier_SQ: FloatArray, kth_Q: FloatArray) -> NDArray[np.bool_]:
     """
     frontier_Q = np.asarray(frontier_SQ).max(axis=0, initial=-np.inf)
     return (frontier_Q < kth_Q) | (frontier_Q == -np.inf)
+
+
+def first_depth(k: int, sizes: Sequence[int], num_queries: int = 1) -> int:
+    """Rows to ask every shard for at first, 1 to k: with 99 % no shard need be asked again for any of the queries.
+
+    `sizes` are the shards' numbers of passages. Takes time in proportion to k and to the distinct sizes: keep it.
+    """
+    total = sum(sizes)
+    drawn = min(k, total)
+    more_D = np.zeros(drawn + 1)
+    for size, times in Counter(sizes).items():
+        more_D += times * _chance_of_more(size, total, drawn)
+    return max(int(np.argmax(num_queries * more_D <= ASKED_AGAIN)), 1)
+
+
+def _chance_of_more(size: int, total: int, drawn: int) -> FloatArray:
+    """Of `drawn` passages among `total`, the chance that more than d lie in a shard of `size`, for d = 0 .. drawn."""
+    low, high = max(0, drawn - (total - size)), min(drawn, size)
+    x = np.arange(low, high, dtype=np.float64)
+    steps = np.log(size - x) + np.log(drawn - x) - np.log(x + 1) - np.log(total - size - drawn + x + 1)
+    log_chance = np.concatenate([[0.0], np.cumsum(steps)])
+    chance = np.exp(log_chance - log_chance.max())
+    more_D = np.zeros(drawn + 1)
+    more_D[:low] = 1.0
+    more_D[low:high] = np.cumsum(chance[:0:-1])[::-1] / chance.sum()
+    return more_D
 
 
 def needs_second_round(

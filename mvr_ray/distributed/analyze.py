@@ -21,12 +21,11 @@ from mvr_ray.core import metrics
 from mvr_ray.core.attention import attention_kl_table, view_attention
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.exact import distinct
-from mvr_ray.core.scoring import merge_hits, score_blocks
+from mvr_ray.core.scoring import ShardAnswer, merge_hits, score_blocks
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import EvaluationRow, judged, measured
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.searchers import ShardFound
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
@@ -76,7 +75,7 @@ class OwnViews(NamedTuple):
 class _ShardViews(NamedTuple):
     """What a shard gave: hits by view (`num_views` stands for all), and some of its passages as they are stored."""
 
-    found: list[ShardFound]
+    found: list[ShardAnswer]
     own: EmbeddingBlock
 
 
@@ -189,7 +188,7 @@ def _analyze_shard(
     entry = next(entry for entry in described.shards if entry.shard == shard)
     folder = manifest.open_shard(Store(root), described.index, entry)
     blocks = open_embeddings(folder, entry.files).blocks()
-    found: list[ShardFound] = []
+    found: list[ShardAnswer] = []
     for view in range(described.num_views):
         kept = [own for block in blocks if (own := of_view(block, view)).ids]
         found.append(_found(shard, kept, queries_QD, k))
@@ -197,14 +196,14 @@ def _analyze_shard(
     return _ShardViews(found, _passages_of(blocks, set(wanted), described.dimension))
 
 
-def _found(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int) -> ShardFound:
+def _found(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int) -> ShardAnswer:
     ids = [passage_id for block in blocks for passage_id in block.ids]
     hits = score_blocks(queries_QD, blocks, k) if blocks else None
     if hits is None:
         empty = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))
         hits = score_blocks(queries_QD, [empty], k)
     rows = distinct(hits.rows_QK)
-    return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)
+    return shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:

@@ -163,4 +163,4 @@ def _cut(found: ShardFound, rows: slice) -> ShardFound:
     """One search's part of a shard's answer; `ids` may name rows of others too."""
     hits = found.hits
     own = hits.rows_QK[rows], hits.scores_QK[rows], hits.views_QK[rows], hits.frontier_Q[rows]
-    return found._replace(hits=ShardHits(*own))
+    return found._replace(hits=ShardHits(*own), rescored_Q=found.rescored_Q[rows])

@@ -42,4 +42,5 @@ class Insight:
         with self.live.pinned(version) as router:
             queries_QD = checked_queries(queries_QD, router.dimension)
             fleet = self.live.searchers.fleet(router.manifest)
-            return merge_hits(fleet.exact(queries_QD, checked_k(k), self.live.timeout_s), k)
+            found = fleet.exact(queries_QD, checked_k(k), self.live.timeout_s)
+            return merge_hits([one.ranked for one in found], k)

@@ -4,9 +4,9 @@
     merge    the best k of all shards; shards whose frontier reaches into them are asked again for k rows
     state    version, encoder, passages searched of those in the manifest, certified exact or approximate
 
-Shards of an exact index are first asked for their fair share of k plus four standard deviations, which nearly always
-settles the merge; the certificate says when it does not. The same Router runs over actors and, for laptops and tests,
-over shards held in this process.
+Shards of an exact index are first asked for as many rows as settle the merge in 99 of 100 calls
+(`scoring.first_depth`); the certificate says when they do not. The same Router runs over actors and, for laptops and
+tests, over shards held in this process.
 
 Shapes: Q queries, K hits, D dimension.
 """
@@ -25,13 +25,12 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.exact import checked_k, checked_queries, score_views
-from mvr_ray.core.scoring import merge_hits, needs_second_round
+from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.searchers import (
     Fleet,
-    Gathered,
     LocalFleet,
     SearcherTask,
     ShardFound,
@@ -64,6 +63,10 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 SPANS_KEPT = 16_384
 """Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
+DEPTHS_KEPT = 256
+SECOND_ROUND_SHARE = 0.25
+"""Of an answer's time, where a part of the passages is enough: a shard that says nothing does not use it all up."""
+FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it was asked for did not come"
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
 """Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
@@ -103,6 +106,8 @@ class Router:
         self.threads = threads
         self.gpu = gpu
         self.observe = observe
+        sizes = [entry.num_passages for entry in described.shards]
+        self._first_depth = lru_cache(DEPTHS_KEPT)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
@@ -163,36 +168,38 @@ class Router:
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer within `timeout_s`.
 
+        Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
+        first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
+
         Raises ShardIndexError for k below 1 or vectors of another dimension, OverloadedError when too many calls wait,
         CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
         of those, when damaged files are among the causes.
         """
         checked_k(k)
         queries_QD = checked_queries(queries_QD, self.dimension)
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        allowed_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + allowed_s
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
-        first = first_depth(k, len(shards)) if exact else k
+        first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
+        kept_s = SECOND_ROUND_SHARE * allowed_s if first < k and min_coverage < 1 else 0.0
         with self._timed("search"):
-            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - time.monotonic())
-        found = {answer.shard: answer for answer in gathered.found}
+            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - kept_s - time.monotonic())
+        found, unanswered = {answer.shard: answer for answer in gathered.found}, list(gathered.unanswered)
         with self._timed("merge"):
             merged, rounds = merge_hits(_in_order(found), k), 1
             again = needs_second_round(_in_order(found), merged, k) if exact else {}
         if again:
             with self._timed("search"):
                 second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
-            gathered = Gathered(gathered.found, gathered.unanswered + second.unanswered)
             for answer in second.found:
                 found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
-            for missing in second.unanswered:
-                for shard in missing.shards:
-                    del found[shard]
+            unanswered += [one._replace(told=one.told or FIRST_ROWS_KEPT) for one in second.unanswered]
             merged, rounds = merge_hits(_in_order(found), k), 2
-        rescored = 0 if exact else sum(int((answer.hits.rows_QK >= 0).sum()) for answer in found.values())
-        silent = {shard: missing for missing in gathered.unanswered for shard in missing.shards}
+        rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
+        silent = {shard: missing for missing in unanswered for shard in missing.shards}
         answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
             self._told(answer, min_coverage)
@@ -200,10 +207,13 @@ class Router:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        """Tell how long it took, also where it failed."""
         began = time.perf_counter()
-        yield
-        if self.observe:
-            self.observe(stage, time.perf_counter() - began)
+        try:
+            yield
+        finally:
+            if self.observe:
+                self.observe(stage, time.perf_counter() - began)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold
@@ -289,7 +299,10 @@ class Router:
         params = described.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
-        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored)
+        if bound := described.metrics.get("pruned_bound", 0.0):
+            method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
+        recall = None if kind == "flat" else described.recall
+        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored, recall)
         states = tuple(
             ShardState(entry.shard, entry.num_passages, missing.reason, missing.told)
             if (missing := silent.get(entry.shard))
@@ -353,10 +366,9 @@ def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> Search
     return SearcherTask(Store(run.store.path).address, described, shards, resources.torch_threads, device)
 
 
-def first_depth(k: int, num_shards: int) -> int:
-    """Rows to ask a shard for: its fair share of k by a random spread, and four standard deviations more."""
-    share = k / max(num_shards, 1)
-    return k if num_shards <= 1 else min(k, math.ceil(share + 4 * math.sqrt(share)) + 1)
+def _rounded_up(num_queries: int) -> int:
+    """To a power of 16, so that searches of about as many queries ask for as many rows, and can be asked together."""
+    return 1 << 4 * -(-(num_queries - 1).bit_length() // 4)
 
 
 def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, k: int) -> ShardFound:
@@ -368,7 +380,9 @@ def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, 
     frontier_Q = np.array(first.hits.frontier_Q)
     frontier_Q[positions] = second.hits.frontier_Q
     hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
-    return ShardFound(first.shard, {**first.ids, **second.ids}, hits)
+    rescored_Q = np.array(first.rescored_Q)
+    rescored_Q[positions] += second.rescored_Q
+    return ShardFound(first.shard, {**first.ids, **second.ids}, hits, rescored_Q)
 
 
 def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float) -> T:
@@ -379,5 +393,5 @@ def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float
     return wide_QK
 
 
-def _in_order(found: Mapping[int, ShardFound]) -> list[ShardFound]:
-    return [found[shard] for shard in sorted(found)]
+def _in_order(found: Mapping[int, ShardFound]) -> list[ShardAnswer]:
+    return [found[shard].ranked for shard in sorted(found)]

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mvr_ray.core.exact import distinct
+from mvr_ray.core.scoring import ShardAnswer
 from mvr_ray.distributed.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index
@@ -62,11 +63,17 @@ class Holding(NamedTuple):
 
 
 class ShardFound(NamedTuple):
-    """What one shard answered. `ids` names the rows that were hit."""
+    """What one shard answered. `ids` names the rows that were hit; `rescored_Q` as in `types.Searched`."""
 
     shard: int
     ids: dict[int, str]
     hits: ShardHits
+    rescored_Q: IntArray
+
+    @property
+    def ranked(self) -> ShardAnswer:
+        """What merging takes."""
+        return self.shard, self.ids, self.hits
 
 
 class ShardViews(NamedTuple):
@@ -382,7 +389,7 @@ def _search(held: _Held, shard: int, queries_QD: FloatArray, k: int) -> ShardFou
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
-        return ShardFound(shard, {}, ShardHits(*empty))
-    hits = index.search(queries_QD, min(k, index.num_passages))
+        return ShardFound(shard, {}, ShardHits(*empty), np.zeros(len(queries_QD), np.int64))
+    hits, rescored_Q = index.searched(queries_QD, min(k, index.num_passages))
     rows = distinct(hits.rows_QK)
-    return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits)
+    return ShardFound(shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits, rescored_Q)

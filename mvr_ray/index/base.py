@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
 
 KINDS = ("flat", "faiss", "hnsw")
 SCANS = ("vectors", "int8")
@@ -47,6 +47,10 @@ class ShardIndex(Protocol):
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
         """The best k distinct passages. Queries of any float type; ShardIndexError where they or k make no sense."""
+        ...
+
+    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
+        """`search`, and how many passages it scored exactly."""
         ...
 
 

@@ -18,7 +18,7 @@ from mvr_ray.core.exact import BlockTable, Pairs, best_first, checked_k, checked
 from mvr_ray.core.kernels import make_kernel
 from mvr_ray.core.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
 
 VECTORS_AT_ONCE = 16384
 
@@ -52,17 +52,23 @@ class ApproximateIndex(ABC):
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
         """k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: what was missed is unknown."""
+        return self.searched(queries_QD, k).hits
+
+    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
+        """`search`, and how many candidates were scored exactly."""
         queries_QD = checked_queries(queries_QD, self.dimension)
         if checked_k(k) >= self.scan.table.num_scorable:
-            return self.scan.search(queries_QD, k)
+            return self.scan.searched(queries_QD, k)
         found, unlucky_Q = self._candidates(queries_QD, k)
         best = best_first(self.scan.table.rescore(queries_QD, found), k)
         hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
+        rescored_Q = np.bincount(found.query_M, minlength=len(queries_QD))
         if len(unlucky_Q):
-            for column, scanned in zip(hits, self.scan.search(queries_QD[unlucky_Q], k)):
-                column[unlucky_Q] = scanned
+            scanned = self.scan.searched(queries_QD[unlucky_Q], k)
+            for column, own in zip([*hits, rescored_Q], [*scanned.hits, scanned.rescored_Q]):
+                column[unlucky_Q] = own
         hits.frontier_Q[:] = np.inf
-        return hits
+        return Searched(hits, rescored_Q)
 
     def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
         """At least k distinct passages for each query, and the queries for which the index could not find as many."""

@@ -13,7 +13,7 @@ from mvr_ray.core.exact import checked_k, checked_queries
 from mvr_ray.core.kernels import TorchKernel, make_kernel
 from mvr_ray.core.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
 
 RESIDENT_SHARE = 0.8
 _ROWS = 4096
@@ -77,7 +77,11 @@ class FlatIndex:
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
         """Exact and certified; `frontier_Q` is the exact score of the best passage left out."""
-        return self.scan.search(checked_queries(queries_QD, self.dimension), checked_k(k))
+        return self.searched(queries_QD, k).hits
+
+    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
+        """`search`, and how many passages the scan, with its bound, left to be scored exactly."""
+        return self.scan.searched(checked_queries(queries_QD, self.dimension), checked_k(k))
 
 
 def _fits(kernel: TorchKernel, num_bytes: int) -> bool:

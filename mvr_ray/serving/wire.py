@@ -88,12 +88,18 @@ class Coverage(BaseModel):
 
 
 class Exact(BaseModel):
-    """`certified`: the hits are those of exhaustive search over every passage, to the last tie."""
+    """`certified`: the hits are those of exhaustive search over every passage's stored views, to the last tie.
+
+    `method` tells what was searched, also where views were left out of the index, and within which bound. `rescored`
+    passages, over all queries and shards, were scored exactly after a fast scan or an approximate index had proposed
+    them. `recall` is an approximate index's share of exact search's passages, measured when it was built.
+    """
 
     certified: bool
     method: str
     rounds: int
     rescored: int
+    recall: float | None = None
 
 
 class SearchResponse(BaseModel):

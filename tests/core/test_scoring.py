@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.exact import Scored, best_first, distinct
 from mvr_ray.core.scan import score_error
-from mvr_ray.core.scoring import exact_scores, is_exact, merge_hits, needs_second_round
+from mvr_ray.core.scoring import exact_scores, first_depth, is_exact, merge_hits, needs_second_round
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import ShardHits
 
@@ -116,6 +116,35 @@ def test_a_merge_without_second_round_is_exact_and_doubt_is_never_lost(seed, k, 
     kth_Q = np.array([merged[0][k - 1].score if len(merged[0]) == k else -np.inf])
     if is_exact(frontier_SQ, kth_Q)[0]:
         assert not again
+
+
+def doubt(depth: int, sizes: list[int], k: int) -> float:
+    """The sum over shards of the chance that more than `depth` of the best k lie there, in whole numbers."""
+    total, drawn = sum(sizes), min(k, sum(sizes))
+    ways = sum(math.comb(n, x) * math.comb(total - n, drawn - x) for n in sizes for x in range(depth + 1, drawn + 1))
+    return ways / math.comb(total, drawn)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(1, 120), st.sampled_from([1, 16, 256]))
+@settings(max_examples=200, deadline=None)
+def test_the_first_depth_is_the_least_that_leaves_one_doubt_in_a_hundred_calls(sizes, k, num_queries):
+    depth = first_depth(k, sizes, num_queries)
+    assert 1 <= depth <= k
+    assert num_queries * doubt(depth, sizes, k) <= 0.01 * (1 + 1e-9)
+    assert depth == 1 or num_queries * doubt(depth - 1, sizes, k) > 0.01 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes"),
+    [(10, [60] * 4), (100, [2_600_000] * 8), (1000, [330_000] * 64), (100, [5000, 200, 200, 1]), (40, [12, 3, 9, 30])],
+)
+def test_passages_placed_at_random_seldom_leave_a_doubt(k, sizes):
+    """Alike and lopsided shards, few passages and a whole Wikipedia: 20,000 placements each."""
+    rng = np.random.default_rng(k)
+    held_RS = rng.multivariate_hypergeometric(sizes, min(k, sum(sizes)), 20_000, method="marginals")
+    depth = first_depth(k, sizes)
+    assert (held_RS.max(axis=1) > depth).mean() <= 0.01
+    assert depth < k
 
 
 def test_ids_of_the_hit_rows_are_enough():

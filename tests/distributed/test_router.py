@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.exact import BlockTable
+from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.fleet import share_out
-from mvr_ray.distributed.router import Router, first_depth, open_router, overlaid
+from mvr_ray.distributed.router import Router, open_router, overlaid
 from mvr_ray.distributed.searchers import (
     Gathered,
     GatheredViews,
@@ -31,6 +34,7 @@ from mvr_ray.errors import (
     EncoderError,
     FingerprintError,
     MissingInputError,
+    OverloadedError,
     ShardIndexError,
     UnknownPassageError,
 )
@@ -72,13 +76,24 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
     described = made_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
-    assert first_depth(40, 4) < 40 < len(rich)
+    assert len(rich) > 40
     stages: list[str] = []
     answer = local(tmp_path, described, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
     assert answer.exact.rounds == 2 and answer.exact.certified
     assert stages == ["search", "merge", "search"]
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, 40)
+
+
+def test_at_most_one_search_in_a_hundred_asks_a_second_time(tmp_path):
+    """Eight shards of hashed ids, 800 queries one by one; and all of them at once, for which more rows are asked."""
+    rng = np.random.default_rng(7)
+    views = {i: {v: rng.normal(size=D) for v in own} for i, own in made_views(900, 7).items()}
+    router = local(tmp_path, made_index(tmp_path, views, 8))
+    queries_QD = rng.normal(size=(800, D)).astype(np.float32)
+    again = sum(router.search(query_D[None], 60).exact.rounds == 2 for query_D in queries_QD)
+    assert again <= 8
+    assert router.search(queries_QD, 60).exact.rounds == 1
 
 
 @pytest.mark.parametrize("scan", ["vectors", "int8"])
@@ -122,13 +137,14 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
         rows = np.array(rows)
         return ShardHits(rows, np.array(scores, np.float32), rows.astype(np.int16), np.array(frontier, np.float32))
 
-    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]))
-    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]))
+    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]), np.array([4, 5]))
+    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]), np.array([2]))
     both = overlaid(first, second, np.array([1]), 3)
     assert both.ids == {0: "a", 1: "b", 2: "c"}
     assert both.hits.rows_QK.tolist() == [[0, -1, -1], [1, 2, -1]]
     assert both.hits.scores_QK.tolist() == [[5, -np.inf, -np.inf], [4, 2, -np.inf]]
     assert both.hits.frontier_Q.tolist() == [3, -np.inf]
+    assert both.rescored_Q.tolist() == [4, 7]
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), st.integers(1, 9))
@@ -186,6 +202,92 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     assert strict.search(query_QD, 5).coverage_share == 1.0
 
 
+class Stuck:
+    """A fleet with a shard that never answers: every call that asks it takes all of its time by `clock`. A call that is
+    left no time, and every second one if `deaf`, gets nothing at all."""
+
+    def __init__(self, whole: LocalFleet, shard: int, deaf: bool) -> None:
+        self.whole, self.shard, self.deaf = whole, shard, deaf
+        self.now_s = 100.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def ready(self) -> None: ...
+
+    def ask(self, queries_QD, k, asked, timeout_s, hear=None) -> Gathered:
+        again = any(positions is not None for positions in asked.values())
+        if timeout_s <= 0 or (again and self.deaf):
+            return Gathered([], [Unanswered(tuple(asked), "late")])
+        if self.shard in asked:
+            self.now_s += timeout_s
+        there = {shard: at for shard, at in asked.items() if shard != self.shard}
+        lost = [Unanswered((self.shard,), "late")] if self.shard in asked else []
+        return Gathered(self.whole.ask(queries_QD, k, there, timeout_s).found, lost)
+
+    def views(self, wanted, timeout_s) -> GatheredViews:
+        return self.whole.views(wanted, timeout_s)
+
+
+def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
+    """240 passages in 4 shards; those of shard 2 are better for a query of ones than all others."""
+    views = made_views(240, 5)
+    views = {i: {v: x + (9 if shard_of(i, 4) == 2 else 0) for v, x in own.items()} for i, own in views.items()}
+    return views, local(root, made_index(root, views, 4))
+
+
+def test_a_silent_shard_leaves_time_to_ask_a_rich_one_again(tmp_path, monkeypatch):
+    views, whole = with_a_rich_shard(tmp_path)
+    query_QD, k = np.ones((1, D), np.float32), 40
+    fleet = Stuck(whole.fleet, 1, deaf=False)
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
+    partial = Router(whole.store, whole.manifest, fleet).search(query_QD, k, timeout_s=2.0, min_coverage=0.5)
+    assert partial.exact.rounds == 2 and not partial.exact.certified
+    assert [shard.state for shard in partial.shards] == ["searched", "late", "searched", "searched"]
+    there = {i: own for i, own in views.items() if shard_of(i, 4) != 1}
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0]] == brute_force(there, query_QD[0], k)
+    assert fleet.now_s <= 102.0
+
+
+def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(tmp_path, monkeypatch):
+    views, whole = with_a_rich_shard(tmp_path)
+    query_QD, k = np.ones((1, D), np.float32), 40
+    fleet = Stuck(whole.fleet, 1, deaf=True)
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
+    router = Router(whole.store, whole.manifest, fleet)
+    partial = router.search(query_QD, k, timeout_s=2.0, min_coverage=0.25)
+    assert partial.exact.rounds == 2 and not partial.exact.certified
+    assert [shard.state for shard in partial.shards] == ["searched", "late", "late", "searched"]
+    assert [bool(shard.reason) for shard in partial.shards] == [False, False, True, False]
+    assert "first rows are among the hits" in partial.shards[2].reason
+    silent = sum(shard_of(i, 4) in (1, 2) for i in views)
+    assert partial.passages_searched == 240 - silent
+    rich = {i: own for i, own in views.items() if shard_of(i, 4) == 2}
+    kept = sum(shard_of(hit.passage_id, 4) == 2 for hit in partial.hits[0])
+    assert 40 / 4 <= kept < 40 == len(partial.hits[0])
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0][:kept]] == brute_force(rich, query_QD[0], kept)
+    others = {i: own for i, own in views.items() if shard_of(i, 4) in (0, 3)}
+    rest = [(h.passage_id, h.score, h.view) for h in partial.hits[0][kept:]]
+    assert rest == brute_force(others, query_QD[0], 40 - kept)
+    with pytest.raises(CoverageError, match=r"2 of 4 shards .*: 1 \(late\), 2 \(late\)"):
+        router.search(query_QD, k, timeout_s=2.0, min_coverage=0.75)
+
+
+def test_a_search_that_fails_tells_its_time_too(tmp_path):
+    whole = local(tmp_path, made_index(tmp_path, made_views(9, 1), 2))
+
+    class Full(HalfDead):
+        def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
+            raise OverloadedError("every queue is full", 1.0)
+
+    stages: list[str] = []
+    fleet = Full(whole.fleet, set())
+    full = Router(whole.store, whole.manifest, fleet, observe=lambda stage, seconds: stages.append(stage))
+    with pytest.raises(OverloadedError):
+        full.search(np.ones((1, D), np.float32), 3)
+    assert stages == ["search"]
+
+
 def test_what_cannot_be_searched_is_refused(tmp_path):
     described = made_index(tmp_path, made_views(9, 1), 2)
     router = local(tmp_path, described)
@@ -203,11 +305,44 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
     queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
     answer = local(tmp_path, described).search(queries_QD, 10)
     assert not answer.exact.certified
-    assert answer.exact.method == "hnsw" and answer.exact.rescored >= 50
+    assert answer.exact.method == "hnsw" and answer.exact.recall is None
+    measured = dataclasses.replace(described, recall=0.83)
+    assert local(tmp_path, measured).search(queries_QD, 10).exact.recall == 0.83
+    assert 5 * 2 * 10 < answer.exact.rescored <= 5 * 60
     for query_D, hits in zip(queries_QD, answer.hits):
         assert len({hit.passage_id for hit in hits}) == 10
         for hit in hits:
             assert hit.score == pytest.approx(max(float(x @ query_D) for x in views[hit.passage_id].values()), rel=1e-5)
+
+
+def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
+    described = made_index(tmp_path, made_views(9, 1), 2, IndexParams(scan="int8"))
+
+    def told(bound: float) -> str:
+        metrics = {"pruned_views": 4.0, "pruned_bound": bound}
+        answer = local(tmp_path, dataclasses.replace(described, metrics=metrics)).search(np.ones((1, D)), 3)
+        assert answer.exact.certified
+        return answer.exact.method
+
+    assert told(0.12341) == "flat int8 over stored views (indexed within 0.1235 of all views)"
+    assert told(0.0) == "flat int8"  # copies of views that stayed: no score is another
+
+
+@pytest.mark.parametrize("scan", ["vectors", "int8"])
+def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, monkeypatch, scan):
+    """One query by one and in a batch, over a shard that is asked again: every pair that was scored, and no other."""
+    views, _ = with_a_rich_shard(tmp_path)
+    router = local(tmp_path, made_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
+    scored: list[int] = []
+    rescore = BlockTable.rescore
+    monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
+    queries_QD = np.random.default_rng(2).normal(size=(6, D)).astype(np.float32)
+    queries_QD[0] = 1
+    for asked_QD in [*queries_QD[:, None], queries_QD]:
+        scored.clear()
+        answer = router.search(asked_QD, 40)
+        assert answer.exact.rescored == sum(scored) >= 40 * len(asked_QD)
+    assert answer.exact.rounds == 2
 
 
 def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):

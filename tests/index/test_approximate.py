@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.core.exact import BlockTable
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
 from mvr_ray.index.candidates import ApproximateIndex
@@ -51,6 +52,18 @@ def test_k_distinct_passages_with_their_true_scores(built, queries, oracle, k):
         assert found[: len(rows)] == [truth[row] for row in rows]
         assert sorted(rows, key=lambda row: (-truth[row][0], row)) == rows
         assert hits.frontier_Q[query] == (np.inf if k < 300 else -np.inf)
+
+
+@pytest.mark.parametrize("k", [1, 10, 300])
+def test_the_candidates_that_were_scored_are_counted(built, queries, monkeypatch, k):
+    _, index = built
+    scored: list[int] = []
+    rescore = BlockTable.rescore
+    monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
+    found = index.searched(queries(1, 6), k)
+    assert found.rescored_Q.shape == (6,)
+    assert found.rescored_Q.sum() == sum(scored)
+    assert (found.rescored_Q >= k).all() and found.rescored_Q.max() <= 300
 
 
 def test_ties_duplicates_and_passages_without_views_do_no_harm(params, shard, queries, tmp_path, palette):

@@ -23,12 +23,14 @@ WORDS = ("nile", "rhine", "hill")
 
 
 class Library:
-    """Scores every view of every passage. `missing` passages count as not searched; `gate` holds an answer back."""
+    """Scores every view of every passage. `missing` passages count as not searched; `gate` holds an answer back.
+    `exact` says what an answer tells of itself, in place of what is so."""
 
     dimension = 3
     num_views = 2
 
-    def __init__(self, missing: int = 0, feedback: bool = False) -> None:
+    def __init__(self, missing: int = 0, feedback: bool = False, exact: Exactness | None = None) -> None:
+        self.exact = exact or Exactness(not missing, "flat", 1, 0, None)
         self.missing = missing
         self.feedback = feedback
         self.gate = threading.Event()
@@ -50,7 +52,7 @@ class Library:
                 ]
             )
         states = (ShardState(0, 3 - self.missing, SEARCHED), ShardState(1, self.missing, "died"))
-        answer = Answer(rows, "library", 3, "f" * 16, states, Exactness(not self.missing, "flat", 1, 0))
+        answer = Answer(rows, "library", 3, "f" * 16, states, self.exact)
         if answer.coverage_share < min_coverage:
             raise CoverageError("1 of 2 shards did not answer: 1 (died)", states)
         return answer

@@ -9,6 +9,7 @@ from library import PASSAGES, Library
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.service import SearchService
+from mvr_ray.types import Exactness
 
 
 def app(library: Library | None = None, **limits: int):
@@ -19,10 +20,17 @@ def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() ->
     reply = call(app(), "POST", "/v1/search", {"queries": ["Where is the Rhine?"], "k": 1})
     assert reply.status == 200
     assert (reply.body["index"], reply.body["version"], reply.body["coverage"]["share"]) == ("library", 3, 1.0)
-    assert reply.body["exact"] == {"certified": True, "method": "flat", "rounds": 1, "rescored": 0}
+    assert reply.body["exact"] == {"certified": True, "method": "flat", "rounds": 1, "rescored": 0, "recall": None}
     [[found]] = reply.body["results"]
     assert (found["id"], found["title"], found["score"], found["view"]) == ("p1", "Rivers", 1.0, 1)
     assert found["snippet"] == {"start": 18, "stop": 39, "text": "The Rhine is shorter."}
+
+
+def test_an_approximate_answer_carries_the_recall_that_was_measured() -> None:
+    library = Library(exact=Exactness(False, "hnsw", 1, 12, 0.9731))
+    reply = call(app(library), "POST", "/v1/search", {"queries": ["nile"]})
+    told = {"certified": False, "method": "hnsw", "rounds": 1, "rescored": 12, "recall": 0.9731}
+    assert reply.body["exact"] == told
 
 
 def test_text_and_its_vector_get_the_same_hits() -> None:

@@ -20,7 +20,7 @@ from mvr_ray.serving.app import create_app
 from mvr_ray.serving.service import SearchService
 from mvr_ray.serving.tokens import Tokens, read_tokens
 from mvr_ray.serving.wire import VersionInfo
-from mvr_ray.types import Passage
+from mvr_ray.types import Exactness, Passage
 
 PAGE = Path(pages.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
@@ -169,6 +169,22 @@ def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
         assert tab.locator(".badge").inner_text() == "partial: 1 of 3 passages"
         assert tab.locator("#shards li").all_inner_texts() == ["0: searched, 1", "1: died, 2"]
         assert tab.locator("#shards-told").inner_text() == "1 of 2 shards are not searched"
+
+
+@pytest.mark.parametrize(
+    ("exact", "badge"),
+    [
+        (Exactness(False, "hnsw", 1, 12, 0.97349), "approximate: hnsw, recall 0.973 when built"),
+        (Exactness(False, "hnsw", 1, 12, None), "approximate: hnsw"),
+        (Exactness(True, "flat int8 over stored views", 1, 12, None), "exact: flat int8 over stored views"),
+    ],
+)
+def test_the_badge_says_what_an_answer_is_worth(tab, exact, badge):
+    with served(Named(3, exact=exact)) as address:
+        tab.goto(f"{address}?q=nile")
+        tab.wait_for_selector(".badge")
+        assert tab.locator(".badge").inner_text() == badge
+        assert tab.wrong == []
 
 
 def test_a_token_is_asked_for_and_stays_in_the_tab(tab, tmp_path):

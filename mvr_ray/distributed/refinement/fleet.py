@@ -18,9 +18,9 @@ import ray
 from mvr_ray.core.exact import distinct
 from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
+from mvr_ray.core.scoring import first_depth
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.refinement.shards import FoundInShard, RefinerTask, ShardRefiner
-from mvr_ray.distributed.router import first_depth
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import FloatArray, Hit, IntArray, Progress
 
@@ -128,7 +128,7 @@ class Refiners:
         Shards are asked for fewer than k, as the router asks them, and for k where that leaves a doubt.
         """
         k = min(k, self.num_passages)
-        first = first_depth(k, len(self.shards))
+        first = first_depth(k, np.diff(self.shard_start).tolist(), min(QUERY_BLOCK, len(queries_QD)))
         passage_QK = np.full((len(queries_QD), k), -1, np.int64)
         view_QK = np.full((len(queries_QD), k), -1, np.int16)
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]

@@ -61,8 +61,11 @@ function badge(answer) {
     const told = `partial: ${searched} of ${coverage.passages_total.toLocaleString("en")} passages`;
     return made("span", { class: "badge partial" }, told);
   }
-  if (exact.certified) return made("span", { class: "badge exact" }, "exact");
-  return made("span", { class: "badge approximate" }, `approximate: ${exact.method}`);
+  if (exact.certified) {
+    return made("span", { class: "badge exact" }, exact.method === "flat" ? "exact" : `exact: ${exact.method}`);
+  }
+  const recall = exact.recall === null ? "" : `, recall ${exact.recall.toFixed(3)} when built`;
+  return made("span", { class: "badge approximate" }, `approximate: ${exact.method}${recall}`);
 }
 
 function scoreTable(explained, num) {
