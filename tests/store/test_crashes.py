@@ -212,12 +212,57 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
     record_property("figures", told)
 
 
-LIMIT_BYTES = 64 << 10
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[bool], None]]:
+    """Says whether the disk is full: then no file of this process may grow beyond a byte. It needs no rights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (1 if full else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
-def little_room() -> Iterator[Callable[[bool], None]]:
-    """Makes files that grow beyond `LIMIT_BYTES` fail in this process, as a full disk does; needs no rights."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else soft, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here; the bound on file sizes stands for the full disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.chaos("no file may grow while publishing", "the old version stays live; the same work then ends well")
+def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
+    tmp_path: Path, full_disk: Callable[[bool], None], record_property
+):
+    store = Store(tmp_path / "store")
+    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
+    entry = manifest.add_shard(store, "i", finished(tmp_path / "other", b"changed"), ShardMeta(0, 2, 5))
+    new = finished(tmp_path / "new", b"never named")
+    full_disk(True)
+    with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*File too large.*free space and"):
+        manifest.publish(store, replace(first, shards=(entry,), parent=1))
+    with pytest.raises(OSError, match="File too large"):
+        published(store, new)
+    full_disk(False)
+    left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
+    assert left == [] and len(store.list(layout.shards_dir("i"))) == 2
+    assert not require_whole(store, first, lambda: published(store, new))
+    record_property("figures", f"2 refused, {len(left)} files left behind")
+
+
+@pytest.mark.chaos("disk full while publishing", "the old version stays live; the same work then ends well")
+def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path, small_disk: Path, record_property):
+    store = Store(small_disk)
+    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (store.free_bytes() or 0))
+    with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*No space left on device"):
+        manifest.publish(store, replace(first, parent=1))
+    with pytest.raises(StorageError, match="No space left on device"):
+        manifest.add_shard(store, "i", finished(tmp_path / "big", b"y" * 500_000), ShardMeta(0, 2, 5))
+    num_bytes = filler.stat().st_size
+    filler.unlink()
+    new = finished(tmp_path / "new", b"changed")
+    assert not require_whole(store, first, lambda: published(store, new))
+    record_property("figures", f"2 refused on a disk with {num_bytes:,} bytes taken")
