@@ -179,7 +179,9 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_pro
 
 @pytest.mark.chaos("slow searcher", "a second call elsewhere answers in time, at most 5 % more calls")
 @pytest.mark.ray
-def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(opened, monkeypatch):
+def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(
+    opened, monkeypatch, record_property
+):
     with opened(replicas=2) as router:
         scatter, (first, second, *_) = router.fleet.searchers.scatter, router.fleet.actors
         for _ in range(ENOUGH + 1):
@@ -192,6 +194,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
             assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
         hedges = scatter.budget.hedges
         assert 1 <= hedges <= 0.05 * scatter.budget.calls
+        record_property("figures", f"10 whole answers with {hedges} second calls in {scatter.budget.calls} calls")
         assert 1 <= scatter.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
         counts = scatter.counts()
         assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
@@ -271,7 +274,7 @@ def looked(watch: Watch, at_s: float, *well) -> int:
 @pytest.mark.chaos("hung searcher", "found by a canary, told as hung, replaced")
 @pytest.mark.ray
 @pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
-def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen):
+def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen, record_property):
     with opened() as router:
         scatter, (actor, other) = router.fleet.searchers.scatter, router.fleet.actors
         watch = Watch(scatter, hung_s=30)
@@ -284,12 +287,14 @@ def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen
         assert [looked(watch, at_s, other) for at_s in (100, 129.9)] == [0, 0]
         assert looked(watch, 140, other) == 1
         assert scatter.groups[0][0].state == "hung"
+        began = time.monotonic()
         answer = router.search(QUERIES_QD, K, min_coverage=0.0)
         told = {shard.shard: shard.state for shard in answer.shards}
         assert {told[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
         assert {told[shard] for shard in router.fleet.shards[1]} == {"searched"}
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
+        record_property("figures", f"found at the third look, whole again {time.monotonic() - began:.1f} s later")
         assert ray.get(actor.pulse.remote()).born != before
         assert looked(watch, 150, actor, other) == 0
 
@@ -334,4 +339,4 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, 
         ray.wait([replica.again], timeout=60)
         assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
         took_s = time.monotonic() - began
-    record_property("figures", f"2 calls told of {len(router.fleet.shards[1])} shards; whole again {took_s:.1f} s later")
+    record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")

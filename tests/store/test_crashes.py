@@ -1,11 +1,10 @@
 """Publishers that die at any step, or find the disk full: the live version stays whole, and the same work ends well.
 
-    a folder   a process is killed before each call that changes the disk, and in the middle of each write
-    S3         it is killed before the server does what a request asks for, and when that is done but not yet answered
+a folder   a process is killed before each call that changes the disk, and in the middle of each write
+S3         it is killed before the server does what a request asks for, and when that is done but not yet answered
 """
 
 import itertools
-import os
 import resource
 import shutil
 import signal
@@ -117,12 +116,15 @@ def publisher(store: Store, folder: Path, at: int = -1) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def require_whole(store: Store, first: Manifest, then: Callable[[], Manifest]) -> bool:
-    """Old or new, what is live is whole; the work done again ends well. Gives whether the new one was live."""
+def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
+    """Old or new, what is live is whole; the work done again, with the shard in `folder`, ends well.
+
+    Gives whether the new one was live.
+    """
     live = manifest.read(store, "i")
     assert live == first or (live.version, live.config_digest) == (2, "new")
     assert manifest.verify(store, live).problems == []
-    after = then()
+    after = published(store, folder)
     assert manifest.read(store, "i") == after and after.version == live.version + 1
     assert after.shards[0].digest != first.shards[0].digest
     assert live == first or live.shards == after.shards
@@ -152,7 +154,7 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
                 [layout.EMBEDDINGS, "index.bin", layout.SHARD_JSON]
             )
         again = finished(tmp_path / f"again {at}", b"changed")
-        lived.append(require_whole(store, first, lambda: published(store, again)))
+        lived.append(require_whole(store, first, again))
     calls = said.split()
     assert len(said.splitlines()) == len(lived) == at - 1
     assert {"create", "write", "fsync", "rename", "link", "utime", "unlink"} <= {*calls}
@@ -163,6 +165,28 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
 
 def added(store: Store, folder: Path) -> ShardEntry:
     return manifest.add_shard(store, "i", finished(folder, b"content"), ShardMeta(0, 2, 5))
+
+
+class End:
+    """Comes to a publisher at its request number `at` of those that change the store."""
+
+    def __init__(self, at: int, moment: str) -> None:
+        self.at, self.moment = at, moment
+        self.of: subprocess.Popen | None = None
+        self.began = threading.Event()
+        self.began.set()
+        self.heard: list[str] = []
+
+    def hear(self, when: str, request: str) -> bool:
+        assert self.began.wait(30)
+        if self.of is None or when != self.moment:
+            return True
+        self.heard.append(request)
+        if len(self.heard) <= self.at:
+            return True
+        self.of.kill()
+        self.of.wait()
+        return False
 
 
 @pytest.mark.chaos(
@@ -176,35 +200,23 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
     lived: dict[tuple[int, str], bool] = {}
     asked: list[str] = []
-    for at, moment in itertools.product(itertools.count(), ("before", "after")):
-        heard: list[str] = []
-        running: list[subprocess.Popen] = []
-        started = threading.Event()
-
-        def hear(when: str, request: str) -> bool:
-            if not started.is_set() or when != moment:
-                return True
-            heard.append(request)
-            if len(heard) <= at:
-                return True
-            running[0].kill()
-            running[0].wait()
-            return False
-
-        with s3_server.serve(s3_server.Script([], [], hear=hear)) as root:
+    for at, moment in ((number, moment) for number in itertools.count() for moment in ("before", "after")):
+        end = End(at, moment)
+        with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
             store = Store(root)
             first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / f"made {at} {moment}"),)))
-            running.append(publisher(store, finished(tmp_path / f"new {at} {moment}", b"changed")))
-            started.set()
-            with running[0] as process:
+            end.began.clear()
+            with publisher(store, finished(tmp_path / f"new {at} {moment}", b"changed")) as process:
+                end.of = process
+                end.began.set()
                 _, told = process.communicate()
-            started.clear()
+            end.of = None
             if process.returncode == 0:
-                asked = heard
+                asked = end.heard
                 break
             assert process.returncode == -signal.SIGKILL, told
             again = finished(tmp_path / f"again {at} {moment}", b"changed")
-            lived[at, moment] = require_whole(store, first, lambda: published(store, again))
+            lived[at, moment] = require_whole(store, first, again)
     [number] = [number for number, request in enumerate(asked) if request.endswith(layout.manifest("i", 2))]
     assert len(lived) == 2 * len(asked)
     assert lived == {(n, when): n > number or (n, when) == (number, "after") for n, when in lived}
@@ -247,7 +259,7 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
     full_disk(False)
     left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
     assert left == [] and len(store.list(layout.shards_dir("i"))) == 2
-    assert not require_whole(store, first, lambda: published(store, new))
+    assert not require_whole(store, first, new)
     record_property("figures", f"2 refused, {len(left)} files left behind")
 
 
@@ -264,5 +276,5 @@ def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path
     num_bytes = filler.stat().st_size
     filler.unlink()
     new = finished(tmp_path / "new", b"changed")
-    assert not require_whole(store, first, lambda: published(store, new))
+    assert not require_whole(store, first, new)
     record_property("figures", f"2 refused on a disk with {num_bytes:,} bytes taken")

@@ -78,7 +78,7 @@ def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path
 
 
 @pytest.mark.chaos("flipped bit", "refused before it is opened, file and shard named")
-def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path):
+def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path, record_property):
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
     published = manifest.publish(store, describe(entries))
     path = f"{layout.shard_dir('i', entries[1].digest)}/{layout.EMBEDDINGS}"
@@ -92,6 +92,7 @@ def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp
     with pytest.raises(DigestError, match=r"embeddings\.arrow of shard 1"):
         manifest.open_shard(store, "i", entries[1])
     manifest.open_shard(store, "i", entries[0])
+    record_property("figures", f"1 bit of {report.num_bytes} bytes; {len(report.problems)} of {report.num_files} files")
 
 
 def test_a_damaged_manifest_is_refused(store: Store, entry: ShardEntry):
@@ -141,7 +142,7 @@ def test_numbers_that_are_not_finite_are_refused(store: Store, entry: ShardEntry
 
 
 @pytest.mark.chaos("many publishers at once", "exactly one wins, the others are told")
-def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Store, entry: ShardEntry):
+def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Store, entry: ShardEntry, record_property):
     start = threading.Barrier(6)
 
     def publish(number: int) -> Manifest | None:
@@ -156,6 +157,7 @@ def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Stor
     assert len(won) == 1
     assert manifest.read(store, "i") == won[0]
     assert manifest.list_versions(store, "i") == [1]
+    record_property("figures", f"6 publishers, {len(won)} won, {6 - len(won)} told of a conflict")
 
 
 def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry):
@@ -168,17 +170,21 @@ def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry)
 
 @pytest.mark.chaos("acknowledgement of publishing lost", "read again, not repeated")
 def test_an_error_after_the_manifest_was_created_counts_as_published(
-    store: Store, entry: ShardEntry, monkeypatch: pytest.MonkeyPatch
+    store: Store, entry: ShardEntry, monkeypatch: pytest.MonkeyPatch, record_property
 ):
     create_once = Store.create_once
+    created: list[str] = []
 
     def create_then_fail(self: Store, path: str, data: bytes) -> None:
+        created.append(path)
         create_once(self, path, data)
         raise StorageError("the connection broke")
 
     monkeypatch.setattr(Store, "create_once", create_then_fail)
     published = manifest.publish(store, describe([entry]))
     assert manifest.read(store, "i") == published
+    assert created == [layout.manifest("i", 1)], "not created twice"
+    record_property("figures", f"{len(created)} creation, 0 repeated, version {published.version} live")
 
 
 def test_rolling_back_publishes_the_old_content_as_a_new_version(store: Store, tmp_path: Path, entry: ShardEntry):
@@ -210,7 +216,9 @@ def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: 
     "clock leaps ten days while a version is published, and old work is collected",
     "the version that was live is live again and whole; the same command then publishes",
 )
-def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(store, tmp_path, monkeypatch):
+def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(
+    store, tmp_path, monkeypatch, record_property
+):
     first = manifest.publish(store, describe([make_shard(store, tmp_path / "old", b"old")]))
     entry = make_shard(store, tmp_path / "new", b"new")
     create, clock = Store.create_once, time.time
@@ -234,3 +242,5 @@ def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(store,
     assert manifest.verify(store, again).problems == []
     monkeypatch.setattr(time, "time", lambda: clock() - 10 * 86_400)
     assert collect(store, "i", keep=1, grace_s=3600) == [], "a clock that leaps back makes nothing old"
+    told = f"version 2 torn, version {live.version} is version 1 again, version {again.version} is the new one whole"
+    record_property("figures", told)
