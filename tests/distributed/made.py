@@ -73,7 +73,7 @@ def block_of(views: Views) -> EmbeddingBlock:
 def brute_force(views: Views, query_D: np.ndarray, k: int) -> list[tuple[str, float, int]]:
     best = []
     for passage_id, own in views.items():
-        scores = {view: float(vector @ query_D) for view, vector in own.items()}
+        scores = {view: float(np.float32(vector @ query_D)) for view, vector in own.items()}
         top = max(scores.values())
         best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
     return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]

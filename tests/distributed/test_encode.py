@@ -134,10 +134,13 @@ def digests(store: Path) -> list[str]:
 @pytest.mark.chaos("encoder killed", "the index is the undisturbed one to the byte")
 @pytest.mark.data
 @pytest.mark.ray
-def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, small_index, run_over):
+def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, small_index, run_over, record_property):
     killed: list[int] = []
+    told: list[tuple[int, int]] = []
 
     def kill_one(what: str, done: int, total: int) -> None:
+        if what == "encode":
+            told.append((done, total))
         if what == "encode" and done < total and not killed:
             killed.append(encoder_processes()[0])
             os.kill(killed[0], signal.SIGKILL)
@@ -145,6 +148,7 @@ def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, smal
     reindex.index(run_over(empty_store, resources={"encoders_min": 2, "encoders_max": 2}), kill_one)
     assert killed
     assert digests(empty_store) == digests(small_index)
+    record_property("figures", f"1 of 2 encoders killed after {told[0][0]} of {told[0][1]} passages")
 
 
 DRIVER = """
@@ -160,7 +164,7 @@ if __name__ == "__main__":
 @pytest.mark.chaos("encoding driver killed", "only the chunks under way are encoded again")
 @pytest.mark.data
 @pytest.mark.ray
-def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over):
+def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over, record_property):
     run = run_over(empty_store, resources={"encoders_max": 1, "local_cpus": 4})
     command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
@@ -179,6 +183,7 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
     assert 0 < first[1] < first[2]
     assert digests(empty_store) == digests(small_index)
     assert store.list(layout.staging_root("index")) == []
+    record_property("figures", f"{first[1]} of {first[2]} passages found encoded, {first[2] - first[1]} encoded again")
 
 
 def encoder_processes() -> list[int]:

@@ -83,6 +83,11 @@ def live(store: Path) -> Manifest:
     return manifest.read(Store(str(store)), INDEX)
 
 
+def sizes(store: Path) -> str:
+    described = live(store)
+    return f"{described.num_passages} passages, {described.num_vectors} vectors, {described.num_bytes:,} bytes the same"
+
+
 def encoder_processes(driver: int) -> list[int]:
     """Encoder actors of a driver's private cluster: children of its raylet."""
     parents, encoders = {}, []
@@ -99,7 +104,7 @@ def encoder_processes(driver: int) -> list[int]:
 
 @pytest.mark.chaos("index command and its encoder killed", "the same command ends with the undisturbed bytes")
 def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
-    empty_store, small_index, run_file, ray_folder
+    empty_store, small_index, run_file, ray_folder, record_property
 ):
     killed: list[int] = []
 
@@ -115,13 +120,16 @@ def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
     finish(*command)
     assert live(empty_store).content_digest() == live(small_index).content_digest()
     finish("versions", command[1], "verify")
+    record_property("figures", f"an encoder killed, then the command at 1 of 3 shards; {sizes(empty_store)}")
 
 
 @pytest.mark.chaos(
     "refine command killed in a round and at its end",
     "the same command ends with the undisturbed bytes",
 )
-def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_bytes(small_index, run_file, tmp_path):
+def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_bytes(
+    small_index, run_file, tmp_path, record_property
+):
     whole = shutil.copytree(small_index, tmp_path / "whole")
     finish("refine", run_file(whole))
     assert live(whole).operation == "refine:hybrid"
@@ -136,10 +144,13 @@ def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_by
     assert live(cut).version == live(whole).version == 2
     assert live(cut).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
+    record_property("figures", f"killed in round 2 of {REFINE['rounds']} and at the end; {sizes(cut)}")
 
 
 @pytest.mark.chaos("reshard command killed", "the same command ends with the undisturbed bytes")
-def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(small_index, run_file, tmp_path):
+def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
+    small_index, run_file, tmp_path, record_property
+):
     whole = shutil.copytree(small_index, tmp_path / "whole")
     finish("reshard", run_file(whole), "shards=7")
     assert [len(live(whole).shards), live(whole).operation] == [7, "reshard"]
@@ -152,3 +163,4 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(small_i
     assert live(cut).version == live(whole).version == 2
     assert live(cut).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
+    record_property("figures", f"killed at 1 of 7 shards; {sizes(cut)}")

@@ -116,13 +116,25 @@ def settled(run: str) -> None:
 @pytest.mark.chaos(
     "node killed while it encodes", "the command ends well; the index is the undisturbed one to the byte"
 )
-def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(prepared, run_over, tmp_path, cluster):
+def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(
+    prepared, run_over, tmp_path, cluster, record_property
+):
     calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
     finished(command("index", run_file(run_over, calm)))
     node, run = worker(cluster), run_file(run_over, store)
-    finished(command("index", run), "encode:", lambda: cluster.remove_node(node, allow_graceful=False))
+    killed: list[float] = []
+
+    def kill() -> None:
+        cluster.remove_node(node, allow_graceful=False)
+        killed.append(time.monotonic())
+
+    said = finished(command("index", run), "encode:", kill)
+    took_s = time.monotonic() - killed[0]
     assert live(store).content_digest() == live(calm).content_digest()
     settled(run)
+    encoded = re.search(r"encode: ([\d,]+) of ([\d,]+)", said)
+    assert encoded
+    record_property("figures", f"killed at {encoded[1]} of {encoded[2]} passages, ended well {took_s:.0f} s later")
 
 
 def encodes(node: Node) -> bool:
@@ -208,7 +220,7 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
 @pytest.mark.chaos(
     "node killed while it refines", "the rounds go on elsewhere; the version is the undisturbed one to the byte"
 )
-def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, tmp_path, cluster):
+def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, tmp_path, cluster, record_property):
     calm = shutil.copytree(prepared, tmp_path / "calm")
     finished(command("index", run_file(run_over, calm)))
     store = shutil.copytree(calm, tmp_path / "store")
@@ -216,9 +228,17 @@ def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, t
     assert live(calm).operation == "refine:hybrid"
     node, run = worker(cluster), run_file(run_over, store)
     moment = "refine round 2: retrieve"
-    finished(command("refine", run), moment, lambda: cluster.remove_node(node, allow_graceful=False))
+    killed: list[float] = []
+
+    def kill() -> None:
+        cluster.remove_node(node, allow_graceful=False)
+        killed.append(time.monotonic())
+
+    finished(command("refine", run), moment, kill)
+    took_s = time.monotonic() - killed[0]
     assert live(store).content_digest() == live(calm).content_digest()
     settled(run)
+    record_property("figures", f"killed in round 2 of {REFINE['rounds']}, ended well {took_s:.0f} s later")
 
 
 @pytest.mark.chaos(

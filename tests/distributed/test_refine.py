@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -312,7 +313,7 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(i
     "refine driver killed after it published",
     "the same command says what was published, and publishes nothing",
 )
-def test_a_driver_killed_after_publishing_says_what_it_published(store):
+def test_a_driver_killed_after_publishing_says_what_it_published(store, record_property):
     run = config(store, method="feedback_views", rounds=1)
     kept = Store(str(store))
     base = manifest.read(kept, "squad")
@@ -322,10 +323,11 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store):
     told = refining.refine(run)
     assert told == report
     assert manifest.list_versions(kept, "squad") == [1, 2]
+    record_property("figures", f"{len(told.rounds)} round told again, version {told.published.version} stays the last")
 
 
 @pytest.mark.chaos("refiner killed", "comes back to the round that is asked for")
-def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session):
+def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
     kept = Store(str(store))
     base = manifest.read(kept, "squad")
     task = RefinerTask(str(store), base, layout.staging_dir("squad", "refine-test"))
@@ -341,10 +343,13 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
         assert not np.array_equal(moved.passage_QK, hits.passage_QK)
         for actor in refiners.actors:
             ray.kill(actor, no_restart=False)
+        began = time.monotonic()
         again = refiners.search(1, queries, 10, "", lambda *_: None)
+        took_s = time.monotonic() - began
         first = refiners.search(0, queries, 10, "", lambda *_: None)
     assert np.array_equal(again.passage_QK, moved.passage_QK) and np.array_equal(again.view_QK, moved.view_QK)
     assert np.array_equal(first.passage_QK, hits.passage_QK)
+    record_property("figures", f"{len(refiners.actors)} of {len(refiners.actors)} killed, back in {took_s:.1f} s")
 
 
 def test_feedback_from_a_file_teaches_its_questions(store):

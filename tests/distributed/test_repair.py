@@ -59,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("params", [INT8, IVF], ids=["int8", "ivf"])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
-    tmp_path: Path, damage: Callable[[Path], None], params: IndexParams
+    tmp_path: Path, damage: Callable[[Path], None], params: IndexParams, record_property
 ):
     described = made_index(tmp_path, made_views(200, 3), 2, params)
     store, folder = Store(str(tmp_path)), folder_of(tmp_path, described, 1)
@@ -79,6 +79,8 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
     assert contents(tmp_path / done.set_aside) == damaged
     assert manifest.verify(store, described).problems == []
     assert repair(store, described).repairs == []
+    rebuilt = sum(len(before[file.name]) for file in hurt)
+    record_property("figures", f"{len(hurt)} of {len(before)} files, {rebuilt:,} bytes built again")
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -175,7 +177,7 @@ def test_the_command_names_repairs_and_verifies(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.chaos("manifest of a newer format", "refused by name; rolling back past it works")
-def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path):
+def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path, record_property):
     described = made_index(tmp_path, made_views(30, 3), 2)
     store = Store(str(tmp_path))
     newer = dataclasses.replace(described, parent=1, version=2, format_version=manifest.FORMAT_VERSION + 1)
@@ -186,3 +188,5 @@ def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(t
             ask(store, "made")
     back = manifest.rollback(store, "made", 1)
     assert manifest.read(store, "made") == back and back.shards == described.shards
+    told = f"format {newer.format_version} refused by 2 readers; version {back.version} has version 1's content"
+    record_property("figures", told)

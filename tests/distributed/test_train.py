@@ -235,13 +235,15 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
 @pytest.mark.chaos("training worker killed", "the weights are the undisturbed ones to the bit")
 @pytest.mark.data
 @pytest.mark.ray
-def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session):
+def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session, record_property):
     """Two workers on Ray, one killed half way, end as two workers that nobody disturbed."""
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
     resources = {"train_workers": 2, "cpus_per_trainer": 1}
     killed: list[int] = []
+    steps: list[int] = []
 
     def kill_one(what: str, done: int, total: int) -> None:
+        steps.append(done)
         if done >= 2 and not killed:
             killed.append(own_trainers()[0])
             os.kill(killed[0], signal.SIGKILL)
@@ -253,6 +255,7 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session):
     assert killed
     assert hurt.fingerprint == calm.fingerprint
     assert hurt.epochs == calm.epochs
+    record_property("figures", f"1 of 2 workers killed in step {next(n for n in steps if n >= 2)} of {max(steps)}")
 
 
 COMMAND = """

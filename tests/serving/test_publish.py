@@ -89,7 +89,7 @@ def test_only_an_admin_token_publishes_and_nobody_where_there_are_no_tokens(else
 
 
 @pytest.mark.chaos("two publishers over HTTP", "one wins; the other gets 409 and the version that is live")
-def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path) -> None:
+def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path, record_property) -> None:
     assert elsewhere.post(elsewhere.sent).status == 200
     offers = []
     for number in (2, 3):
@@ -113,6 +113,7 @@ def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path) -> No
     live = manifest.read(elsewhere.store, "library")
     assert (live.version, live.shards[0].digest) == (2, offers[won]["shards"][0]["digest"])
     assert elsewhere.versions() == [1, 2]
+    record_property("figures", f"answered {' and '.join(str(reply.status) for reply in replies)}, version 2 live")
 
 
 def other(elsewhere: Elsewhere) -> SearchService:

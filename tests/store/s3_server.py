@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
@@ -45,6 +45,9 @@ class Script(NamedTuple):
     """Key and status of each conditional put that was answered."""
     conditional: str = "honoured"
     """honoured, ignored (as if it were not there) or refused (501)."""
+    hear: Callable[[str, str], bool] = lambda moment, request: True
+    """Told every put, post and delete twice: `before` it has any effect, and `after` that, before it is answered. False
+    breaks the connection off there."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -92,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
         key, query = self._asked()
         data = self._body()
         once = self.headers.get("If-None-Match") == "*"
+        if not self._goes_on("before"):
+            return
         with self.writing:
             scripted = [fault for fault in self.script.faults if key.endswith(fault.name)]
             fault = scripted[0].kind if scripted else ""
@@ -123,6 +128,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         key, query = self._asked()
         body = self._body()
+        if not self._goes_on("before"):
+            return
         if "uploads" in query:
             upload = uuid.uuid4().hex
             self.uploads[upload] = {}
@@ -140,8 +147,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         key, _ = self._asked()
-        self.objects.pop(key, None)
-        self._answer(204)
+        if self._goes_on("before"):
+            self.objects.pop(key, None)
+            self._answer(204)
 
     def _asked(self) -> tuple[str, dict[str, str]]:
         """`bucket/key`, or `bucket`, and the query."""
@@ -155,6 +163,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.down:
             self._break_off()
         return super().parse_request() and not self.down
+
+    def _goes_on(self, moment: str) -> bool:
+        """Whether the sender is still to be served, as the script says."""
+        goes_on = self.script.hear(moment, f"{self.command} {self.path}")
+        if not goes_on:
+            self._break_off()
+        return goes_on
 
     def _break_off(self) -> None:
         self.connection.shutdown(socket.SHUT_RDWR)
@@ -219,6 +234,8 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def _answer(self, status: int, body: bytes = b"", stored: Stored | None = None, etag: bytes = b"") -> None:
+        if self.command in ("PUT", "POST", "DELETE") and not self._goes_on("after"):
+            return
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", f'"{hashlib.md5(stored.data if stored else etag).hexdigest()}"')

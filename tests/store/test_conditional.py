@@ -108,13 +108,16 @@ def test_names_of_any_letters_are_created_once(serve: Serve):
 
 
 @pytest.mark.chaos("object store creates, its answer is lost", "read again and known as ones own, never a conflict")
-def test_a_lost_answer_is_read_again_and_known_as_ones_own(serve: Serve, s3_server: ModuleType, tmp_path: Path):
+def test_a_lost_answer_is_read_again_and_known_as_ones_own(
+    serve: Serve, s3_server: ModuleType, tmp_path: Path, record_property
+):
     with serve() as (store, script):
         script.faults.append(s3_server.Fault("versions/1.json", "lost"))
         published = manifest.publish(store, draft(store, tmp_path / "made"))
         assert not script.faults and of_manifests(script) == [412]
         assert manifest.read(store, "i") == published
         assert manifest.list_versions(store, "i") == [1]
+        record_property("figures", f"2 puts: the answer of one lost, the other answered {of_manifests(script)[0]}")
 
 
 def test_a_publisher_of_equal_content_in_the_same_second_is_not_taken_for_oneself(

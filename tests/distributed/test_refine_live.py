@@ -1,0 +1,112 @@
+"""A refinement runs and publishes while its index answers: each answer is one version's, whole, and none fails."""
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made import Views, brute_force
+
+from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.overlay import open_embeddings
+from mvr_ray.types import FloatArray
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+K, ASKERS = 10, 3
+METHODS = (
+    {"method": "hybrid", "step_size": 0.05, "rounds": 4, "patience": 4},
+    {"method": "feedback_views", "rounds": 2},
+)
+Ranked = tuple[tuple[str, float, int], ...]
+
+
+def stored(root: Path, version: int) -> Views:
+    """Every view of a version as its files have it, in float64."""
+    found: Views = {}
+    for entry in manifest.read(Store(str(root)), "index", version).shards:
+        for block in open_embeddings(root / layout.shard_dir("index", entry.digest), entry.files).blocks():
+            for row, passage_id in enumerate(block.ids):
+                span = range(*block.row_ptr[row : row + 2])
+                vectors = {int(block.view_numbers_N[n]): block.vectors_ND[n].astype(np.float64) for n in span}
+                found[passage_id] = vectors
+    return found
+
+
+def exhaustive(root: Path, version: int, queries_QD: FloatArray) -> tuple[Ranked, ...]:
+    views = stored(root, version)
+    return tuple(tuple(brute_force(views, query_D, K)) for query_D in queries_QD.astype(np.float64))
+
+
+class Heard:
+    """How often each answer came of each version, and the longest that one took."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[int, tuple[Ranked, ...]]] = Counter()
+        self.partial = 0
+        self.longest_s = 0.0
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+
+    def of(self, version: int) -> int:
+        with self._lock:
+            return sum(count for (number, _), count in self.counts.items() if number == version)
+
+    def ask(self, live: LiveRouter, queries_QD: FloatArray) -> None:
+        while not self.ended.is_set():
+            began = time.monotonic()
+            answer = live.search(queries_QD, K)
+            took_s = time.monotonic() - began
+            hits = tuple(tuple((hit.passage_id, hit.score, hit.view) for hit in row) for row in answer.hits)
+            with self._lock:
+                self.counts[answer.version, hits] += 1
+                self.partial += not answer.exact.certified or answer.coverage_share < 1
+                self.longest_s = max(self.longest_s, took_s)
+
+    def wait_for(self, version: int, count: int) -> None:
+        end = time.monotonic() + 60
+        while self.of(version) < count:
+            assert time.monotonic() < end, f"no {count} answers of version {version}: the others are {self.counts}"
+            time.sleep(0.05)
+
+
+@pytest.mark.chaos(
+    "refined while it is read",
+    "every answer is right for exactly one version, before, during and after; none fails",
+)
+def test_every_answer_is_one_versions_while_refinements_run_and_publish(own_index, run_over, record_property):
+    learned = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
+    runs = [
+        run_over(own_index, refine={**learned, **method}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
+        for method in METHODS
+    ]
+    texts = [question.text for question in corpus.read_questions(Store(str(own_index)), "dev")[:5]]
+    heard, during = Heard(), []
+    with open_live(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
+        queries_QD = live.embed(texts)
+        asking = [threads.submit(heard.ask, live, queries_QD) for _ in range(ASKERS)]
+        try:
+            for version, run in enumerate(runs, 1):
+                heard.wait_for(version, 20)
+                before = heard.of(version)
+                published = refining.refine(run).published
+                assert published and published.version == version + 1
+                during.append(heard.of(version) - before)
+            heard.wait_for(3, 20)
+        finally:
+            heard.ended.set()
+        for one in asking:
+            one.result()
+    truth = {version: exhaustive(own_index, version, queries_QD) for version in (1, 2, 3)}
+    assert len(set(truth.values())) == 3, "two versions answer alike, so which one answered is not known"
+    assert set(heard.counts) == set(truth.items())
+    assert heard.partial == 0
+    assert min(during) > 20
+    told = ", ".join(f"{heard.of(version)} of version {version}" for version in truth)
+    record_property("figures", f"answers: {told}; longest {1000 * heard.longest_s:.0f} ms")

@@ -1,0 +1,280 @@
+"""Publishers that die at any step, or find the disk full: the live version stays whole, and the same work ends well.
+
+a folder   a process is killed before each call that changes the disk, and in the middle of each write
+S3         it is killed before the server does what a request asks for, and when that is done but not yet answered
+"""
+
+import itertools
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mvr_ray.errors import StorageError
+from mvr_ray.store import layout, manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+
+FIRST = Manifest(
+    index="i",
+    operation="index",
+    encoder_name="encoder",
+    encoder_fingerprint="f" * 16,
+    similarity="cosine",
+    num_views=8,
+    dimension=4,
+    dtype="fp16",
+    corpus="corpus",
+    corpus_digest="c" * 32,
+    index_params={"kind": "flat"},
+    shards=(),
+    config_digest="old",
+)
+
+
+def finished(folder: Path, content: bytes) -> Path:
+    """A shard as its builder leaves it."""
+    folder.mkdir(parents=True)
+    (folder / layout.EMBEDDINGS).write_bytes(content)
+    (folder / "index.bin").write_bytes(content[::-1])
+    return folder
+
+
+def published(store: Store, folder: Path) -> Manifest:
+    """The work that is cut short: a finished folder becomes a shard, and a version that follows the live one names it.
+
+    `PUBLISHER` does the same in a process of its own.
+    """
+    entry = manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5))
+    live = manifest.read(store, "i")
+    return manifest.publish(store, replace(live, shards=(entry,), parent=live.version, config_digest="new"))
+
+
+PUBLISHER = """
+import builtins, io, os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import ShardMeta
+
+store, folder, at, calls = Store(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), 0
+plain_open, say = io.open, os.write
+
+def step(name):
+    global calls
+    calls += 1
+    say(1, f"{name}\\n".encode())
+    if calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def counted(name):
+    real = getattr(os, name)
+    def call(*args, **options):
+        step(name)
+        return real(*args, **options)
+    return call
+
+class Halves(io.FileIO):
+    def write(self, data):
+        step("write")
+        super().write(data[:len(data) // 2])
+        step("write the rest")
+        super().write(data[len(data) // 2:])
+        return len(data)
+
+def opened(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None):
+    if not set(mode) & set("wxa+"):
+        return plain_open(file, mode, buffering, encoding, errors, newline)
+    step("create")
+    raw = io.BufferedWriter(Halves(file, mode.replace("b", "").replace("t", "")))
+    return raw if "b" in mode else io.TextIOWrapper(raw, encoding, errors, newline)
+
+if at >= 0:
+    for name in ("fsync", "fdatasync", "link", "symlink", "rename", "replace", "mkdir", "unlink", "remove", "rmdir",
+                 "utime", "truncate", "ftruncate", "write", "pwrite", "sendfile", "copy_file_range"):
+        setattr(os, name, counted(name))
+    io.open = builtins.open = opened
+entry = manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5))
+live = manifest.read(store, "i")
+manifest.publish(store, replace(live, shards=(entry,), parent=live.version, config_digest="new"))
+"""
+
+
+def publisher(store: Store, folder: Path, at: int = -1) -> subprocess.Popen:
+    """The work as a process; it kills itself at call number `at` of those that change the disk, and names them all."""
+    command = [sys.executable, "-c", PUBLISHER, store.root, folder, str(at)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
+    """Old or new, what is live is whole; the work done again, with the shard in `folder`, ends well.
+
+    Gives whether the new one was live.
+    """
+    live = manifest.read(store, "i")
+    assert live == first or (live.version, live.config_digest) == (2, "new")
+    assert manifest.verify(store, live).problems == []
+    after = published(store, folder)
+    assert manifest.read(store, "i") == after and after.version == live.version + 1
+    assert after.shards[0].digest != first.shards[0].digest
+    assert live == first or live.shards == after.shards
+    assert manifest.verify(store, after).problems == []
+    assert manifest.verify(store, first).problems == []
+    return live != first
+
+
+@pytest.mark.chaos(
+    "publisher killed at each call that writes, syncs, names or renames",
+    "the live version is whole: the old one or the new one; the same work then ends well",
+)
+def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Path, record_property):
+    before = Store(tmp_path / "before")
+    first = manifest.publish(before, replace(FIRST, shards=(added(before, tmp_path / "made"),)))
+    lived: list[bool] = []
+    for at in itertools.count(1):
+        root = shutil.copytree(before.root, tmp_path / f"killed at {at}")
+        store = Store(root)
+        with publisher(store, finished(tmp_path / f"new {at}", b"changed"), at) as process:
+            said, told = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, told
+        for digest in store.list(layout.shards_dir("i")):
+            assert sorted(file.name for file in (root / layout.shard_dir("i", digest)).iterdir()) == sorted(
+                [layout.EMBEDDINGS, "index.bin", layout.SHARD_JSON]
+            )
+        again = finished(tmp_path / f"again {at}", b"changed")
+        lived.append(require_whole(store, first, again))
+    calls = said.split()
+    assert len(said.splitlines()) == len(lived) == at - 1
+    assert {"create", "write", "fsync", "rename", "link", "utime", "unlink"} <= {*calls}
+    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(said.splitlines()).items()))
+    record_property("figures", f"killed {len(lived)} times ({counts}); the new one was live after {sum(lived)}")
+
+
+def added(store: Store, folder: Path) -> ShardEntry:
+    return manifest.add_shard(store, "i", finished(folder, b"content"), ShardMeta(0, 2, 5))
+
+
+class End:
+    """Comes to a publisher at its request number `at` of those that change the store."""
+
+    def __init__(self, at: int, moment: str) -> None:
+        self.at, self.moment = at, moment
+        self.of: subprocess.Popen | None = None
+        self.began = threading.Event()
+        self.began.set()
+        self.heard: list[str] = []
+
+    def hear(self, when: str, request: str) -> bool:
+        assert self.began.wait(30)
+        if self.of is None or when != self.moment:
+            return True
+        self.heard.append(request)
+        if len(self.heard) <= self.at:
+            return True
+        self.of.kill()
+        self.of.wait()
+        return False
+
+
+@pytest.mark.chaos(
+    "publisher to an object store killed around each upload and its conditional put",
+    "the live version is whole: the old one or the new one; the same work then ends well",
+)
+def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
+    s3_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property
+):
+    """Before a request has had its effect is as good as before it was sent; after it, its answer is never read."""
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    lived: dict[tuple[int, str], bool] = {}
+    asked: list[str] = []
+    for at, moment in ((number, moment) for number in itertools.count() for moment in ("before", "after")):
+        end = End(at, moment)
+        with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
+            store = Store(root)
+            first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / f"made {at} {moment}"),)))
+            end.began.clear()
+            with publisher(store, finished(tmp_path / f"new {at} {moment}", b"changed")) as process:
+                end.of = process
+                end.began.set()
+                _, told = process.communicate()
+            end.of = None
+            if process.returncode == 0:
+                asked = end.heard
+                break
+            assert process.returncode == -signal.SIGKILL, told
+            again = finished(tmp_path / f"again {at} {moment}", b"changed")
+            lived[at, moment] = require_whole(store, first, again)
+    [number] = [number for number, request in enumerate(asked) if request.endswith(layout.manifest("i", 2))]
+    assert len(lived) == 2 * len(asked)
+    assert lived == {(n, when): n > number or (n, when) == (number, "after") for n, when in lived}
+    told = f"killed {len(lived)} times, around {len(asked)} requests; the new one was live after {sum(lived.values())}"
+    record_property("figures", told)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[bool], None]]:
+    """Says whether the disk is full: then no file of this process may grow beyond a byte. It needs no rights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (1 if full else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here; the bound on file sizes stands for the full disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.chaos("no file may grow while publishing", "the old version stays live; the same work then ends well")
+def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
+    tmp_path: Path, full_disk: Callable[[bool], None], record_property
+):
+    store = Store(tmp_path / "store")
+    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
+    entry = manifest.add_shard(store, "i", finished(tmp_path / "other", b"changed"), ShardMeta(0, 2, 5))
+    new = finished(tmp_path / "new", b"never named")
+    full_disk(True)
+    with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*File too large.*free space and"):
+        manifest.publish(store, replace(first, shards=(entry,), parent=1))
+    with pytest.raises(OSError, match="File too large"):
+        published(store, new)
+    full_disk(False)
+    left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
+    assert left == [] and len(store.list(layout.shards_dir("i"))) == 2
+    assert not require_whole(store, first, new)
+    record_property("figures", f"2 refused, {len(left)} files left behind")
+
+
+@pytest.mark.chaos("disk full while publishing", "the old version stays live; the same work then ends well")
+def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path, small_disk: Path, record_property):
+    store = Store(small_disk)
+    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (store.free_bytes() or 0))
+    with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*No space left on device"):
+        manifest.publish(store, replace(first, parent=1))
+    with pytest.raises(StorageError, match="No space left on device"):
+        manifest.add_shard(store, "i", finished(tmp_path / "big", b"y" * 500_000), ShardMeta(0, 2, 5))
+    num_bytes = filler.stat().st_size
+    filler.unlink()
+    new = finished(tmp_path / "new", b"changed")
+    assert not require_whole(store, first, new)
+    record_property("figures", f"2 refused on a disk with {num_bytes:,} bytes taken")
