@@ -1,4 +1,4 @@
-"""What a benchmark's figures were measured on."""
+"""What a benchmark's figures were measured on, and the most memory that a process held."""
 
 import os
 import platform
@@ -8,6 +8,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def peak_bytes() -> int:
+    """The most resident bytes of this program since it began, or since `forget_peak`.
+
+    By `VmHWM`: the kernel begins it anew with every program, while `ru_maxrss` is handed down from the process that
+    started this one, so that a child seems to grow by nothing until it is larger than its parent ever was.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def forget_peak() -> None:
+    """From here on the peak counts from what is resident now, not from what loading a model took."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def hardware() -> dict[str, str]:
