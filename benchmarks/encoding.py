@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
 from machine import ROOT, forget_peak, peak_bytes
-from measure import Bar, Part, interleaved, matrix_rate, speedup, write
+from measure import Bar, Part, interleaved, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
