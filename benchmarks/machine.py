@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DIRTY = "-dirty"
+"""After a commit: the files were not those of the commit. What runs write under results/ does not count."""
 
 
 def peak_bytes() -> int:
@@ -26,14 +28,24 @@ def forget_peak() -> None:
 
 
 def hardware() -> dict[str, str]:
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": revision.strip(),
+        "commit": commit(ROOT),
         "processor": _processor(),
         "cores": str(os.cpu_count()),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
         "python": platform.python_version(),
     }
+
+
+def commit(root: Path) -> str:
+    """The short name of the commit that `root` has checked out, and whether its files are others."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return git("rev-parse", "--short", "HEAD") + (DIRTY if changed else "")
 
 
 def _processor() -> str:

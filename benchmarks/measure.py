@@ -145,7 +145,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append("")
     lines += [f"- {key}: {_fact(value)}" for key, value in report["facts"].items()]
     seen = report["hardware"]
-    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {seen['cores']} cores of {seen['processor']}")
+    with_memory = f", {seen['memory']} of memory" if "memory" in seen else ""
+    where = f"{seen['cores']} cores of {seen['processor']}{with_memory}"
+    took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
+    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {where}{took}")
     return "\n".join(lines) + "\n"
 
 
