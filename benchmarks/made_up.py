@@ -99,8 +99,12 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
 def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int = 620) -> Corpus:
     """A corpus of made-up passages, as `mvr-ray prepare` leaves one, and question sets of so many questions.
 
-    Question i of a set asks for a passage that no other set asks for.
+    Each question asks for a passage of its own, and what a set asks for lies anywhere in the corpus.
+
+    Raises ValueError where there are more questions than passages.
     """
+    if sum(sets.values()) > passages:
+        raise ValueError(f"{sum(sets.values())} questions ask for as many passages, but {passages} are made; make more")
     store, rng = Store(run.store.path), np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, text_chars // 3))[:text_chars] for _ in range(256)]
     infos = []
@@ -112,11 +116,11 @@ def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int
             part = PartInfo(layout.corpus_part(shard, digest), len(ids), file.stat().st_size, digest)
             store.put_file(file, f"{layout.corpus_dir(run.prepare.corpus)}/{part.file}")
         infos.append(part)
-    asked, counts = 0, {}
+    gold = iter(rng.permutation(passages).tolist())
+    counts = {}
     for name, count in sets.items():
-        made = [_question(name, i, (asked + i) % passages) for i in range(count)]
+        made = [_question(name, i, next(gold)) for i in range(count)]
         counts[name] = write_questions(store, name, made)
-        asked += count
     info = CorpusInfo(run.prepare.corpus, corpus_digest(infos), passages, tuple(infos), (), counts, {})
     store.write_bytes(layout.corpus_json(run.prepare.corpus), info.to_json())
     return Corpus.open(store, run.prepare.corpus)

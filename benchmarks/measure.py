@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from machine import RESULTS, hardware
@@ -91,32 +91,22 @@ def speedup(samples: Mapping[str, Sequence[float]], ours: str, peer: str) -> flo
     return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes a second that `threads` read from memory: the best sum over 2 GiB in seven tries."""
-    import torch
+class Line(NamedTuple):
+    """What so many seconds are made of: those that always pass, and those for each one more."""
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        data = torch.ones(1 << 29)
-        best = min(interleaved({"sum": data.sum}, rounds=7)["sum"])
-        return data.numel() * data.element_size() / best
-    finally:
-        torch.set_num_threads(before)
+    fixed_s: float
+    each_s: float
 
 
-def matrix_rate(threads: int, size: int = 3072) -> float:
-    """Floating-point operations a second of a square fp32 matrix product on `threads`: the best of seven tries."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        a, b = torch.ones(size, size), torch.ones(size, size)
-        best = min(interleaved({"product": lambda: a @ b}, rounds=7)["product"])
-        return 2.0 * size**3 / best
-    finally:
-        torch.set_num_threads(before)
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The straight line of least squares through them that no size takes less than nothing of: both parts are >= 0."""
+    x, y = np.asarray(sizes, float), np.asarray(seconds, float)
+    each, fixed = np.polyfit(x, y, 1)
+    if fixed < 0:
+        each, fixed = float(x @ y / (x @ x)), 0.0
+    if each < 0:
+        each, fixed = 0.0, float(y.mean())
+    return Line(float(fixed), float(each))
 
 
 def write(part: Part) -> None:
@@ -155,7 +145,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append("")
     lines += [f"- {key}: {_fact(value)}" for key, value in report["facts"].items()]
     seen = report["hardware"]
-    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {seen['cores']} cores of {seen['processor']}")
+    with_memory = f", {seen['memory']} of memory" if "memory" in seen else ""
+    where = f"{seen['cores']} cores of {seen['processor']}{with_memory}"
+    took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
+    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {where}{took}")
     return "\n".join(lines) + "\n"
 
 

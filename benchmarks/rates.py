@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from cluster_model import Scan
+from measure import line
 
 KNOWN = {
     "encoded passages/s": ("encoding", r"mvr_ray fp32"),
@@ -30,10 +31,11 @@ FEW, MANY = 1, 32
 
 
 class Rate(NamedTuple):
-    """So many a second, and where that is from."""
+    """So many a second once it runs, where that is from, and the seconds that pass before, whatever the number."""
 
     value: float
     source: str
+    fixed_s: float = 0.0
 
 
 def read_rates(folder: Path) -> dict[str, Rate]:
@@ -57,7 +59,13 @@ def told(name: str, report: Mapping, pattern: str) -> Rate | None:
     matches = [match for case in report["samples"] if (match := re.fullmatch(pattern, case))]
     if not matches:
         return None
-    case = max(matches, key=lambda match: [int(size.replace(",", "")) for size in match.groups()]).string
+    by_size = {int(match[1].replace(",", "")): match.string for match in matches if match.groups()}
+    if len(by_size) > 1:
+        found = line(list(by_size), [statistics.median(report["samples"][case]) for case in by_size.values()])
+        if found.each_s:
+            sizes = f"a line through {len(by_size)} sizes from {min(by_size):,} to {max(by_size):,}"
+            return Rate(1 / found.each_s, f"{source}, {sizes}", found.fixed_s)
+    case = by_size[max(by_size)] if by_size else matches[0].string
     return Rate(report["work"][case] / statistics.median(report["samples"][case]), f"{source}, case {case!r}")
 
 

@@ -55,8 +55,8 @@ SMALL = (
 )
 SHARES = (
     "each of four shards scores its share of 100 hits and four standard deviations exactly, 46 passages, so "
-    "184 in place of 100; what comes back is merged in one process. Over all 78,000 questions the rate is told"
-    " below."
+    "184 in place of 100; what comes back is merged in one process. Over all 78,000 questions the rate is told "
+    "below, as questions/s of the round's retrieval."
 )
 BYTES = (
     "closed form and loop read the same vectors, one for each label of what moves; the closed form does so at "
@@ -292,6 +292,11 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
         reindex._build = build
         shutil.rmtree(store.local_path(f"indexes/{name}"))
 
+    def loaded(at: int) -> None:
+        """Refiners hold the state, as after a round's step: any question about one passage makes them read it."""
+        one, query_1D = np.zeros(1, np.int64), np.zeros((1, made_up.D), np.float32)
+        refiners.each("winners", at, {entry.shard: (one, one, query_1D) for entry in of.described.shards})
+
     def changed() -> None:
         at = 1 + next(numbers)
         base = manifest.read(store, run.index.name)
@@ -300,6 +305,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
             state = ShardState.untouched(made_up.D).with_feedback(rows, vectors)
             store.write_bytes(state_path(staging, at, entry.shard), state.to_bytes())
+        loaded(at)
         began[0] = time.perf_counter()
         described, _ = describe(run, of.described, refiners, at, [], {})
         manifest.publish(store, described.__class__(**{**described.__dict__, "parent": base.version}))
@@ -356,6 +362,7 @@ def main() -> None:
     whole = sum(stages.values())
     part.bars.append(Bar("retrieval's share of the round", 100 * stages["retrieve"] / whole, 50, unit="%"))
     part.facts["passages, views a passage, questions"] = f"{len(of.ids):,}, {made_up.V}, {QUESTIONS:,}"
+    part.facts["questions/s of the round's retrieval"] = loop.questions.num_labelled / stages["retrieve"]
     part.facts["one round, seconds"] = {**stages, "in all": whole}
     part.facts["vectors"] = "made up: questions lie near a view of their gold passage; texts and answers are SQuAD's"
     write(part)

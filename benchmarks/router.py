@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import made_up
 import numpy as np
 import ray
-from measure import Bar, Part, in_a_row, interleaved, write
+from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import session
@@ -45,7 +45,7 @@ LAYOUTS = ((1, 1), (2, 2), (4, 2), (8, 2))
 BATCHES = {1: 40, 32: 7, 256: 5}
 """Queries at once, and how many rounds of them."""
 RUN = RunConfig.model_validate({"index": {"name": "made"}})
-CLIENTS, LOAD_S, DEADLINE_S = 32, 8.0, 2.0
+CLIENTS, ROUND_S, DEADLINE_S = 32, 4.0, 2.0
 IDLE = (
     "a call that works as long and returns nothing takes 2.1 to 2.4 ms of it. Layouts differ by less than runs do "
     "(3.0, then 3.5); what is ours is sending two calls (0.6 ms) and merging (0.25)."
@@ -135,6 +135,8 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
         alone = in_a_row(lambda q=queries_QD: both.routed.search(q, K), rounds)
         part.add({f"{name}, router alone, batch {batch}": alone}, batch)
         own = [seconds[-rounds:] for seconds in ray.get([actor.told.remote() for actor in both.actors])]
+        for number, seconds in enumerate(own, 1):
+            part.add({f"{name}, searcher {number}'s own, batch {batch}": seconds}, batch)
         slowest = [max(seconds) for seconds in zip(*own)]
         told[batch] = {
             "over in process": statistics.median(a / b for a, b in zip(routed, local)) - 1,
@@ -188,16 +190,18 @@ def loads(part: Part, both: Both) -> None:
     routed = Router(both.routed.store, both.routed.manifest, together)
     cases = {"one by one": both.routed, "coalesced": routed}
     runs: dict[str, list[Load]] = {name: [] for name in cases}
-    for _ in range(2):
+    for _ in range(ROUNDS):
         for name, router in cases.items():
 
             def search(query_1D: FloatArray, router: Router = router) -> Any:
                 return router.search(query_1D, K, timeout_s=DEADLINE_S, min_coverage=0.0)
 
-            runs[name].append(under_load(search, CLIENTS, LOAD_S / 2))
+            runs[name].append(under_load(search, CLIENTS, ROUND_S))
             print(name, runs[name][-1].facts(), flush=True)
     for name, many in runs.items():
-        joined = Load([s for one in many for s in one.latencies], sum(m.missed for m in many), LOAD_S)
+        seconds = sum(one.seconds for one in many)
+        joined = Load([s for one in many for s in one.latencies], sum(m.missed for m in many), seconds)
+        part.facts[f"{CLIENTS} clients, {name}, queries/s of each round"] = ", ".join(f"{one.rate:.1f}" for one in many)
         part.facts[f"{CLIENTS} clients of one query each, {name}"] = joined.facts()
     size = together.searches / together.calls
     part.facts["searches put together, mean"] = size
@@ -225,7 +229,8 @@ def main() -> None:
                 loads(part, both)
             remote.drop(both.routed.manifest.version)
     for name, told in table.items():
-        part.facts[f"{name} searchers, over in process"] = {f"batch {b}": t["over in process"] for b, t in told.items()}
+        for what in ("over in process", "ms over the slowest searcher", "slowest searcher, ms"):
+            part.facts[f"{name} searchers, {what}"] = {f"batch {b}": t[what] for b, t in told.items()}
     worst = max(table, key=lambda name: table[name][32]["over in process"])
     part.bars.insert(
         0,

@@ -5,7 +5,7 @@
     encode  chunks over workers, each at the measured rate          index   shards over nodes, likewise
     query   `cluster_model`: every node holds its shards and answers for them; p50 and p99 at several loads
     refine  a round searches every labelled question, then updates and re-indexes what they touched
-    cost    node hours, and money where a price is given: none is assumed
+    cost    node hours, and money where a price is given; one worked example at a price that is nobody's
 
 A node is a machine like this one, `--node-speed` times as fast. The model is checked against clusters of 1, 2 and 4
 searchers that run here in the same minute (`small_clusters`); what differs in a real cluster, its network above all, is
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from cluster_model import Cluster, Routing, Scan, Service, makespan_s, poisson, simulate
 from made_up import D, V
-from measure import FOLDER, Bar, Part, write
+from measure import FOLDER, Bar, Part, line, write
 from rates import KNOWN, SCANS, Rate, read_rates, read_scans
 from small_clusters import LOAD, Calibration, Check, Sizes, measured, publish, scan_rates
 
@@ -34,6 +34,9 @@ LOADS = (0.3, 0.6, 0.9)
 QUESTIONS = 79_168
 """Of a refinement round: those of Natural Questions' training set (Karpukhin et al. 2020, table 1). Each labels the
 first passage that answers it, so no more passages than these are updated."""
+EXAMPLE_PRICE = 0.5
+"""Of a node an hour, to show how money is reckoned. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is asked of
+whoever lends it, and given by `--node-price`."""
 CROWDED = (
     "at worst four searchers on two cores, predicted a fifth too fast: the model lets processes share cores for free. "
     "Runs differ: 1.11, 1.14 and 1.25."
@@ -54,9 +57,14 @@ def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
     """What no part tells, measured here in seconds. A rate that cannot be had is left out, and so is what needs it."""
     found = {}
     if "indexed passages/s" in missing:
-        began = time.perf_counter()
-        publish(folder / "quick", 4000)
-        found["indexed passages/s"] = Rate(4000 / (time.perf_counter() - began), "measured here, made-up views")
+        sizes, seconds = (1000, 4000), []
+        for size in sizes:
+            began = time.perf_counter()
+            publish(folder / f"quick-{size}", size)
+            seconds.append(time.perf_counter() - began)
+        told = line(sizes, seconds)
+        each_s = told.each_s or seconds[-1] / sizes[-1]
+        found["indexed passages/s"] = Rate(1 / each_s, "measured here, made-up views", told.fixed_s)
     if "encoded passages/s" in missing:
         rate = encoding_rate(cores)
         if rate is not None:
@@ -95,9 +103,11 @@ def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
             each_s = (chunk_s / (rates[name].value * (1 if "GPU" in name else world.node_speed))).tolist()
             kind = name.partition(", ")[2] or "fp32"
             hours[f"encode, {kind}, {world.encoders} workers"] = makespan_s(each_s, world.encoders) / 3600
-    if "indexed passages/s" in rates:
-        shard_s = PASSAGES / NUM_SHARDS / rates["indexed passages/s"].value / world.node_speed
-        hours[f"index, {world.nodes} nodes"] = makespan_s([shard_s] * NUM_SHARDS, world.nodes) / 3600
+    rate = rates.get("indexed passages/s")
+    if rate is not None:
+        shard_s = PASSAGES / NUM_SHARDS / rate.value / world.node_speed
+        whole_s = rate.fixed_s / world.node_speed + makespan_s([shard_s] * NUM_SHARDS, world.nodes)
+        hours[f"index, {world.nodes} nodes"] = whole_s / 3600
     return hours
 
 
@@ -149,13 +159,29 @@ def refinement(world: World, scan: Scan, rates: dict[str, Rate], cores_speed: fl
     return hours
 
 
-def costs(world: World, hours: dict[str, float], refine: dict[str, float]) -> dict[str, str]:
-    """Node hours, and money where a price was given."""
+def node_hours(world: World, hours: dict[str, float], refine: dict[str, float]) -> dict[str, float]:
+    """Of each stage, of a round of refinement and of a day of serving."""
     uses = {name: (world.encoders if name.startswith("encode") else world.nodes) * time for name, time in hours.items()}
     uses["refine, a round"] = world.nodes * sum(refine.values())
     uses["serve, a day"] = world.nodes * 24.0
-    price = world.node_price
+    return uses
+
+
+def costs(world: World, hours: dict[str, float], refine: dict[str, float]) -> dict[str, str]:
+    """Node hours, and money where a price was given."""
+    uses, price = node_hours(world, hours, refine), world.node_price
     return {name: f"{use:.4g} node hours" + (f", {use * price:.4g}" if price else "") for name, use in uses.items()}
+
+
+def example(world: World, uses: dict[str, float]) -> str:
+    """A corpus encoded by the cheapest way, indexed, refined once and served for a day: node hours times a price."""
+    encode = min((name for name in uses if name.startswith("encode")), key=uses.__getitem__, default="")
+    parts = {name: use for name, use in uses.items() if name == encode or not name.startswith("encode")}
+    price = world.node_price or EXAMPLE_PRICE
+    told = " + ".join(f"{use:.4g} ({name})" for name, use in parts.items())
+    whole = sum(parts.values())
+    whose = "of --node-price" if world.node_price else "an hour for the sake of the example, nobody's price"
+    return f"({told}) node hours x {price:g} {whose} = {whole:.4g} x {price:g} = {whole * price:.4g}"
 
 
 def bars(checks: list[Check]) -> list[Bar]:
@@ -176,7 +202,10 @@ def predicted(
 ) -> None:
     hours = stages(world, rates)
     refine = refinement(world, scans["fp16"], rates, calibration.speeds[-1])
-    part.facts["rates"] = {name: f"{rate.value:,.4g} ({rate.source})" for name, rate in rates.items()}
+    part.facts["rates"] = {
+        name: f"{rate.value:,.4g} ({rate.source}{f', after {rate.fixed_s:.3g} s' if rate.fixed_s else ''})"
+        for name, rate in rates.items()
+    }
     missing = [name for name in KNOWN if name not in rates]
     part.facts["rates that nobody has measured"] = "; ".join(missing) or "none"
     part.facts["predicted hours"] = hours
@@ -184,6 +213,7 @@ def predicted(
     for name, told in answers(world, scans, calibration).items():
         part.facts[f"predicted, {name}"] = told
     unit = "in the currency of --node-price" if world.node_price else "no price given, so no money is claimed"
+    part.facts["an example of the cost"] = example(world, node_hours(world, hours, refine))
     part.facts["predicted cost"] = {**costs(world, hours, refine), "unit": unit}
 
 

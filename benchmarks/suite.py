@@ -3,20 +3,24 @@
     python benchmarks/suite.py                # what is not on file for this commit; --all measures all of it again
     python benchmarks/suite.py search router  # these parts alone
 
-Raw samples stand in results/bench/<part>.json, the table in results/bench.md. A part that fails is named at the end,
-and the table is made of the others.
+Raw samples and the part's seconds stand in results/bench/<part>.json, the seconds of all in results/bench/suite.json,
+the table in results/bench.md. A part that fails is named at the end, and the table is made of the others. What was
+measured of files that are in no commit is never taken to be on file.
 """
 
 import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from machine import RESULTS, ROOT, hardware
-from measure import FOLDER, bar_row, markdown
+from machine import DIRTY, RESULTS, ROOT, hardware
+from measure import FOLDER, Bar, bar_row, markdown
 
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
+MINUTES = 30
 HEAD = """# How fast, how small, how linear
 
 Every figure is a ratio of two things measured in turn in one run on one machine, or a share of the least time that the
@@ -26,8 +30,26 @@ is the median over rounds of the ratio within a round. Made by `make bench`; raw
 
 
 def on_file(part: str) -> bool:
+    path, now = FOLDER / f"{part}.json", hardware()["commit"]
+    return path.exists() and not now.endswith(DIRTY) and json.loads(path.read_text())["hardware"]["commit"] == now
+
+
+def keep_seconds(part: str, seconds: float) -> None:
+    """Beside the part's samples: how long its process took, environments of peers that it made included."""
     path = FOLDER / f"{part}.json"
-    return path.exists() and json.loads(path.read_text())["hardware"]["commit"] == hardware()["commit"]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": round(seconds, 1)}, indent=2) + "\n")
+
+
+def took(reports: dict[str, dict[str, Any]]) -> list[str]:
+    """The row of the whole suite's time, once every part has told its own; kept as JSON too."""
+    seconds = {part: report["seconds"] for part, report in reports.items() if part in PARTS and "seconds" in report}
+    total = sum(seconds.values())
+    (FOLDER / "suite.json").write_text(json.dumps({"seconds": seconds, "total": total}, indent=2) + "\n")
+    whole = Bar("all parts, one after the other", total / 60, MINUTES, at_least=False, unit="minutes")
+    lacking = [part for part in PARTS if part not in seconds]
+    if lacking:
+        return [f"| suite | {whole.what} | <= {MINUTES} minutes | seconds of {', '.join(lacking)} not measured yet | |"]
+    return [f"| suite | {bar_row({**asdict(whole), 'met': whole.met})} |"]
 
 
 def collect() -> Path:
@@ -41,7 +63,7 @@ def collect() -> Path:
     lines += [f"| {part} | every bar of `python benchmarks/{part}.py` | | not measured yet | |" for part in missing]
     if "gpu" not in reports:
         lines.append("| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |")
-    lines.append("")
+    lines += [*took(reports), ""]
     target = RESULTS / "bench.md"
     target.write_text("\n".join([*lines, *(markdown(report) for report in reports.values())]))
     return target
@@ -67,6 +89,8 @@ def main(names: list[str]) -> int:
         started = time.monotonic()
         if subprocess.run([sys.executable, f"benchmarks/{part}.py"], cwd=ROOT).returncode:
             failed.append(part)
+        else:
+            keep_seconds(part, time.monotonic() - started)
         print(f"{part}: {time.monotonic() - started:.0f} s", flush=True)
     print(f"the table is {collect().relative_to(ROOT)}")
     if failed:

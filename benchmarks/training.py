@@ -10,7 +10,6 @@ rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step 
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from encoding import backbone, squad
-from machine import ROOT
+from machine import ROOT, peak_bytes
 from measure import ROUNDS, Bar, Part, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 
@@ -85,12 +84,12 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float, tokens: 
     )
     ended: list[float] = []
     model = DualEncoder.from_backbone(task["backbone"], spec)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
         loop = Timed(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
         loop.run()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     seconds = [b - a for a, b in pairwise(ended)]
     return {"seconds": seconds, "loss": loop.losses[0], "peak": peak, "before": before}
 

@@ -8,7 +8,6 @@ order. It answers with the seconds between the ends of its steps, the loss of th
 
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import peak_bytes
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
@@ -81,7 +81,7 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float) -> dict[
             callbacks=[Clock()],
         )
         trainer.train()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     return {"seconds": [b - a for a, b in pairwise(ended)], "loss": losses[0], "peak": peak}
 
 

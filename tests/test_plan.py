@@ -149,6 +149,20 @@ def test_blocks_that_changes_touch_are_as_many_as_when_they_are_drawn(passages: 
     assert touched_share(passages, 0) == 0
 
 
+def test_a_searcher_is_planned_without_torch_where_compiled_loops_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searcher(compiled: bool, **sections: dict[str, object]) -> int:
+        monkeypatch.setattr("mvr_ray.plan.library", lambda: object() if compiled else None)
+        settings = {"prepare": {"num_shards": 8}, "resources": {"searchers": 2}} | sections
+        lines = plan(RunConfig.model_validate(settings), 8_000).lines
+        return next(line.bytes_each for line in lines if (line.kind, line.what) == ("memory", "searcher"))
+
+    seen = 261_287_936  # the kernel's own record of one that held half of 8,000 passages of 8 views, in fp16
+    assert searcher(True) == pytest.approx(seen, rel=0.1)
+    assert searcher(False) > 1.5 * seen
+    for sections in ({"resources": {"searchers": 2, "gpus_per_searcher": 1}}, {"index": {"kind": "hnsw"}}):
+        assert searcher(True, **sections) == searcher(False, **sections)
+
+
 def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
     run = RunConfig()
     plain, refined = ({line.what: line.bytes_each for line in plan(run, 100_000, more).lines} for more in (0, 200_000))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_model import Scan
 from rates import KNOWN, read_rates, read_scans, told
-from simulate import NUM_SHARDS, PASSAGES, World, costs, node_service, stages
+from simulate import NUM_SHARDS, PASSAGES, World, costs, example, node_service, stages
 from small_clusters import V
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,7 +24,7 @@ def report(name: str, samples: dict, facts: dict | None = None) -> dict:
     }
 
 
-def test_a_stated_rate_goes_before_a_case_and_the_largest_size_speaks(tmp_path):
+def test_a_stated_rate_goes_before_a_case_and_several_sizes_part_start_up_from_rate(tmp_path):
     name = "encoded passages/s"
     _, pattern = KNOWN[name]
     one = {"mvr_ray fp32": [2.0, 4.0, 3.0], "mvr_ray fp32, again": [1.0], "peer": [1.0]}
@@ -32,10 +32,15 @@ def test_a_stated_rate_goes_before_a_case_and_the_largest_size_speaks(tmp_path):
     assert found is not None and found.value == pytest.approx(100 / 3) and "'mvr_ray fp32'" in found.source
     assert told(name, report("encoding", {"peer": [1.0]}), pattern) is None
     (tmp_path / "encoding.json").write_text(json.dumps(report("encoding", one, {"rates": {name: 7.5}})))
-    sizes = {"index, 9,000 passages": [1.0], "index, 100,000 passages": [10.0], "publish, 1,000,000 passages": [1.0]}
-    (tmp_path / "growth.json").write_text(json.dumps(report("growth", sizes)))
-    rates = {key: rate.value for key, rate in read_rates(tmp_path).items()}
-    assert rates == {name: 7.5, "indexed passages/s": 10.0}
+    sizes = {f"index, {size:,} passages": [9 + size / 20_000] for size in (10_000, 30_000, 100_000)}
+    growth = report("growth", {**sizes, "publish, 1,000,000 passages": [1.0]})
+    (tmp_path / "growth.json").write_text(json.dumps(growth))
+    rates = read_rates(tmp_path)
+    assert set(rates) == {name, "indexed passages/s"} and rates[name].value == 7.5
+    assert rates["indexed passages/s"].value == pytest.approx(20_000)
+    assert rates["indexed passages/s"].fixed_s == pytest.approx(9)
+    alone = told("indexed passages/s", report("growth", {"index, 9,000 passages": [10.0]}), r"index, ([\d,]+) passages")
+    assert alone is not None and (alone.value, alone.fixed_s) == (10.0, 0.0)
 
 
 def test_scans_are_those_of_all_threads_or_none(tmp_path):
@@ -71,9 +76,16 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
     hours = stages(World(encoders=8, nodes=16), read_rates(tmp_path))
     assert hours["encode, fp32, 8 workers"] == pytest.approx(PASSAGES / 50 / 8 / 3600, rel=0.01)
     assert hours["index, 16 nodes"] == pytest.approx(PASSAGES / 1000 / 16 / 3600)
+    late = {name: rate._replace(fixed_s=90.0) for name, rate in read_rates(tmp_path).items()}
+    started = stages(World(encoders=8, nodes=16), late)
+    assert started["index, 16 nodes"] - hours["index, 16 nodes"] == pytest.approx(90 / 3600)
     free, paid = costs(World(), hours, {}), costs(World(node_price=2.0), hours, {})
     assert all(told.endswith("node hours") for told in free.values())
     assert paid["serve, a day"] == "384 node hours, 768"
+    uses = {"encode, fp32": 30.0, "encode, int8": 10.0, "index": 2.0, "serve, a day": 384.0}
+    shown = "(10 (encode, int8) + 2 (index) + 384 (serve, a day)) node hours x "
+    assert example(World(node_price=2.0), uses) == shown + "2 of --node-price = 396 x 2 = 792"
+    assert "nobody's price = 396 x 0.5 = 198" in example(World(), uses)
 
 
 @pytest.mark.ray

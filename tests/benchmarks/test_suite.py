@@ -1,7 +1,9 @@
 """The one table of all parts."""
 
 import json
+import subprocess
 
+import machine
 import pytest
 import suite
 
@@ -48,3 +50,43 @@ def test_a_missed_bar_stands_in_the_table_with_its_reason_below(table):
     page = table("router")
     assert "| router | router is fast | >= 2 x | 1 x | **missed** |" in page
     assert "- router is fast: why router is slow" in page
+
+
+def test_the_seconds_of_parts_and_their_sum_stand_in_the_table_and_the_file(table, tmp_path):
+    assert "| suite | all parts, one after the other | <= 30 minutes | seconds of search" in table(*suite.PARTS)
+    for number, part in enumerate(suite.PARTS):
+        suite.keep_seconds(part, 60.0 * number)
+    page = suite.collect().read_text()
+    minutes = sum(range(len(suite.PARTS)))
+    assert f"| suite | all parts, one after the other | <= 30 minutes | {minutes} minutes | met |" in page
+    assert "2 cores of some, in 60 s" in page
+    kept = json.loads((tmp_path / "suite.json").read_text())
+    assert kept["total"] == 60 * minutes and kept["seconds"]["search"] == 0 and len(kept["seconds"]) == len(suite.PARTS)
+
+
+def test_a_commit_whose_files_were_changed_is_told_apart_and_is_never_on_file(table, tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+
+    root = tmp_path / "root"
+    (root / "benchmarks" / "results").mkdir(parents=True)
+    (root / "code.py").write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = machine.commit(root)
+    assert len(clean) >= 7 and not clean.endswith(machine.DIRTY)
+    (root / "benchmarks" / "results" / "new.json").write_text("{}")
+    assert machine.commit(root) == clean
+    (root / "code.py").write_text("2")
+    assert machine.commit(root) == clean + machine.DIRTY
+    table("search")
+    for commit, there in (("abc", True), ("abd", False)):
+        monkeypatch.setattr(suite, "hardware", lambda commit=commit: {"commit": commit})
+        assert suite.on_file("search") is there
+    report = json.loads((tmp_path / "search.json").read_text())
+    dirty = {"commit": "abc" + machine.DIRTY}
+    (tmp_path / "search.json").write_text(json.dumps({**report, "hardware": dirty}))
+    monkeypatch.setattr(suite, "hardware", lambda: dirty)
+    assert not suite.on_file("search")
