@@ -9,9 +9,10 @@ a norm only grows. A and B of all vectors are two sparse matrix products, and ad
 
 Passage-centric and query-centric steps are one function from two sides; hybrid is one after the other.
 
-Sums are float64, and so is what is made of them. `single` keeps both in float32, at a sixth of the time: sums are then
-added one by one in the order of the labels, on any number of threads, so they are the same bytes everywhere; they err
-by at most (n + 1) 2^-24 sum |y| for n partners, which a step of size eta passes on times eta.
+Sums are float64, and so is what is made of them. `single` keeps both in float32, at a sixth of the time in torch and
+a small part of that in the compiled loop (`native_step`): sums are then added one by one in the order of the labels, on
+any number of threads, so they are the same bytes everywhere; they err by at most (n + 1) 2^-24 sum |y| for n partners,
+which a step of size eta passes on times eta.
 
 Shapes: N vectors to move, Q partners, D dimension, M vectors that moved.
 """
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from mvr_ray.core import native_step
 from mvr_ray.core.pseudo_labels import LabelMatrices
 from mvr_ray.types import FloatArray, IntArray
 
@@ -87,8 +89,9 @@ def passage_step(
     guard: float = 1e-3,
     single: bool = False,
 ) -> StepResult:
-    """Passage-centric step, eqs. 13 and 14, of all views at once. `single`: in float32, where torch is installed."""
-    if single and importlib.util.find_spec("torch") is not None:
+    """Passage-centric step, eqs. 13 and 14, of all views at once. `single`: in float32, where the package was built
+    with a compiler or torch is installed."""
+    if single and (native_step.library() is not None or importlib.util.find_spec("torch") is not None):
         return _single_step(views_ND, queries_QD, labels, step_size, guard)
     return _step_in_parts(views_ND, queries_QD, labels, step_size, guard)
 
@@ -234,27 +237,10 @@ def _step_in_parts(
 def _single_step(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
 ) -> StepResult:
-    """`ratio_step` in float32, of the vectors that are labelled both ways, some at a time."""
-    import torch
-
+    """`ratio_step` in float32, of the vectors that are labelled both ways."""
     both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
-    positive_MQ, negative_MQ = labels.rows(both.rows_M)
-    partners = torch.from_numpy(np.array(partners_QD, np.float32, copy=None, order="C"))
-    moved_MD = np.empty((len(both.rows_M), vectors_ND.shape[1]), np.float32)
-    scores_M2 = np.empty((len(both.rows_M), 2), np.float32)  # <x, A> and <x, B>
-    terms = torch.empty(_SINGLE_ROWS_AT_ONCE, vectors_ND.shape[1])
-    for start in range(0, len(both.rows_M), _SINGLE_ROWS_AT_ONCE):
-        stop = min(start + _SINGLE_ROWS_AT_ONCE, len(both.rows_M))
-        moved_MD[start:stop] = vectors_ND[both.rows_M[start:stop]]
-        x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
-        positive_MD = _bag_sums(partners, positive_MQ, start, stop)
-        negative_MD = _bag_sums(partners, negative_MQ, start, stop)
-        torch.mul(x_MD, positive_MD, out=terms[: stop - start])
-        torch.sum(terms[: stop - start], 1, out=scores[:, 0])
-        torch.mul(x_MD, negative_MD, out=terms[: stop - start])
-        scores[:, 1] = scores[:, 0] + terms[: stop - start].sum(1)
-        positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
-        x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
+    take = _stepped_by_torch if native_step.library() is None else native_step.step
+    moved_MD, scores_M2 = take(vectors_ND, partners_QD, labels, both.rows_M, step_size)
     inside_M = (scores_M2 > guard).all(axis=1)
     losses_M = np.diff(np.log(scores_M2[inside_M].astype(np.float64)), axis=1)
     return StepResult(
@@ -266,6 +252,32 @@ def _single_step(
         num_no_negative=both.num_no_negative,
         num_negative_loss=int((losses_M < 0).sum()),
     )
+
+
+def _stepped_by_torch(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
+) -> native_step.Stepped:
+    """What `native_step.step` gives, some vectors at a time."""
+    import torch
+
+    positive_MQ, negative_MQ = labels.rows(rows_M)
+    partners = torch.from_numpy(np.array(partners_QD, np.float32, copy=None, order="C"))
+    moved_MD = np.empty((len(rows_M), vectors_ND.shape[1]), np.float32)
+    scores_M2 = np.empty((len(rows_M), 2), np.float32)  # <x, A> and <x, B>
+    terms = torch.empty(_SINGLE_ROWS_AT_ONCE, vectors_ND.shape[1])
+    for start in range(0, len(rows_M), _SINGLE_ROWS_AT_ONCE):
+        stop = min(start + _SINGLE_ROWS_AT_ONCE, len(rows_M))
+        moved_MD[start:stop] = vectors_ND[rows_M[start:stop]]
+        x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
+        positive_MD = _bag_sums(partners, positive_MQ, start, stop)
+        negative_MD = _bag_sums(partners, negative_MQ, start, stop)
+        torch.mul(x_MD, positive_MD, out=terms[: stop - start])
+        torch.sum(terms[: stop - start], 1, out=scores[:, 0])
+        torch.mul(x_MD, negative_MD, out=terms[: stop - start])
+        scores[:, 1] = scores[:, 0] + terms[: stop - start].sum(1)
+        positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
+        x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
+    return native_step.Stepped(moved_MD, scores_M2)
 
 
 def _bag_sums(partners: "torch.Tensor", labels_MQ: csr_array, start: int, stop: int) -> "torch.Tensor":

@@ -119,7 +119,7 @@ class NativeKernel:
         if loops is None:
             raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
         self.loops = loops
-        self.threads = threads or _threads()
+        self.threads = threads or num_threads()
         self.tiles = tiles and bool(loops.mvr_tiles())
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
@@ -297,7 +297,7 @@ def _address(array: NDArray[Any] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def _threads() -> int:
+def num_threads() -> int:
     """As many as torch uses where it is loaded, else as OpenMP is told to, else one a processor."""
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -1,6 +1,8 @@
 """Closed-form steps against automatic and numerical differentiation; the domain; worked examples."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core import aopt
+from mvr_ray.core import aopt, native_step
 from mvr_ray.core.aopt import (
     LabelSums,
     label_sums,
@@ -227,36 +229,127 @@ def test_stored_half_precision_views_move_in_double_and_come_back_as_float32():
     assert np.array_equal(result.vectors_MD, exact.vectors_MD.astype(np.float32))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
-def test_the_step_in_single_precision_errs_no_more_than_its_bound(seed: int, part: int):
-    """Against the same step in double: who moves, the counts, and the vectors within what the sums may err."""
+SINGLE = ["torch", *(["compiled"] if native_step.library() else [])]
+
+
+@contextmanager
+def stepped_by(name: str, part: int = 512) -> Iterator[None]:
+    """The step in single precision by the plain path or by the compiled loop, so many vectors at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "torch":
+            patch.setattr(native_step, "library", lambda: None)
+        patch.setattr(aopt, "_SINGLE_ROWS_AT_ONCE", part)
+        patch.setattr(native_step, "ROWS_AT_ONCE", part)
+        yield
+
+
+def transcribed(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int, np.ndarray]:
+    """Eqs. 13 and 14 as they are written, in double, a vector at a time."""
+    moved = {}
+    for row, signs_Q in enumerate(signs_NQ):
+        x, positive, every = vectors_ND[row].astype(float), queries_QD[signs_Q > 0], queries_QD[signs_Q != 0]
+        if len(positive) and len(every) > len(positive):
+            a, b = positive.astype(float).sum(axis=0), every.astype(float).sum(axis=0)
+            moved[row] = x + step_size * (a / (x @ a) - b / (x @ b))
+    return moved
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from([1, 7, 16, 40, 131]))
+def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, seed: int, part: int, dimension: int):
+    """Against the equations in double: who moves, the counts, and the vectors within what the sums may err."""
     rng = np.random.default_rng(seed)
-    views, queries = near(rng, 20, 16).astype(np.float16), near(rng, 30, 16).astype(np.float32)
-    labels = matrices(rng.choice([-1, 0, 1], (20, 30), p=[0.5, 0.3, 0.2]))
-    double = passage_step(views, queries, labels, step_size=0.05)
-    size = aopt._SINGLE_ROWS_AT_ONCE
-    try:
-        aopt._SINGLE_ROWS_AT_ONCE = part
-        single = passage_step(views, queries, labels, step_size=0.05, single=True)
-    finally:
-        aopt._SINGLE_ROWS_AT_ONCE = size
-    assert np.array_equal(single.moved_M, double.moved_M)
+    views, queries = near(rng, 20, dimension), near(rng, 30, dimension).astype(np.float32)
+    views, queries = np.abs(views).astype(dtype), np.abs(queries)
+    signs = rng.choice([-1, 0, 1], (20, 30), p=[0.5, 0.3, 0.2])
+    double = passage_step(views, queries, matrices(signs), step_size=0.05)
+    with stepped_by(name, part):
+        single = passage_step(views, queries, matrices(signs), step_size=0.05, single=True)
+    assert_moved(single, transcribed(views, queries, signs, 0.05), 0.05 * 60 * 2.0**-24 + 2.0**-23)
     assert single.vectors_MD.dtype == np.float32
-    assert single[3:] == double[3:]
-    np.testing.assert_allclose(single.vectors_MD, double.vectors_MD, rtol=0, atol=0.05 * 60 * 2.0**-24 + 2.0**-23)
+    if dimension > 1:  # in one dimension nothing can move, and losses are those of counts
+        assert single[3:] == double[3:]
     assert single.loss == pytest.approx(double.loss, abs=1e-5, nan_ok=True)
 
 
-def test_the_step_in_single_precision_leaves_what_is_outside_the_domain():
+@pytest.mark.parametrize("name", SINGLE)
+def test_the_step_in_single_precision_leaves_what_is_outside_the_domain(name):
     queries = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.001, 0.0]])
     vectors = np.tile([[1.0, 0.5]], (4, 1))
     signs = np.array([[-1, 1, 0, 0], [1, -1, 0, 0], [1, -1, -1, 0], [1, 0, -1, 0]])
     double = passage_step(vectors, queries, matrices(signs), step_size=0.1)
-    single = passage_step(vectors, queries, matrices(signs), step_size=0.1, single=True)
+    with stepped_by(name):
+        single = passage_step(vectors, queries, matrices(signs), step_size=0.1, single=True)
     assert single.moved_M.tolist() == double.moved_M.tolist() == [2, 3]
     assert (single.num_outside_domain, single.num_negative_loss) == (2, 1)
     np.testing.assert_allclose(single.vectors_MD, double.vectors_MD, rtol=1e-6)
+
+
+built = pytest.mark.skipif(native_step.library() is None, reason="not compiled")
+
+
+@built
+@pytest.mark.parametrize("numbers", [np.int32, np.int64])
+def test_the_compiled_step_has_the_same_bytes_for_any_number_of_threads_and_any_share(numbers):
+    rng = np.random.default_rng(3)
+    views, queries = near(rng, 300, 40).astype(np.float16), near(rng, 50, 40).astype(np.float32)
+    labels = matrices(rng.choice([-1, 0, 1], (300, 50)))
+    for matrix in labels:
+        matrix.indices, matrix.indptr = matrix.indices.astype(numbers), matrix.indptr.astype(numbers)
+    rows = np.arange(0, 300, 2)
+    every = []
+    for threads, part in ((1, 1000), (2, 7), (3, 1), (5, 64)):
+        with stepped_by("compiled", part):
+            made = native_step.step(views, queries, labels, rows, 0.1, threads)
+        every.append(made.moved_MD.tobytes() + made.scores_M2.tobytes())
+    assert len(set(every)) == 1
+    with stepped_by("compiled"):
+        alone = native_step.step(views, queries, labels, rows[77:78], 0.1, 1)
+    assert alone.moved_MD.tobytes() == made.moved_MD[77:78].tobytes()
+
+
+@built
+def test_the_compiled_step_adds_partners_one_by_one_in_the_order_of_the_labels():
+    """In float32 the order shows: with x = e_1, <x, A> and <x, B> are the sums' first components."""
+    rng = np.random.default_rng(5)
+    queries = (rng.random((400, 20), np.float32) * 10.0 ** rng.integers(-3, 4, (400, 1))).astype(np.float32)
+    signs = rng.choice([-1, 1], (1, 400))
+    made = native_step.step(np.eye(1, 20, dtype=np.float32), queries, matrices(signs), np.arange(1), 0.1)
+    sums = []
+    for sign in (1, -1):
+        sums.append(np.float32(0))
+        for value in queries[signs[0] == sign, 0]:
+            sums[-1] = np.float32(sums[-1] + value)
+    assert made.scores_M2.tolist() == [[sums[0], np.float32(sums[0] + sums[1])]]
+
+
+@built
+def test_every_half_is_widened_exactly_and_flushing_threads_change_no_byte():
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)].reshape(-1, 32)
+    labels = matrices(np.tile([[1, -1]], (len(every), 1)))
+    queries = np.stack([np.full(32, 2.0**-130, np.float32)] * 2)
+    rows, torch_flushes = np.arange(len(every)), torch.set_flush_denormal(True)
+    try:
+        assert torch_flushes
+        made = native_step.step(every, queries, labels, rows, 0.0, 1)
+    finally:
+        torch.set_flush_denormal(False)
+    again = native_step.step(every, queries, labels, rows, 0.0, 1)
+    assert made.scores_M2.tobytes() == again.scores_M2.tobytes()
+    finite = np.isfinite(made.moved_MD).all(axis=1)
+    assert finite.sum() > 0.9 * len(every)
+    assert np.array_equal(made.moved_MD[finite], every.astype(np.float32)[finite])
+
+
+@built
+def test_labels_of_other_shapes_than_the_vectors_are_refused():
+    labels = matrices(np.ones((3, 4), int))
+    for vectors, queries in ((2, (4, 5)), (3, (3, 5)), (3, (4, 6))):
+        with pytest.raises(ValueError, match="give one dimension, and labels of shape"):
+            native_step.step(np.ones((vectors, 5)), np.ones(queries), labels, np.arange(2), 0.1)
 
 
 @pytest.mark.parametrize(
