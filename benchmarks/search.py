@@ -174,12 +174,12 @@ def main(passages: int) -> None:
         }
         if library():
             without = FlatIndex([whole], threads=threads)
-            without.scan.kernel.tiles = False
-            kinds["fp32, without AMX"] = (4, without)
+            without.scan.kernel.tiles = without.scan.kernel.coarse = False
+            kinds["fp32, float32 products"] = (4, without)
         for batch in BATCHES:
             name, asked = told(threads, batch), queries_QD[:batch]
             cases = peers(peer, asked, (KIND, ADAPTIVE))
-            left_out = ("fp32, without AMX",) if batch == 1 else ("fp32, not compiled",) if threads > 1 else ()
+            left_out = ("fp32, float32 products",) if batch == 1 else ("fp32, not compiled",) if threads > 1 else ()
             useful = {kind: one for kind, one in kinds.items() if kind not in left_out}
             cases |= {kind: ours(index, asked) for kind, (_, index) in useful.items()}
             measure(part, name, cases, batch, threads)
@@ -221,12 +221,10 @@ def encode_all(vectors_ND: FloatArray, at_once: int = 65536) -> Any:
 
 
 NOTES_BLAS = {
-    32: "a batch of 32 is bound by memory: three times Faiss's matrix products would read 2.5 GB faster than the "
-    "measured bandwidth lets them be read on one thread; the loops reach 70 % of it, for splitting a block's "
-    "rows into two parts of bfloat16 does not overlap with reading (prefetching between the tiles was tried "
-    "and cost 12 %)",
-    256: "the products take 0.64 of 1.06 s on one thread, at three times the fp32 matrix rate (495 GFLOP/s, rows "
-    "split into parts of bfloat16); the rest is reading and splitting rows, candidates and exact scores",
+    32: "a batch of 32 is bound by memory: its floor is the time of reading the vectors once; what is above it is "
+    "rounding rows to bfloat16, candidates and exact scores",
+    256: "vectors and questions rounded to bfloat16 are multiplied once; what is above the floor is rounding rows, "
+    "candidates and exact scores, which are read from all over memory",
 }
 """Faiss told to use BLAS, and told how much over-fetch is enough."""
 
@@ -251,12 +249,12 @@ def bars(part: Part) -> list[Bar]:
                 )
             )
         shares = [(1, "fp32", "measured memory bandwidth"), (256, "fp32", "measured fp32 matrix rate")]
-        if f"{told(threads, 256)}, fp32, without AMX" in part.samples:
-            shares.append((256, "fp32, without AMX", "measured fp32 matrix rate"))
+        if f"{told(threads, 256)}, fp32, float32 products" in part.samples:
+            shares.append((256, "fp32, float32 products", "measured fp32 matrix rate"))
         for batch, kind, what in shares:
             case = f"{told(threads, batch)}, {kind}"
             share = part.floors[case] / float(np.median(part.samples[case]))
-            note = "above 100 %: AMX multiplies halves of floats faster than floats" if batch > 1 and share > 1 else ""
+            note = "above 100 %: a product of bfloat16 is faster than one of floats" if batch > 1 and share > 1 else ""
             made.append(Bar(f"{case}: share of the {what}", 100 * share, 70, True, "%", note))
     return made
 
