@@ -146,12 +146,13 @@ def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, que
 def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
     check_exact, shard, queries, seed, close, plain, dtype, tiles
 ):
-    """After some plain blocks come passages whose scores lie within the coarse bound, or are equal."""
+    """After some plain blocks come passages whose scores lie within the coarse bound, or are equal; three stand out."""
     rng, blocks = np.random.default_rng(seed), shard(seed, 600, 3, 24, dtype="float32", ragged=False)
     one = blocks[0].vectors_ND[:1]
     for block in blocks[plain:]:
         block.vectors_ND.setflags(write=True)
         block.vectors_ND[:] = one * (1 + close * rng.integers(-2, 3, block.vectors_ND.shape))
+    blocks[plain].vectors_ND[:9] *= 2  # counted twice, they would fill the best k
     blocks = [block._replace(vectors_ND=block.vectors_ND.astype(dtype)) for block in blocks]
     asked = np.concatenate([queries(seed, 2, 24), one])
     kernel = native.NativeKernel(1, tiles=tiles)
@@ -159,6 +160,21 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
     check_exact(Scan(blocks, kernel).search(asked, 7), asked, blocks, 7)
     assert len(steps) == len(blocks) + 1  # the step that was undone is made twice
     assert steps == sorted(steps, reverse=True)
+
+
+@short
+@pytest.mark.parametrize("tiles", [False, True])
+def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shard, tiles):
+    """Vectors of the best four are rounded down, those of the next four up, by nearly 2^-8."""
+    [block] = shard(1, 100, 1, 32, dtype="float32", ragged=False)
+    block.vectors_ND.setflags(write=True)
+    block.vectors_ND[:] *= 0.01
+    block.vectors_ND[40:44] = 1 + 2.0**-8
+    block.vectors_ND[20:24] = np.where(np.arange(32) % 4, 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-8 - 2.0**-16)
+    asked, kernel = np.ones((3, 32), np.float32), native.NativeKernel(1, tiles=tiles)
+    steps = counted(kernel)
+    check_exact(Scan([block], kernel).search(asked, 3), asked, [block], 3)
+    assert steps == [True]
 
 
 @short
