@@ -100,10 +100,10 @@ def matrix_rate(threads: int, size: int = 3072, kind: str = "float32") -> float:
         return 2.0 * size**3 / min(interleaved({"product": lambda: a @ b}, rounds=TRIES)["product"])
 
 
-def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX)."""
+def has_bfloat16() -> bool:
+    """Whether this processor has products of bfloat16, in tiles (AMX) or in vectors."""
     told = Path("/proc/cpuinfo")
-    return told.exists() and "amx_bf16" in told.read_text().split()
+    return told.exists() and not {"amx_bf16", "avx512_bf16"}.isdisjoint(told.read_text().split())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -35,6 +36,15 @@ class Survivors(NamedTuple):
     upper_M: FloatArray
 
 
+class Coarse(NamedTuple):
+    """What coarse products, faster than fine ones, take off their factors by rounding them: norms, as for codes."""
+
+    rounding_Q: FloatArray
+    """Of each query, float64."""
+    max_residual: Callable[[Any], float]
+    """Given a step as `Kernel.ready` made it, the largest of its vectors in float32; infinite where one cannot be."""
+
+
 class Asked(Protocol):
     """What a kernel keeps of some queries, and how well it multiplies them."""
 
@@ -43,7 +53,10 @@ class Asked(Protocol):
     input_rounding: float
     """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
     products: int
-    """How many products are summed for each dimension."""
+    """How many products are summed for each dimension, or more where their magnitudes are larger than the term's."""
+    coarse: Coarse | None
+    """How the next steps are multiplied, to the caller's choice; None: as exactly as the kernel can. One product is
+    then summed for each dimension."""
 
 
 Question = TypeVar("Question", bound=Asked)
@@ -58,6 +71,7 @@ class PlainAsked(Generic[Array]):
     rounding_Q: FloatArray
     input_rounding: float = 0.0
     products: int = 1
+    coarse: Coarse | None = None
 
 
 class Kernel(Protocol[Array, Question]):

@@ -10,11 +10,20 @@ products are integers. To that end a query is rounded to sixteen bits,
 and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; what is made of them is rounded at most six
 times, within the 16 terms that `score_error` adds.
 
-Where Linux lets the process use AMX, batches go through its matrix tiles, twenty times as fast as float32 here: codes
-as before, and floats as sums of two bfloat16, x = x_1 + x_2 + x', |x_2| <= 2^-9 |x|, |x'| <= 2^-18 |x|. Of the products
-q_1 v_1 + q_1 v_2 + q_2 v_1 are made, which leaves out less than 3.1 x 2^-18 |q_d v_d| a term; three products a term are
-summed in float32, whose magnitudes add up to (1 + 2^-8) |q_d v_d|. A relative rounding r of 2^-16 and 3 D terms in the
-bound of `scan` cover that for up to 26,000 dimensions.
+**Coarse products.** Where the processor multiplies bfloat16, batches are filtered by v' and q', the vectors and queries
+rounded to it: half the bytes, twice the rate of float32 in vector registers, twenty times with AMX. This is the case of
+codes (`scan`): with |q - q'| and the largest |v - v'| of a step as they are, not as they might be, the bound is
+
+    |q| max|v - v'| + |q - q'| max|v'|  and what summing D exact products in float32 adds;
+
+the relative error of a value is at most 2^-8, of a vector's norm about 2^-10. `scan` asks for fine products when too
+many passages are within it. Values of 2^120 and more are multiplied in float32.
+
+**Fine products** with AMX, where Linux lets the process use it, are of sums of two bfloat16, x = x_1 + x_2 + x', with
+|x_2| <= 2^-8 |x|, |x'| <= 2^-17 |x|. Of them q_1 v_1 + q_1 v_2 + q_2 v_1 are made, which leaves out q_2 v_2 + q' v +
+(q_1 + q_2) v', less than 2^-15 |q_d v_d| a term; three products a term are summed in float32, whose magnitudes add up
+to at most (1 + 2^-6) |q_d v_d|. A relative rounding r of 2^-16 and, for the 2^-6, 4 D terms in the bound of `scan`
+cover that for any D. Without AMX, fine products are of float32.
 
 Threads are the scan's: each takes its share of the steps (`threads`), and Python's lock is not held meanwhile.
 
@@ -26,13 +35,14 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.kernels import Survivors
+from mvr_ray.core.kernels import Coarse, Survivors
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 LIBRARY = "mvr_ray.core._scan"
@@ -73,13 +83,15 @@ def library() -> ctypes.CDLL | None:
     loops.mvr_scan.restype = long
     loops.mvr_max_norm.argtypes = [whole, at, at, long, whole]
     loops.mvr_max_norm.restype = ctypes.c_float
+    loops.mvr_max_residual.argtypes = [whole, at, long, whole]
+    loops.mvr_max_residual.restype = ctypes.c_float
     loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
     loops.mvr_rescore.restype = None
     return loops
 
 
 class _Asked(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("packed", "tiles", "bias", "unit_Q"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("packed", "tiles", "coarse", "bias", "unit_Q"))
 
 
 class Rows(NamedTuple):
@@ -95,11 +107,13 @@ class NativeAsked:
 
     packed: NDArray[Any]
     tiles: NDArray[Any] | None
+    short: NDArray[np.uint16] | None
     bias: NDArray[np.int32]
     unit_Q: NDArray[np.float32]
     rounding_Q: FloatArray
     input_rounding: float
     products: int
+    coarse: Coarse | None
     low_QK: NDArray[np.float32]
     cut_Q: NDArray[np.float32]
     query_M: IntArray
@@ -113,14 +127,15 @@ class NativeKernel:
 
     vectors_per_step = STEP
 
-    def __init__(self, threads: int | None = None, *, tiles: bool = True) -> None:
-        """`tiles`: use AMX where it is to be had."""
+    def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
+        """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where they are to be had."""
         loops = library()
         if loops is None:
             raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
         self.loops = loops
         self.threads = threads or num_threads()
         self.tiles = tiles and bool(loops.mvr_tiles())
+        self.coarse = coarse and bool(loops.mvr_short())
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
@@ -135,27 +150,39 @@ class NativeKernel:
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype.name], ready.rows_ND.shape
         return self.loops.mvr_max_norm(kind, ready.rows_ND.ctypes.data, _address(ready.scale_N), count, dimension)
 
+    def max_residual(self, ready: Rows) -> float:
+        """The largest norm of what bfloat16 takes off a vector, in float32; infinite if a value is 2^120 or more."""
+        kind, (count, dimension) = KINDS[ready.rows_ND.dtype.name], ready.rows_ND.shape
+        return self.loops.mvr_max_residual(kind, ready.rows_ND.ctypes.data, count, dimension)
+
     def ask(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeAsked:
         num_queries, dimension = queries_QD.shape
         padded = -(-num_queries // LANES) * LANES
         tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
+        short, coarse = None, None
         if coded:
             packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
             tiles = packed if self.tiles and num_queries > 1 else None
         else:
             packed = _pack_floats(queries_QD, padded)
-            if self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
-                tiles = _pack_tiles(queries_QD, padded)
+            if num_queries > 1 and (self.tiles or self.coarse) and np.abs(queries_QD).max(initial=0) < LARGE:
+                high, low, rounding_CQ = _split(queries_QD, padded)
+                tiles = _pack_tiles([high, low]) if self.tiles else None
+                if self.coarse:
+                    short = _pack_tiles([high]) if self.tiles else _pack_short(high)
+                    coarse = Coarse(rounding_CQ, self.max_residual)
         split = tiles is not None and not coded
         room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
         return NativeAsked(
             packed,
             tiles,
+            short,
             bias,
             unit_Q,
             rounding_Q,
             input_rounding=2.0**-16 if split else 0.0,
-            products=3 if split else 1,
+            products=4 if split else 1,
+            coarse=coarse,
             low_QK=np.full((num_queries, limit), -np.inf, np.float32),
             cut_Q=np.full(padded, np.inf, np.float32),
             query_M=np.empty(room, np.int64),
@@ -174,8 +201,9 @@ class NativeKernel:
             len(asked.query_M), 0, asked.query_M.ctypes.data, asked.passage_M.ctypes.data, asked.upper_M.ctypes.data,
         )  # fmt: skip
         question = _Asked(
-            asked.packed.ctypes.data, _address(asked.tiles), asked.bias.ctypes.data, asked.unit_Q.ctypes.data
-        )
+            asked.packed.ctypes.data, _address(asked.tiles), _address(asked.short if asked.coarse else None),
+            asked.bias.ctypes.data, asked.unit_Q.ctypes.data,
+        )  # fmt: skip
         kind, scales = KINDS[ready.rows_ND.dtype.name], _address(ready.scale_N)
         passage, parts = 0, []
         while passage < len(counts_P):
@@ -239,16 +267,36 @@ def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
     return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
 
 
-def _pack_tiles(queries_QD: FloatArray, padded: int) -> NDArray[np.uint16]:
-    """Both bfloat16 parts, [16 queries][D / 32][part][16 pairs of D][query][2]."""
+class _Split(NamedTuple):
+    """Both bfloat16 parts of padded queries, and the norms of what the first leaves of them."""
+
+    high_QD: NDArray[np.uint16]
+    low_QD: NDArray[np.uint16]
+    rounding_Q: FloatArray
+
+
+def _split(queries_QD: FloatArray, padded: int) -> _Split:
     num_queries, dimension = queries_QD.shape
-    width = -(-dimension // 32) * 32
-    every = np.zeros((padded, width), np.float32)
+    every = np.zeros((padded, -(-dimension // 32) * 32), np.float32)
     every[:num_queries, :dimension] = queries_QD
-    first = _bfloat16(every)
-    second = _bfloat16(every - (first.astype(np.uint32) << 16).view(np.float32))
-    parts = np.stack([first, second]).reshape(2, padded // LANES, LANES, width // 32, 16, 2)
-    return np.ascontiguousarray(parts.transpose(1, 3, 0, 4, 2, 5)).ravel()
+    high = _bfloat16(every)
+    left = every - (high.astype(np.uint32) << 16).view(np.float32)
+    rounding_Q = np.linalg.norm(left[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
+    return _Split(high, _bfloat16(left), rounding_Q)
+
+
+def _pack_tiles(parts: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
+    """bfloat16 parts of queries, [16 queries][D / 32][part][16 pairs of D][query][2]."""
+    padded, width = parts[0].shape
+    paired = np.stack(parts).reshape(len(parts), padded // LANES, LANES, width // 32, 16, 2)
+    return np.ascontiguousarray(paired.transpose(1, 3, 0, 4, 2, 5)).ravel()
+
+
+def _pack_short(high_QD: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Panels of 48 queries, the last of 16, 32 or 48, each [D / 2][queries][2]."""
+    padded, width = high_QD.shape
+    paired = high_QD.reshape(padded, width // 2, 2)
+    return np.concatenate([paired[at : at + PANEL].transpose(1, 0, 2).ravel() for at in range(0, padded, PANEL)])
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -4,9 +4,10 @@
    passage is taken there, and compared there with what a passage must reach, so that scores never go to memory. A
    passage may spread over tiles; `best` carries its maximum from one to the next.
 
-   Where the processor has AMX, batches go through its matrix tiles, 32 rows and 32 queries at a time. A factor x is
-   then high + low + rest, high and low being bfloat16; three products of four are made, and `native.py` bounds the
-   fourth and the rests.
+   A factor x is high + low + rest, high and low being bfloat16. Coarse scores are the product of the high parts, and
+   `native.py` bounds what they leave out. Fine ones are sums of float32; or, where the processor has AMX, of three of
+   the four products, and it bounds the fourth and the rests. AMX takes 32 rows and 32 queries at a time, coarse or fine;
+   without it, coarse products of two dimensions go through the vector registers at once.
 
    Shapes: Q queries, P passages, N vectors, D dimension, K best lower bounds kept for each query. */
 
@@ -25,6 +26,7 @@
 
 #define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
 #define INLINE FAST static inline __attribute__((always_inline))
+#define SHORT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16")))
 #define TILES \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
                           "amx-tile,amx-bf16,amx-int8")))
@@ -33,7 +35,7 @@
 #define LANES 16
 #define BLOCK 32 /* rows that go through matrix tiles together: two tiles of 16 */
 #define TILE 512 /* two-byte values of a matrix tile */
-#define SLICE 6  /* times 32 dimensions: both parts of a block's rows then stay in the first cache */
+#define SLICE 6  /* times 32 dimensions: both parts of a block's rows then stay in the first cache; of one part, twice */
 #define LARGE 0x1p120f /* beyond, a bfloat16 could be infinite */
 #define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
 
@@ -44,6 +46,12 @@ int mvr_supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+}
+
+/* Whether products of bfloat16 may be made in vector registers. */
+int mvr_short(void) {
+    __builtin_cpu_init();
+    return mvr_supported() && __builtin_cpu_supports("avx512bf16");
 }
 
 /* Whether matrix tiles may be used: the processor has them, and Linux grants this process their state. */
@@ -184,16 +192,18 @@ INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + at));
 }
 
-/* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts in matrix tiles: [two tiles of 16
-   rows][chunk][16 rows][32]. False if one is large. */
-TILES static inline __attribute__((always_inline)) int split(const int kind, const char *rows, int count, int dimension,
-                                                             int first, int chunks, uint16_t *high, uint16_t *low) {
+/* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts, or as the high one if `low` is NULL:
+   row r from `r / 16 * apart + r % 16 * stride` on, the next 32 dimensions a `step` further. False if one is large. */
+SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const char *rows,
+                                                             int count, int dimension, int first, int chunks,
+                                                             int64_t apart, int64_t stride, int64_t step,
+                                                             uint16_t *high, uint16_t *low) {
     const int size = kind == FLOAT32 ? 4 : 2, whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
         const int64_t start = (int64_t)r * dimension + first * 32;
-        int64_t to = ((int64_t)(r / 16) * chunks * 16 + r % 16) * 32;
-        for (int c = 0; c < chunks; c++, to += TILE) {
+        int64_t to = r / 16 * apart + r % 16 * stride;
+        for (int c = 0; c < chunks; c++, to += step) {
             const uint32_t rest = c < whole ? ~0u : (1u << dimension % 32) - 1;
             const __m512 a = load_row(kind, rows, start + c * 32, (__mmask16)rest);
             const __m512 b = load_row(kind, rows, start + c * 32 + LANES, (__mmask16)(rest >> 16));
@@ -202,28 +212,36 @@ TILES static inline __attribute__((always_inline)) int split(const int kind, con
             if (kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
             most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
             const __m512i upper = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            _mm512_store_si512(high + to, upper);
+            if (!both) continue;
             const __m512i kept_a = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(upper)), 16);
             const __m512i kept_b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(upper, 1)), 16);
             const __m512 rest_a = _mm512_sub_ps(a, _mm512_castsi512_ps(kept_a));
             const __m512 rest_b = _mm512_sub_ps(b, _mm512_castsi512_ps(kept_b));
-            _mm512_store_si512(high + to, upper);
             _mm512_store_si512(low + to, (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a));
         }
     }
     return _mm512_reduce_max_ps(most) < LARGE;
 }
 
-TILES static int split_rows(int kind, const char *rows, int count, int dimension, int first, int chunks, uint16_t *high,
-                            uint16_t *low) {
-    return kind == FLOAT32 ? split(FLOAT32, rows, count, dimension, first, chunks, high, low)
-                           : split(FLOAT16, rows, count, dimension, first, chunks, high, low);
+/* In matrix tiles: [two tiles of 16 rows][chunk][16 rows][32]. */
+SHORT static int split_tiles(int kind, const char *rows, int count, int dimension, int first, int chunks,
+                             uint16_t *high, uint16_t *low) {
+    const int64_t apart = (int64_t)chunks * TILE;
+    if (kind == FLOAT32 && low)
+        return split(FLOAT32, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    if (kind == FLOAT32) return split(FLOAT32, 0, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    if (low) return split(FLOAT16, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    return split(FLOAT16, 0, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
 }
 
 /* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], what a slice of the
-   dimensions brings. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other. */
+   dimensions brings. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
+   have no low part, nor have the rows. */
 TILES static inline __attribute__((always_inline)) void tile_products(const uint16_t *high, const uint16_t *low,
                                                                       const uint16_t *panel, int64_t apart, int chunks,
-                                                                      const int two, int begun, float *score) {
+                                                                      const int fine, const int two, int begun,
+                                                                      float *score) {
     __asm__ volatile("" ::: "memory"); /* the compiler does not know that tiles are loaded from memory */
     if (begun) {
         _tile_loadd(0, score, 64);
@@ -240,32 +258,36 @@ TILES static inline __attribute__((always_inline)) void tile_products(const uint
     }
     for (int c = 0; c < chunks; c++) {
         const int64_t upper = (int64_t)c * TILE, lower = (int64_t)(chunks + c) * TILE;
-        const uint16_t *query = panel + (int64_t)c * 2 * TILE, *next = query + apart;
-        _tile_loadd(4, low + upper, 64);
-        _tile_loadd(5, low + lower, 64);
+        const uint16_t *query = panel + (int64_t)c * (1 + fine) * TILE, *next = query + apart;
         _tile_loadd(6, query, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
-        if (two) {
-            _tile_loadd(7, next, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
+        if (two) _tile_loadd(7, next, 64);
+        if (fine) {
+            _tile_loadd(4, low + upper, 64);
+            _tile_loadd(5, low + lower, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(2, 5, 6);
+            if (two) {
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
         }
         _tile_loadd(4, high + upper, 64);
         _tile_loadd(5, high + lower, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(6, query + TILE, 64);
+        if (fine) _tile_loadd(6, query + TILE, 64);
         if (two) {
             _tile_dpbf16ps(1, 4, 7);
             _tile_dpbf16ps(3, 5, 7);
-            _tile_loadd(7, next + TILE, 64);
+            if (fine) _tile_loadd(7, next + TILE, 64);
         }
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
-        if (two) {
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
+        if (fine) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(2, 5, 6);
+            if (two) {
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
         }
     }
     _tile_stored(0, score, 64);
@@ -286,24 +308,83 @@ FAST static void settle_block(Search *s, const float *score, unsigned ends, int6
     }
 }
 
-/* False, and nothing is settled, if a row is too large for bfloat16. */
-TILES static int float_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
-                             uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
-                             float *best_Q) {
-    const int chunks = (dimension + 31) / 32;
-    const int64_t apart = (int64_t)chunks * 2 * TILE;
-    for (int from = 0; from < chunks; from += SLICE) {
-        const int some = chunks - from < SLICE ? chunks - from : SLICE;
-        if (!split_rows(kind, rows, count, dimension, from, some, high, low)) return 0;
+/* False, and nothing is settled, if a row is too large for bfloat16. Coarse panels need the high parts of the rows, whose
+   slices may then be twice as long: `low` must follow `high`. */
+TILES static inline __attribute__((always_inline)) int float_block(Search *s, int kind, const char *rows, int count,
+                                                                   int dimension, const uint16_t *asked, const int fine,
+                                                                   uint16_t *high, uint16_t *low, float *score,
+                                                                   unsigned ends, int64_t passage, float *best_Q) {
+    const int chunks = (dimension + 31) / 32, slice = fine ? SLICE : 2 * SLICE;
+    const int64_t apart = (int64_t)chunks * (1 + fine) * TILE;
+    for (int from = 0; from < chunks; from += slice) {
+        const int some = chunks - from < slice ? chunks - from : slice;
+        if (!split_tiles(kind, rows, count, dimension, from, some, high, fine ? low : NULL)) return 0;
         for (int first = 0; first < s->queries; first += 2 * LANES) {
-            const uint16_t *panel = asked + first / LANES * apart + (int64_t)from * 2 * TILE;
+            const uint16_t *panel = asked + first / LANES * apart + (int64_t)from * (1 + fine) * TILE;
             float *own = score + (int64_t)first * BLOCK;
-            if (s->queries - first > LANES) tile_products(high, low, panel, apart, some, 1, from, own);
-            else tile_products(high, low, panel, apart, some, 0, from, own);
+            if (s->queries - first > LANES) tile_products(high, low, panel, apart, some, fine, 1, from, own);
+            else tile_products(high, low, panel, apart, some, fine, 0, from, own);
         }
     }
     for (int first = 0; first < s->queries; first += LANES)
         settle_block(s, score + (int64_t)first * BLOCK, ends, passage, first, best_Q + first);
+    return 1;
+}
+
+TILES static int fine_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+                            uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
+                            float *best_Q) {
+    return float_block(s, kind, rows, count, dimension, asked, 1, high, low, score, ends, passage, best_Q);
+}
+
+TILES static int coarse_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+                              uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
+                              float *best_Q) {
+    return float_block(s, kind, rows, count, dimension, asked, 0, high, low, score, ends, passage, best_Q);
+}
+
+SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, const uint16_t *tile_RD,
+                                                                    const uint16_t *panel, int width, const int wide,
+                                                                    unsigned ends, int64_t passage, int first,
+                                                                    float *best) {
+    __m512 sum[3][ROWS];
+    UNROLL for (int w = 0; w < wide; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
+    for (int d = 0; d < width; d += 2) {
+        __m512i query[3];
+        UNROLL for (int w = 0; w < wide; w++) query[w] = _mm512_loadu_si512(panel + (d * wide + 2 * w) * LANES);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            int32_t two;
+            memcpy(&two, tile_RD + (int64_t)r * width + d, 4);
+            const __m512bh one = (__m512bh)_mm512_set1_epi32(two);
+            UNROLL for (int w = 0; w < wide; w++) sum[w][r] = _mm512_dpbf16_ps(sum[w][r], one, (__m512bh)query[w]);
+        }
+    }
+    UNROLL for (int w = 0; w < wide; w++) settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+}
+
+/* The same as `coarse_block` without matrix tiles. Panels of 48 queries, the last of 16, 32 or 48: [panel][D / 2]
+   [queries of the panel][2], D up to a multiple of 32. `high` has room for a block of such rows. */
+SHORT static int short_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+                             uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
+    const int chunks = (dimension + 31) / 32, width = chunks * 32;
+    const int64_t apart = (int64_t)16 * width;
+    if (!(kind == FLOAT32 ? split(FLOAT32, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+                          : split(FLOAT16, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
+        return 0;
+    for (int first = 0; first < s->queries; first += 3 * LANES) {
+        const int left = s->queries - first;
+        const uint16_t *panel = asked + (int64_t)first * width;
+        float *best = best_Q + first;
+        int64_t at = passage;
+        for (int r = 0; r < count; r += ROWS) {
+            const unsigned own = ends >> r & 0xff;
+            const uint16_t *tile_RD = high + (int64_t)r * width;
+            if (left > 2 * LANES) short_panel(s, tile_RD, panel, width, 3, own, at, first, best);
+            else if (left > LANES) short_panel(s, tile_RD, panel, width, 2, own, at, first, best);
+            else short_panel(s, tile_RD, panel, width, 1, own, at, first, best);
+            at += __builtin_popcount(own);
+        }
+    }
     return 1;
 }
 
@@ -441,9 +522,10 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
     return (const char *)wide;
 }
 
-/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used. */
+/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used.
+   `coarse` are panels of high parts, for AMX if `tiles` are there; NULL where products are to be fine. */
 typedef struct {
-    const void *packed, *tiles;
+    const void *packed, *tiles, *coarse;
     const int32_t *bias;
     const float *unit_Q;
 } Asked;
@@ -456,7 +538,8 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
     const int alone = s->queries == 1 && dimension <= 8192; /* beyond, sums of one query's codes could overflow */
     const int padded = (s->queries + LANES - 1) / LANES * LANES;
-    const int tiled = !alone && asked->tiles, block = tiled ? BLOCK : ROWS;
+    const int tiled = !alone && asked->tiles, shortened = !alone && !tiled && asked->coarse;
+    const int block = tiled || shortened ? BLOCK : ROWS;
     float *best_Q = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
@@ -505,7 +588,12 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             continue;
         }
         if (tiled && kind != INT8 &&
-            float_block(s, kind, part, here, dimension, asked->tiles, high, low, score, ends, before, best_Q))
+            (asked->coarse
+                 ? coarse_block(s, kind, part, here, dimension, asked->coarse, high, low, score, ends, before, best_Q)
+                 : fine_block(s, kind, part, here, dimension, asked->tiles, high, low, score, ends, before, best_Q)))
+            continue;
+        if (shortened &&
+            short_block(s, kind, part, here, dimension, asked->coarse, (uint16_t *)wide, ends, before, best_Q))
             continue;
         for (int r = 0; r < here; r += ROWS, ends >>= ROWS) {
             const char *from = part + (int64_t)r * dimension * size;
@@ -544,6 +632,27 @@ FAST float mvr_max_norm(int kind, const void *rows, const float *scale_N, int64_
         }
         const float norm = sqrtf(_mm512_reduce_add_ps(sum)) * (kind == INT8 ? scale_N[n] : 1);
         if (norm != norm) return norm;
+        most = norm > most ? norm : most;
+    }
+    return most;
+}
+
+/* The largest norm of what bfloat16 leaves of a vector, in float32; infinite if a value is large. */
+SHORT float mvr_max_residual(int kind, const void *rows, int64_t count, int dimension) {
+    float most = 0;
+    for (int64_t n = 0; n < count; n++) {
+        __m512 sum = _mm512_setzero_ps(), largest = sum;
+        for (int d = 0; d < dimension; d += LANES) {
+            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
+            const __m512 row = kind == FLOAT32 ? load_row(FLOAT32, rows, n * dimension + d, rest)
+                                               : load_row(FLOAT16, rows, n * dimension + d, rest);
+            const __m512i kept = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(row)), 16);
+            const __m512 away = _mm512_sub_ps(row, _mm512_castsi512_ps(kept));
+            sum = _mm512_fmadd_ps(away, away, sum);
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(row));
+        }
+        if (!(_mm512_reduce_max_ps(largest) < LARGE)) return INFINITY;
+        const float norm = sqrtf(_mm512_reduce_add_ps(sum));
         most = norm > most ? norm : most;
     }
     return most;
@@ -611,5 +720,6 @@ FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
 }
 #else
 int mvr_supported(void) { return 0; }
+int mvr_short(void) { return 0; }
 int mvr_tiles(void) { return 0; }
 #endif

@@ -21,6 +21,12 @@ less than all of those, ties included, and may go; L only grows, so it may go at
 of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are scored with v as ever, so
 only their number changes. One that sums several products a dimension has as many times D terms.
 
+**Coarse and fine.** Where a kernel has coarse products (`kernels.Coarse`), the vectors and queries that it multiplies
+stand in for codes, and a step is scanned by them first: e is some twenty times as large, so more passages are
+candidates. When they are more than twice the best k and a hundredth of the passages seen, exact scores cost more than
+coarse products save: the step is undone, the lower bounds being what they were before it, and from it on products are
+fine.
+
 **Threads.** Each thread of a kernel scans its share of the steps for all queries; the best of the lower bounds of all
 shares is a lower bound for the whole.
 
@@ -47,8 +53,10 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardH
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
+COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
+TRUSTED = 1e15  # norms below are what their float32 squares say
 
 
 def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
@@ -96,7 +104,7 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
 
 
 class Scan(Generic[Array, Question]):
-    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 16 bytes a step,
+    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 24 bytes a step,
     unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
     scanned in place of the vectors, which then only the candidates need."""
 
@@ -115,6 +123,7 @@ class Scan(Generic[Array, Question]):
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
         self.norms = [-1.0] * len(self.steps)
+        self.coarse_residuals = [-1.0] * len(self.steps)
         self.codes = codes
         if codes is not None and len(codes.codes_ND) != self.table.num_vectors:
             raise ShardIndexError(
@@ -159,7 +168,10 @@ class Scan(Generic[Array, Question]):
             if self.norms[number] < 0:
                 self.norms[number] = _rounded_up(self._norm(step, self.kernel.max_norm(ready)))
             for batch in batches:
-                batch.scan(step, ready, self.norms[number], self.residuals[number])
+                coarse = batch.asked.coarse
+                if coarse and self.coarse_residuals[number] < 0:
+                    self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
+                batch.scan(step, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
         return batches
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[Scored]:
@@ -186,9 +198,8 @@ class Scan(Generic[Array, Question]):
 
     def _norm(self, step: Step, computed: float) -> float:
         """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
-        terms = (self.table.dimension + 2) * UNIT
-        if computed < 1e15:
-            return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
+        if computed < TRUSTED:
+            return self._trusted(computed)
         norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
         if not np.isfinite(norm_N).all():
             vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
@@ -197,6 +208,15 @@ class Scan(Generic[Array, Question]):
                 f"passage {self.table.passage_id(row)!r} (row {row}) has a vector with NaN or infinity; encode it again"
             )
         return float(norm_N.max()) * (1 + 2.0**-40)
+
+    def _coarse_residual(self, computed: float) -> float:
+        """Upper bound of what coarse products take off the vectors; infinite if that is unknown."""
+        return _rounded_up(self._trusted(computed)) if computed < TRUSTED else math.inf
+
+    def _trusted(self, computed: float) -> float:
+        """Upper bound of a norm computed in float32."""
+        terms = (self.table.dimension + 2) * UNIT
+        return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
 
 class _Batch(Generic[Array, Question]):
@@ -210,32 +230,66 @@ class _Batch(Generic[Array, Question]):
         self.num_pending = 0
         self.settled: list[Scored] = []
         self.rescored_Q = _none(len(queries_QD))
-        self.errors: dict[tuple[float, float], FloatArray] = {}
+        self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
+        self.num_seen = 0
 
-    def scan(self, step: Step, ready: Any, norm: float, residual: float) -> None:
-        error_Q = self.errors.get((norm, residual))
-        if error_Q is None:
-            error_Q = self.errors[norm, residual] = self._error(norm, residual)
-        found = self.scan_of.kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
-        if len(found.query_M):
-            row_M = step.row_P[found.passage_M]
-            self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
-            self.num_pending += len(row_M)
+    def scan(self, step: Step, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
+        """`coarse_residual` bounds what coarse products take off the step's vectors, if there are such."""
+        self.num_seen += len(step.row_P)
+        if self.asked.coarse:
+            if math.isfinite(coarse_residual) and self._scan_coarsely(step, ready, norm, coarse_residual):
+                return
+            self.asked.coarse = None
+        self._add(step, ready, self._error(norm, residual))
         if self.num_pending > self.max_pending:
             self._drop_hopeless()
             if self.num_pending > self.max_pending // 2:
                 self._settle()
 
-    def _error(self, norm: float, residual: float) -> FloatArray:
-        """The bound e of the module's docstring, with what codes and rounded queries add."""
+    def _scan_coarsely(self, step: Step, ready: Any, norm: float, residual: float) -> bool:
+        """False, and the step is as if not scanned, if too many passages remain candidates."""
+        kernel = self.scan_of.kernel
+        before_QK = kernel.lows(self.asked).copy()
+        self._add(step, ready, self._error(norm, residual, coarse=True))
+        most = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
+        if self.num_pending > most:
+            self._drop_hopeless()
+        if self.num_pending <= most:
+            return True
+        kernel.restart(self.asked, -np.sort(-before_QK, axis=1))
+        every = self.pending[0]
+        self.pending = [every.take(np.flatnonzero(every.row_M < step.row_P[0]))]
+        self.num_pending = len(self.pending[0].row_M)
+        return False
+
+    def _add(self, step: Step, ready: Any, error_Q: FloatArray) -> None:
+        """The step's candidates."""
+        found = self.scan_of.kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
+        if len(found.query_M):
+            row_M = step.row_P[found.passage_M]
+            self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
+            self.num_pending += len(row_M)
+
+    def _error(self, norm: float, residual: float, coarse: bool = False) -> FloatArray:
+        """The bound e of the module's docstring, with what codes, coarse products and rounded queries add."""
+        key = norm, residual, coarse
+        if key not in self.errors:
+            self.errors[key] = self._new_error(norm, residual, coarse)
+        return self.errors[key]
+
+    def _new_error(self, norm: float, residual: float, coarse: bool) -> FloatArray:
         if self.norm_Q.max() * norm > LARGEST:
             raise ShardIndexError(
                 f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
                 f"overflow float32 scores; normalise the embeddings"
             )
-        rounding_Q, num_terms = self.asked.rounding_Q, self.scan_of.table.dimension * self.asked.products
-        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, self.asked.input_rounding)
+        rounding_Q, input_rounding = self.asked.rounding_Q, self.asked.input_rounding
+        num_terms = self.scan_of.table.dimension * self.asked.products
+        if coarse and self.asked.coarse:
+            rounding_Q, input_rounding = self.asked.coarse.rounding_Q, 0.0
+            num_terms, norm = self.scan_of.table.dimension, norm + residual
+        error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, input_rounding)
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 

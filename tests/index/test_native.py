@@ -21,9 +21,19 @@ SLOW = settings(max_examples=40, deadline=None, suppress_health_check=list(Healt
 SEEDS = st.integers(0, 2**20)
 built = pytest.mark.skipif(native.library() is None, reason="not compiled, or a processor without AVX-512 and VNNI")
 
+short = pytest.mark.skipif(
+    native.library() is None or not native.library().mvr_short(), reason="a processor without products of bfloat16"
+)
+
 
 def as_bytes(hits) -> list[bytes]:
     return [column.tobytes() for column in hits]
+
+
+def rounding_norms(vectors_ND) -> np.ndarray:
+    """What torch's bfloat16 takes off each vector, in float64."""
+    rounded_ND = torch.from_numpy(vectors_ND).to(torch.bfloat16).to(torch.float64).numpy()
+    return np.linalg.norm(vectors_ND.astype(np.float64) - rounded_ND, axis=1)
 
 
 @built
@@ -38,15 +48,16 @@ def as_bytes(hits) -> list[bytes]:
     step=st.sampled_from([5, 200, 16384]),
     threads=st.sampled_from([1, 2, 5]),
     tiles=st.booleans(),
+    coarse=st.booleans(),
 )
 @SLOW
 def test_compiled_loops_give_the_bytes_of_the_plain_ones(
-    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles
+    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles, coarse
 ):
     blocks = shard(seed, 80, max_views, dimension, palette=palette, ragged=ragged, empty=ragged, dtype=dtype)
     asked = queries(seed, num_queries, dimension, palette)
     codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
-    kernel = native.NativeKernel(threads, tiles=tiles)
+    kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
     found = Scan(blocks, kernel, codes=codes).search(asked, 9)
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 9))
@@ -75,14 +86,16 @@ def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
 @built
 @given(
     seed=SEEDS, num_queries=st.sampled_from([1, 7, 40]), dimension=st.sampled_from([1, 4, 65, 768]),
-    coded=st.booleans(), tiles=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
+    coded=st.booleans(), tiles=st.booleans(), coarse=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
 )  # fmt: skip
 @SLOW
-def test_compiled_products_err_within_the_bound(queries, palette, seed, num_queries, dimension, coded, tiles, spread):
+def test_compiled_products_err_within_the_bound(
+    queries, palette, seed, num_queries, dimension, coded, tiles, coarse, spread
+):
     """With no error allowed for, the upper bounds that a step gives are its products as computed."""
     vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
-    codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles)
+    codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles, coarse=coarse)
     asked = kernel.ask(asked_QD, 40, coded)
     rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if coded else kernel.ready(vectors_ND)
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if coded else vectors_ND).astype(np.float64)
@@ -90,11 +103,94 @@ def test_compiled_products_err_within_the_bound(queries, palette, seed, num_quer
     assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
     norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
-    bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension * asked.products, asked.input_rounding)
-    bound_Q += asked.rounding_Q * norm
+    if asked.coarse:
+        residual, rounding_Q = rounding_norms(vectors_ND).max(), rounding_norms(asked_QD)
+        bound_Q = score_error(norm_Q + rounding_Q, norm + residual, dimension, 0.0)
+        bound_Q += norm_Q * residual + rounding_Q * (norm + residual)
+    else:
+        bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension * asked.products, asked.input_rounding)
+        bound_Q += asked.rounding_Q * norm
     true_M = (asked_QD[found.query_M].astype(np.float64) * decoded_ND[found.passage_M]).sum(axis=1)
     assert (np.abs(found.upper_M - true_M) <= bound_Q[found.query_M]).all()
     assert (asked.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
+
+
+def counted(kernel: native.NativeKernel) -> list[bool]:
+    """Which of the kernel's steps from now on are coarse."""
+    steps, scan = [], kernel.survivors
+
+    def survivors(asked, *rest):
+        steps.append(asked.coarse is not None)
+        return scan(asked, *rest)
+
+    kernel.survivors = survivors
+    return steps
+
+
+@short
+@pytest.mark.parametrize("num_queries", [2, 40])
+def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, queries, num_queries):
+    blocks, asked = shard(3, 2000, 4, 64, dtype="float32"), queries(3, num_queries, 64)
+    kernel = native.NativeKernel(1)
+    kernel.vectors_per_step, steps = 200, counted(kernel)
+    found = Scan(blocks, kernel).search(asked, 20)
+    assert len(steps) > 20
+    assert all(steps)
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 20))
+
+
+@short
+@given(seed=SEEDS, close=st.sampled_from([2.0**-9, 2.0**-12, 2.0**-20, 0.0]), plain=st.integers(0, 3),
+       dtype=st.sampled_from(["float16", "float32"]), tiles=st.booleans())  # fmt: skip
+@SLOW
+def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
+    check_exact, shard, queries, seed, close, plain, dtype, tiles
+):
+    """After some plain blocks come passages whose scores lie within the coarse bound, or are equal; three stand out."""
+    rng, blocks = np.random.default_rng(seed), shard(seed, 600, 3, 24, dtype="float32", ragged=False)
+    one = blocks[0].vectors_ND[:1]
+    for block in blocks[plain:]:
+        block.vectors_ND.setflags(write=True)
+        block.vectors_ND[:] = one * (1 + close * rng.integers(-2, 3, block.vectors_ND.shape))
+    blocks[plain].vectors_ND[:9] *= 2  # counted twice, they would fill the best k
+    blocks = [block._replace(vectors_ND=block.vectors_ND.astype(dtype)) for block in blocks]
+    asked = np.concatenate([queries(seed, 2, 24), one])
+    kernel = native.NativeKernel(1, tiles=tiles)
+    steps = counted(kernel)
+    check_exact(Scan(blocks, kernel).search(asked, 7), asked, blocks, 7)
+    assert len(steps) == len(blocks) + 1  # the step that was undone is made twice
+    assert steps == sorted(steps, reverse=True)
+
+
+@short
+@pytest.mark.parametrize("tiles", [False, True])
+def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shard, tiles):
+    """Vectors of the best four are rounded down, those of the next four up, by nearly 2^-8."""
+    [block] = shard(1, 100, 1, 32, dtype="float32", ragged=False)
+    block.vectors_ND.setflags(write=True)
+    block.vectors_ND[:] *= 0.01
+    block.vectors_ND[40:44] = 1 + 2.0**-8
+    block.vectors_ND[20:24] = np.where(np.arange(32) % 4, 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-8 - 2.0**-16)
+    asked, kernel = np.ones((3, 32), np.float32), native.NativeKernel(1, tiles=tiles)
+    steps = counted(kernel)
+    check_exact(Scan([block], kernel).search(asked, 3), asked, [block], 3)
+    assert steps == [True]
+
+
+@short
+@given(seed=SEEDS, dimension=st.sampled_from([1, 31, 384]), tiny=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_what_rounding_takes_off_is_measured(queries, palette, seed, dimension, tiny):
+    vectors_ND = queries(seed, 20, dimension, palette) * np.float32(1e-20 if tiny else 1)
+    kernel = native.NativeKernel(1)
+    norm_N = rounding_norms(vectors_ND)
+    floor = dimension**0.5 * 2.0**-62
+    assert kernel.max_residual(kernel.ready(vectors_ND)) == pytest.approx(norm_N.max(), rel=1e-4, abs=floor)
+    taken = kernel.ask(vectors_ND, 5, False).coarse
+    assert taken is not None
+    np.testing.assert_allclose(taken.rounding_Q, norm_N, rtol=1e-9)
+    vectors_ND[3, 0] = 2.0**120
+    assert kernel.max_residual(kernel.ready(vectors_ND)) == np.inf
 
 
 @built
