@@ -106,7 +106,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
     async def explain(request: Request) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
         asked = await _body(request, ExplainRequest)
-        return await run(request, lambda _: service.explain(asked))
+        return await run(request, lambda left_s: service.explain(asked, left_s))
 
     @api.get("/v1/passages/{id:path}", responses=documented(404))
     async def passage(request: Request, id: str) -> PassageResponse:

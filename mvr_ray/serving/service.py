@@ -80,9 +80,10 @@ class SearchService:
         vectors = [query for query in request.queries if not isinstance(query, str)]
         own_ms = self.limits.timeout_ms if request.timeout_ms is None else request.timeout_ms
         own_s, least = own_ms / 1000, request.min_coverage
-        left_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
-        with self._at(request.version) as router:
+        allowed_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
+        with self._at(request.version, allowed_s) as router:
             same_encoder(request.encoder_fingerprint, served(router))
+            left_s = allowed_s - (time.perf_counter() - began)
             answer = (
                 router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
                 if texts
@@ -109,9 +110,11 @@ class SearchService:
             results=results,
         )
 
-    def explain(self, request: ExplainRequest) -> Explanation:
+    def explain(self, request: ExplainRequest, timeout_s: float | None = None) -> Explanation:
         """Every view of some passages with every question."""
-        with self._at(request.version) as router:
+        allowed_s = self.limits.timeout_ms / 1000
+        left_s = SEARCH_SHARE * (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
+        with self._at(request.version, left_s) as router:
             same_encoder(request.encoder_fingerprint, served(router))
             return explaining.explain(router, request, self.limits)
 
@@ -193,8 +196,8 @@ class SearchService:
         return served(self.router)
 
     @contextmanager
-    def _at(self, version: int | None) -> Iterator[Explainable]:
-        """The router of one version, for all that one request asks of it."""
+    def _at(self, version: int | None, timeout_s: float | None = None) -> Iterator[Explainable]:
+        """The router of one version, for all that one request asks of it; `timeout_s` to wait for that version."""
         if self.moving is None:
             of = served(self.router)
             if version not in (None, of.version):
@@ -209,7 +212,7 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(self.moving.pinned(version))
+                router = stack.enter_context(self.moving.pinned(version, timeout_s))
             except MissingInputError as error:
                 told, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None
