@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store, sha256_of
 
@@ -270,17 +270,30 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 def _withdraw_if_torn(store: Store, published: Manifest) -> None:
     """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected.
 
-    Then what was live comes back as a further version, and ManifestError says so.
+    Then what was live comes back as a further version, and ManifestError says so; or that another publisher was
+    first, or that what was live could not be published again.
     """
     lost = _missing_files(store, published)
     if not lost:
         return
     index, parent = published.index, published.parent
-    back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version)) if parent else None
-    now = f"version {back.version} has version {parent}'s content again" if back else "no earlier version is there"
-    raise ManifestError(
+    torn = (
         f"index {index!r} version {published.version} lost {len(lost)} files while it was published (first: "
-        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs; {now}; run the same command again"
+        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs"
+    )
+    if not parent:
+        raise ManifestError(f"{torn}; no earlier version is there; run the same command again")
+    try:
+        back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version))
+    except StorageError as error:
+        live = latest_version(store, index)
+        now = f"version {live} of another publisher is live" if live > published.version else "it is live, and torn"
+        raise ManifestError(
+            f"{torn}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
+            f"version {published.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
+        ) from error
+    raise ManifestError(
+        f"{torn}; version {back.version} has version {parent}'s content again; run the same command again"
     )
 
 
