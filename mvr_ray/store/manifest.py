@@ -153,10 +153,10 @@ class VerifyReport(NamedTuple):
     def require(self) -> None:
         """DigestError naming the first damaged file and its shard, if any."""
         if self.problems:
-            first = self.problems[0]
+            shard, path, reason = self.problems[0]
             raise DigestError(
-                f"{len(self.problems)} of {self.num_files} files damaged; first: {first.path} of shard {first.shard} "
-                f"{first.reason}; repair it: mvr-ray versions CONFIG repair"
+                f"{len(self.problems)} of {self.num_files} files damaged; first: {path} "
+                f"{f'of shard {shard} ' * (shard >= 0)}{reason}; repair it: mvr-ray versions CONFIG repair"
             )
 
 
@@ -268,13 +268,10 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _withdraw_if_torn(store: Store, published: Manifest) -> None:
-    """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected.
-
-    Then what was live comes back as a further version, and ManifestError says so; or that another publisher was
-    first, or that what was live could not be published again.
+    """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected:
+    what was live then comes back as a further version, and ManifestError says so, or why it could not.
     """
-    lost = _missing_files(store, published)
-    if not lost:
+    if not (lost := _missing_files(store, published)):
         return
     index, parent = published.index, published.parent
     torn = (

@@ -298,7 +298,9 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(store, tmp_p
     monkeypatch.setattr(Store, "create_once", torn)
     lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
     if other == "publishes":
-        told = lost + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
+        told = (
+            lost + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
+        )
     else:
         told = lost + r"\(.*\d of \d files missing.*\); it is live, and torn\. "
     with pytest.raises(ManifestError, match=told) as refused:
