@@ -11,6 +11,7 @@ Ray, which spreads them.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import placement
 from mvr_ray.distributed.failures import own_errors
@@ -50,7 +52,12 @@ class Seat(NamedTuple):
 
 
 class SeatedSearcher(ShardSearcher):
-    """A searcher that knows where it is."""
+    """A searcher that knows where it is, and whose log is read by machines."""
+
+    def __init__(self, task: SearcherTask) -> None:
+        logs.to_stderr()
+        super().__init__(task)
+        log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()

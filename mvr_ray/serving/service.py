@@ -6,6 +6,7 @@ same process calls it as it is.
 Shapes: Q queries, D dimension.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,8 @@ from mvr_ray.serving.wire import (
 from mvr_ray.types import Answer, Hit, Passage
 
 __all__ = ["FoundPassage", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
+
+log = logging.getLogger(__name__)
 
 SEARCH_SHARE = 0.9
 """Of a request's time; the rest is for texts and the way back, so that a partial answer is not cut off as late."""
@@ -100,13 +103,19 @@ class SearchService:
                 passages = router.passages(wanted)
                 spans = {i: router.view_spans(passages[i]) for i in wanted}
                 results = [[with_text(found, passages[found.id], spans[found.id]) for found in row] for row in results]
+        took_ms = 1000 * (time.perf_counter() - began)
+        log.info(
+            "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
+            *(answer.index, answer.version, len(request.queries), request.k),
+            *(answer.coverage_share, answer.exact.certified, took_ms),
+        )
         return SearchResponse(
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
             exact=Exact(**answer.exact._asdict()),
-            took_ms=round(1000 * (time.perf_counter() - began), 3),
+            took_ms=round(took_ms, 3),
             results=results,
         )
 
