@@ -268,9 +268,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _withdraw_if_torn(store: Store, published: Manifest) -> None:
-    """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected:
-    what was live then comes back as a further version, and ManifestError says so, or why it could not.
-    """
+    """Where files went since they were looked at, what was live comes back; ManifestError says so, or why it could not."""
     if not (lost := _missing_files(store, published)):
         return
     index, parent = published.index, published.parent
@@ -289,9 +287,8 @@ def _withdraw_if_torn(store: Store, published: Manifest) -> None:
             f"{torn}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
             f"version {published.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
         ) from error
-    raise ManifestError(
-        f"{torn}; version {back.version} has version {parent}'s content again; run the same command again"
-    )
+    now = f"version {back.version} has version {parent}'s content again"
+    raise ManifestError(f"{torn}; {now}; run the same command again")
 
 
 def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
