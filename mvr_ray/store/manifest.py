@@ -268,7 +268,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _withdraw_if_torn(store: Store, published: Manifest) -> None:
-    """Where files went since they were looked at, what was live comes back; ManifestError says so, or why it could not."""
+    """Where files went since they were looked at, what was live comes back; ManifestError says so, or why not."""
     if not (lost := _missing_files(store, published)):
         return
     index, parent = published.index, published.parent
