@@ -6,10 +6,15 @@ from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.collect import collect
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
 
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
+
+
+NO_SHARD = -1
+CURE = "run `mvr-ray prepare CONFIG` again"
 
 
 class VersionLine(NamedTuple):
@@ -50,7 +55,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
         case "show":
             return manifest.read(store, index, version)
         case "verify":
-            return manifest.verify(store, manifest.read(store, index, version))
+            return verify(store, manifest.read(store, index, version))
         case "repair":
             from mvr_ray.distributed.repair import repair  # which needs what builds an index
 
@@ -62,6 +67,23 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
         case _:
             removed = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
             return Collected(removed, manifest.list_versions(store, index))
+
+
+def verify(store: Store, described: Manifest) -> VerifyReport:
+    """Every file of a version read and compared with its digest, and of its corpus, where that is still the same."""
+    report = manifest.verify(store, described)
+    try:
+        corpus = Corpus.open(store, described.corpus)
+    except MissingInputError:
+        return report
+    if corpus.digest != described.corpus_digest:
+        return report
+    parts = corpus.info.parts
+    return VerifyReport(
+        report.num_files + len(parts),
+        report.num_bytes + sum(part.num_bytes for part in parts),
+        [*report.problems, *(Problem(NO_SHARD, path, f"{why} ({CURE})") for path, why in corpus.damaged())],
+    )
 
 
 def version_line(described: Manifest, live: bool) -> VersionLine:

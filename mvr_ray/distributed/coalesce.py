@@ -17,9 +17,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 
 import numpy as np
 
+from mvr_ray import logs
 from mvr_ray.distributed.searchers import Asked, Fleet, Gathered, GatheredViews, Hear, ShardFound, Unanswered, Wanted
 from mvr_ray.types import FloatArray, ShardHits
 
@@ -36,6 +38,7 @@ class _Search:
     def __init__(self, queries_QD: FloatArray, k: int, asked: Asked, due_s: float) -> None:
         self.queries_QD, self.k, self.asked, self.due_s = queries_QD, k, asked, due_s
         self.rows = slice(0, 0)
+        self.request = logs.request_id()
         self.batch: _Batch | None = None
         self.sent = threading.Event()
 
@@ -147,7 +150,9 @@ class Coalescing:
         batch, began_s = _Batch(together), time.monotonic()
         queries_QD = np.concatenate([search.queries_QD for search in together])
         left_s = max(search.due_s for search in together) - began_s
-        batch.future = self._threads.submit(self.fleet.ask, queries_QD, first.k, first.asked, left_s, batch.hear)
+        with logs.during(first.request):
+            ask = copy_context().run  # lines of searches that go together are the first one's
+        batch.future = self._threads.submit(ask, self.fleet.ask, queries_QD, first.k, first.asked, left_s, batch.hear)
         for search in together:
             search.sent.set()
         batch.future.add_done_callback(lambda _: self._ended(began_s))

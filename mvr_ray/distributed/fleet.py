@@ -12,6 +12,7 @@ Shapes: Q queries, D dimension.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -118,6 +119,8 @@ class RemoteSearchers:
         self.limit_bytes = limit_bytes
         self.placed: dict[int, list[Holding]] = {}
         """Version -> what each group holds of it."""
+        self.changing = threading.Lock()
+        self._drops: list[Any] = []
         self.scatter = Scatter(self.groups, self._open_again, queue)
 
     @classmethod
@@ -162,23 +165,25 @@ class RemoteSearchers:
         return RemoteFleet(self, self.placed[described.version])
 
     def load(self, described: Manifest) -> "RemoteFleet":
-        fleet = self.fleet(described)
-        try:
-            rooms = self._all(lambda actor, _: actor.room.options(concurrency_group="health").remote(), described)
-            keys, bytes_of = shard_keys(described), {entry.shard: entry.num_bytes for entry in described.shards}
-            wanted = [{keys[shard]: bytes_of[shard] for shard in holding.shards} for holding in fleet.of_actors]
-            require_room(told(described), wanted, [Room(*room) for room in rooms], self.limit_bytes)
-            fleet.open(max_task_retries=0)
-            self._all(lambda actor, _: actor.canary.remote(described.version), described)
-        except BaseException:
-            self.drop(described.version)
-            raise
-        return fleet
+        with self.changing:
+            fleet = self.fleet(described)
+            try:
+                self._undone(CANARY_TIMEOUT_S)
+                rooms = self._all(lambda actor, _: actor.room.options(concurrency_group="health").remote(), described)
+                keys, bytes_of = shard_keys(described), {entry.shard: entry.num_bytes for entry in described.shards}
+                wanted = [{keys[shard]: bytes_of[shard] for shard in holding.shards} for holding in fleet.of_actors]
+                require_room(told(described), wanted, [Room(*room) for room in rooms], self.limit_bytes)
+                fleet.open(max_task_retries=0)
+                self._all(lambda actor, _: actor.canary.remote(described.version), described)
+            except BaseException:
+                self.drop(described.version)
+                raise
+            return fleet
 
     def drop(self, version: int) -> None:
         self.placed.pop(version, None)
-        for actor in self.actors:
-            actor.drop.options(concurrency_group="load", max_task_retries=-1).remote(version)
+        drop = {"concurrency_group": "load", "max_task_retries": -1}
+        self._drops = [*self._undone(0.0), *(actor.drop.options(**drop).remote(version) for actor in self.actors)]
 
     def counts(self) -> FleetCounts:
         return self.scatter.counts()
@@ -186,6 +191,11 @@ class RemoteSearchers:
     def stop(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+
+    def _undone(self, timeout_s: float) -> list[Any]:
+        """Drops that searchers have not done by then; what they let go is counted as held until they have."""
+        drops = list(self._drops)
+        return ray.wait(drops, num_returns=len(drops), timeout=timeout_s)[1] if drops else []
 
     def _all(self, send: Callable[[Any, int], Any], described: Manifest) -> list[Any]:
         """What every searcher answers, which must be soon."""

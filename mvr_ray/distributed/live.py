@@ -2,7 +2,7 @@
 
     move     the next version is opened beside the live one, sharing unchanged shards; it answers a canary; the flip
     finish   calls under way end on the version that they began with; its own shards go when the last one has ended
-    guest    a version that a call names is opened in the same way, and stays until another one is named
+    guest    a version that a call names is opened in the same way, and keeps one of a few places (`guests`)
     refuse   no room, a damaged shard, a searcher that died: the live version stays, and the reason is told
     follow   the newest published version, looked for every so many seconds
 
@@ -14,9 +14,11 @@ Shapes: Q queries, D dimension.
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +29,14 @@ from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed import session
 from mvr_ray.distributed.canary import Watch
 from mvr_ray.distributed.coalesce import Coalescing
-from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers
+from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers, told
+from mvr_ray.distributed.guests import PLACES, REST_S, WAITS, Guest, Openings, leaving
 from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searchers import Fleet
 from mvr_ray.distributed.seats import Usher
-from mvr_ray.errors import MvrRayError, ResourceError, StorageError
+from mvr_ray.errors import MvrRayError, RoomError, StorageError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -43,8 +47,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_FOLLOW_S = 600.0
 """A version that could not be opened is tried again, each time after twice as long, up to this."""
-
-"""For a follower to end; one that opens a version is not waited for, its searchers go anyway."""
 
 
 class Following(NamedTuple):
@@ -63,6 +65,11 @@ class _Served:
     router: Router
     calls: int = 0
     retired: bool = False
+    called_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def guest(self) -> Guest:
+        return Guest(self.router.manifest.version, self.calls, self.called_s)
 
 
 class LiveRouter:
@@ -79,9 +86,11 @@ class LiveRouter:
         gpu: bool = False,
         observe: Observe | None = None,
         coalesce: bool = False,
+        waits: int = WAITS,
     ) -> None:
         """`described` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
-        that come while others run are asked together.
+        that come while others run are asked together. `waits`: calls that may wait at the same time for versions that
+        are opened for them.
         """
         self.store = store
         self.index = described.index
@@ -91,11 +100,13 @@ class LiveRouter:
         self.gpu = gpu
         self.observe = observe
         self.coalesce = coalesce
+        self.rest_s = REST_S
         self._lock = threading.Lock()
         self._moving = threading.Lock()
         self._live = _Served(self._router(described, searchers.fleet(described)))
         self._open = {described.version: self._live}
-        self._guest = self._live
+        self._guests: list[_Served] = []
+        self._openings = Openings(self._invite, waits)
         self._state = Following(described.version, True)
 
     @property
@@ -108,12 +119,18 @@ class LiveRouter:
         return self._state.failure
 
     @contextmanager
-    def pinned(self, version: int | None = None) -> Iterator[Router]:
+    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
 
-        Raises MissingInputError, StorageError or ResourceError where another version cannot be opened beside.
+        Another version than the live one may have to be opened, for which the call waits at most `timeout_s`. Raises
+        MissingInputError, StorageError or ResourceError where it cannot be; OverloadedError where it is not open in
+        time, or where others were called too short a time ago to go for it.
         """
-        served = self._called(version) or self._invited(version)
+        served = self._called(version)
+        if served is None:
+            described = manifest.read(self.store, self.index, version)
+            allowed_s = self.timeout_s if timeout_s is None else timeout_s
+            served = self._openings.wait_for(described, allowed_s, lambda: self._called(version))
         try:
             yield served.router
         finally:
@@ -162,13 +179,14 @@ class LiveRouter:
             return number
         try:
             described = manifest.read(self.store, self.index, number or None)
-            served = self._beside(described)
+            served = self._beside_instead(described, moves=True)
         except (MvrRayError, RayError) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
             raise
         with self._lock:
             before, self._live = self._live, served
             served.retired, before.retired = False, True
+            self._guests = [guest for guest in self._guests if guest is not served]
             self._state = Following(described.version, version is None)
         log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, described.version)
         for one in (served, before):
@@ -181,31 +199,47 @@ class LiveRouter:
             served = self._live if version is None else self._open.get(version)
             if served is not None:
                 served.calls += 1
+                served.called_s = time.monotonic()
             return served
 
-    def _invited(self, version: int | None) -> _Served:
-        """A version opened beside the live one, held by one call and in the one guest's place."""
+    def _invite(self, described: Manifest) -> None:
+        """Open a version beside the live one; where the places or the memory are taken, a guest at rest goes for it."""
         with self._moving:
-            found = self._called(version)
-            if found is not None:
-                return found
+            if described.version in self._open:
+                return
             live = self._live
-            try:
-                served = self._beside(manifest.read(self.store, self.index, version))
-            except RayError as error:
-                raise ResourceError(
-                    f"index {self.index!r} version {version} could not be opened beside version "
-                    f"{live.router.manifest.version} ({str(error).splitlines()[0]}); ask again"
-                ) from error
+            if len(self._guests) >= PLACES:
+                self._make_way(described, f"all {PLACES} places beside the live one are taken")
+            with own_errors(f"opening {told(described)}"):
+                served = self._beside_instead(described, moves=False)
             with self._lock:
-                before, self._guest = self._guest, served
-                leaves = before is not live and self._open.get(before.router.manifest.version) is before
-                if leaves:
-                    before.retired = True
-                    before.calls += 1
-        for one in (live, before) if leaves else (live,):
+                self._guests.append(served)
+        for one in (live, served):
             self._ended(one)
-        return served
+
+    def _beside_instead(self, described: Manifest, moves: bool) -> _Served:
+        """`_beside`; without room guests go for it: one at rest, or each in turn where the live version moves."""
+        while True:
+            try:
+                return self._beside(described)
+            except RoomError as error:
+                if not self._guests:
+                    raise
+                self._retire(self._guests[0]) if moves else self._make_way(described, str(error))
+
+    def _make_way(self, described: Manifest, why: str) -> None:
+        with self._lock:
+            guests = [served.guest for served in self._guests]
+        leaves = leaving(told(described), guests, why, time.monotonic(), self.rest_s)
+        self._retire(next(served for served in self._guests if served.guest.version == leaves))
+
+    def _retire(self, guest: _Served) -> None:
+        """Let it go when its last call has ended."""
+        with self._lock:
+            self._guests.remove(guest)
+            guest.retired = True
+            guest.calls += 1
+        self._ended(guest)
 
     def _beside(self, described: Manifest) -> _Served:
         """A version open beside the live one, held by one call; the live one is held by one more, too."""
@@ -234,6 +268,7 @@ class LiveRouter:
     def _ended(self, served: _Served) -> None:
         with self._lock:
             served.calls -= 1
+            served.called_s = time.monotonic()
             if served.retired and not served.calls:
                 version = served.router.manifest.version
                 del self._open[version]
@@ -345,16 +380,10 @@ def open_live(
             info = stack.enter_context(session.connect(resources))
             searchers = started = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)
-        threads = resources.torch_threads
-        live = LiveRouter(
-            store,
-            described,
-            searchers,
-            timeout_s=timeout_s,
-            threads=threads,
-            observe=observe,
-            coalesce=coalesce,
+        opened = partial(
+            LiveRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, coalesce=coalesce
         )
+        live = opened(store, described, searchers, waits=run.serve.max_running // 2)
         try:
             live.ready()
         except StorageError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.errors import ResourceError
+from mvr_ray.errors import RoomError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -29,14 +29,14 @@ def require_room(what: str, shards: Sequence[Mapping[str, int]], rooms: Sequence
     """Bytes to open so that each searcher holds its `shards` (bytes by key); `rooms` are the searchers', in order.
 
     `limit_bytes` bounds what one searcher may hold; 0: searchers of one machine share what is free there. Raises
-    ResourceError with the bytes needed and the bytes that there are.
+    RoomError with the bytes needed and the bytes that there are.
     """
     needed: dict[str, int] = {}
     for wanted, room in zip(shards, rooms, strict=True):
         added = sum(num_bytes for key, num_bytes in wanted.items() if key not in room.held)
         held = sum(room.held.values())
         if limit_bytes and held + added > limit_bytes:
-            raise ResourceError(
+            raise RoomError(
                 f"{what} not opened: a searcher on {room.node} holds {held:,} bytes and needs {added:,} more, "
                 f"{held + added:,} in all; resources.searcher_bytes allows {limit_bytes:,}. "
                 f"Use more searchers, or raise it"
@@ -45,7 +45,7 @@ def require_room(what: str, shards: Sequence[Mapping[str, int]], rooms: Sequence
     free = {room.node: room.free_bytes for room in rooms}
     for node, num_bytes in needed.items():
         if not limit_bytes and num_bytes > free[node]:
-            raise ResourceError(
+            raise RoomError(
                 f"{what} not opened: its new shards need {num_bytes:,} bytes on {node}, which has {free[node]:,} free. "
                 f"Use more nodes, or stop the searchers first"
             )

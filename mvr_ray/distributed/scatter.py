@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from mvr_ray import logs
 from mvr_ray.distributed.failures import unwrapped
 from mvr_ray.distributed.hedging import HedgeBudget, Latencies
 from mvr_ray.errors import MvrRayError, OverloadedError
@@ -232,7 +233,8 @@ class Scatter:
         return True
 
     def _call(self, at: _Request, group: int, replica: Replica) -> None:
-        call = _Call(group, replica, f"{self._prefix}-{next(self._numbers)}", time.monotonic())
+        name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
+        call = _Call(group, replica, name, time.monotonic())
         try:
             ref = at.requests[group](replica.actor, call.name)
         except BaseException:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mvr_ray import logs
 from mvr_ray.core.exact import distinct
 from mvr_ray.core.scoring import ShardAnswer
 from mvr_ray.distributed.room import Room, free_bytes, node_name
@@ -207,14 +208,14 @@ class ShardSearcher:
     ) -> list[ShardFound | Unanswered]:
         """The best k passages of each shard asked, for its queries. Without a version: of the task's.
 
-        Nothing for a `call` that is to be forgotten.
+        Nothing for a `call` that is to be forgotten. A call's name begins with its request's, before a slash.
         """
         if self._passed_by(call):
             return []
         of = self._version(version)
         answers: list[ShardFound | Unanswered] = []
         for shard, positions in asked.items():
-            held = self._opened(of, shard)
+            held = self._opened(of, shard, call)
             if isinstance(held, _Held):
                 answers.append(_search(held, shard, queries_QD if positions is None else queries_QD[positions], k))
             else:
@@ -238,7 +239,7 @@ class ShardSearcher:
         of = self._version(version)
         answers: list[ShardViews | Unanswered] = []
         for shard, ids in wanted.items():
-            held = self._opened(of, shard)
+            held = self._opened(of, shard, call)
             answers.append(ShardViews(shard, held.embedded.find(ids)) if isinstance(held, _Held) else held)
         self._finished += 1
         return answers
@@ -282,17 +283,18 @@ class ShardSearcher:
         with self._books:
             return self._versions.setdefault(version, of)
 
-    def _opened(self, of: _Version, shard: int) -> _Held | Unanswered:
+    def _opened(self, of: _Version, shard: int, call: str = "") -> _Held | Unanswered:
         key = of.keys[shard]
         held = self._held.get(key)
         if held is not None:
             return held
         if key not in self._damaged:
-            try:
-                return self._open(of, shard)
-            except MvrRayError as error:
-                log.error("shard damaged: index=%s shard=%d reason=%s", of.described.index, shard, error)
-                self._damaged[key] = str(error)
+            with logs.during(call.rpartition("/")[0]):
+                try:
+                    return self._open(of, shard)
+                except MvrRayError as error:
+                    log.error("shard damaged: index=%s shard=%d reason=%s", of.described.index, shard, error)
+                    self._damaged[key] = str(error)
         return Unanswered((shard,), "damaged", self._damaged[key])
 
     def _open(self, of: _Version, shard: int) -> _Held:

@@ -11,6 +11,8 @@ Ray, which spreads them.
 """
 
 import logging
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import placement
 from mvr_ray.distributed.failures import own_errors
@@ -49,7 +52,12 @@ class Seat(NamedTuple):
 
 
 class SeatedSearcher(ShardSearcher):
-    """A searcher that knows where it is."""
+    """A searcher that knows where it is, and whose log is read by machines."""
+
+    def __init__(self, task: SearcherTask) -> None:
+        logs.to_stderr()
+        super().__init__(task)
+        log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -62,6 +70,8 @@ class Groups(Protocol):
     placed: dict[int, list[Holding]]
     scatter: Scatter
     limit_bytes: int
+    changing: threading.Lock
+    """Held while a version is opened, so while `placed` says more than searchers hold."""
 
 
 def seats(cpus: float, gpus: float) -> dict[str, Seat]:
@@ -185,18 +195,20 @@ class Usher:
         number = nodes.index(leaves)
         began = time.monotonic()
         actor = new_searcher(self.task, self.resources, target)
-        versions = list(self.searchers.placed)
+        opened: set[int] = set()
         try:
             with own_errors("moving a searcher"):
-                self._opened(actor, [self.searchers.placed[version][group] for version in versions], target)
-        except (MvrRayError, RayError, KeyError) as error:
+                while (old := self._replaced(group, number, actor, opened)) is None:
+                    placed = dict(self.searchers.placed)
+                    self._opened(actor, [placed[version][group] for version in placed if version not in opened], target)
+                    opened |= placed.keys()
+        except (MvrRayError, RayError) as error:
             log.warning("searcher stays: group=%d node=%s reason=%s", group, leaves[:8], error)
             self._failed.add((group, target))
             ray.kill(actor)
             return False
         nodes[number] = target
-        old = self._replaced(group, number, actor)
-        for version in set(versions) - set(self.searchers.placed):  # dropped meanwhile
+        for version in opened - set(self.searchers.placed):  # dropped meanwhile
             actor.drop.options(concurrency_group="load").remote(version)
         log.info(
             "searcher moved: group=%d from=%s to=%s seconds=%.1f",
@@ -219,10 +231,15 @@ class Usher:
         ray.get(actor.open.options(concurrency_group="load").remote(list(holdings)), timeout=OPEN_TIMEOUT_S)
         ray.get(actor.canary.remote(), timeout=ANSWER_TIMEOUT_S)
 
-    def _replaced(self, group: int, number: int, actor: Any) -> Replica:
-        """From now on calls go to the new searcher; gives the old one."""
-        self.searchers.groups[group][number] = actor
-        return self.searchers.scatter.replace(group, number, actor)
+    def _replaced(self, group: int, number: int, actor: Any, opened: set[int]) -> Replica | None:
+        """From now on calls go to the new searcher; gives the old one. None where it has not `opened` every version:
+        others may have come while it opened those.
+        """
+        with self.searchers.changing:
+            if not opened or not opened.issuperset(self.searchers.placed):
+                return None
+            self.searchers.groups[group][number] = actor
+            return self.searchers.scatter.replace(group, number, actor)
 
 
 def _end(old: Replica) -> None:

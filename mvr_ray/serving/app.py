@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from mvr_ray import __version__
+from mvr_ray import __version__, logs
 from mvr_ray.errors import MvrRayError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import gate, wire
@@ -88,7 +88,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
         place: Place = request.state.place
 
         def timed(left_s: float) -> T:
-            with metrics.stage_s.labels("service").time():
+            with metrics.stage_s.labels("service").time(), logs.during(request.state.request_id):
                 return work(left_s)
 
         return await place.run(timed, own_s)
@@ -106,7 +106,7 @@ def create_app(service: SearchService, tokens: Tokens | None = None, metrics: Me
     async def explain(request: Request) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
         asked = await _body(request, ExplainRequest)
-        return await run(request, lambda _: service.explain(asked))
+        return await run(request, lambda left_s: service.explain(asked, left_s))
 
     @api.get("/v1/passages/{id:path}", responses=documented(404))
     async def passage(request: Request, id: str) -> PassageResponse:

@@ -63,7 +63,7 @@ def explaining(
 ) -> Call[Explanation]:
     fields = {"questions": questions, "passages": passages, "k": k, "version": version}
     request = wire.make(ExplainRequest, {**fields, "encoder_fingerprint": encoder_fingerprint})
-    return Call("POST", "/v1/explain", Explanation, lambda s, _: s.explain(request), request)
+    return Call("POST", "/v1/explain", Explanation, lambda s, left_s: s.explain(request, left_s), request)
 
 
 def reading(passage_id: str) -> Call[PassageResponse]:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.admission import Admission, Place
 from mvr_ray.serving.metrics import Metrics
@@ -53,10 +54,12 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._http(scope, receive, send)
+            request_id = _request_id(scope)
+            with logs.during(request_id):
+                await self._http(scope, receive, send, request_id)
 
-    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
-        began, request_id, status = time.perf_counter(), _request_id(scope), 500
+    async def _http(self, scope: Message, receive: Receive, send: Send, request_id: str) -> None:
+        began, status = time.perf_counter(), 500
         place: Place | None = None
 
         async def told(message: Message) -> None:

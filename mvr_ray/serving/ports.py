@@ -40,10 +40,11 @@ class Explainable(Searchable, Protocol):
 class Moving(Protocol):
     """What goes from version to version."""
 
-    def pinned(self, version: int | None = None) -> AbstractContextManager[Explainable]:
+    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> AbstractContextManager[Explainable]:
         """A router of one version (None: the one that is answered from now), that version's until the block ends.
 
-        Raises MissingInputError for a version that is not published.
+        Raises MissingInputError for a version that is not published, OverloadedError where another one than that which
+        is answered from is not open within `timeout_s`.
         """
         ...
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from mvr_ray import logs
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving import door
@@ -39,6 +40,8 @@ class SearchIngress:
         from mvr_ray.distributed.insight import Insight
         from mvr_ray.distributed.live import open_live
 
+        logs.to_stderr()
+        log.info("replica started: pid=%d", os.getpid())
         config = RunConfig.model_validate(run)
         self._held = ExitStack()
         timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None

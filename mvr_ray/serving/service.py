@@ -6,6 +6,7 @@ same process calls it as it is.
 Shapes: Q queries, D dimension.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,8 @@ from mvr_ray.types import Answer, Hit, Passage
 
 __all__ = ["FoundPassage", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
 
+log = logging.getLogger(__name__)
+
 SEARCH_SHARE = 0.9
 """Of a request's time; the rest is for texts and the way back, so that a partial answer is not cut off as late."""
 
@@ -80,9 +83,10 @@ class SearchService:
         vectors = [query for query in request.queries if not isinstance(query, str)]
         own_ms = self.limits.timeout_ms if request.timeout_ms is None else request.timeout_ms
         own_s, least = own_ms / 1000, request.min_coverage
-        left_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
-        with self._at(request.version) as router:
+        allowed_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
+        with self._at(request.version, allowed_s) as router:
             same_encoder(request.encoder_fingerprint, served(router))
+            left_s = allowed_s - (time.perf_counter() - began)
             answer = (
                 router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
                 if texts
@@ -99,19 +103,27 @@ class SearchService:
                 passages = router.passages(wanted)
                 spans = {i: router.view_spans(passages[i]) for i in wanted}
                 results = [[with_text(found, passages[found.id], spans[found.id]) for found in row] for row in results]
+        took_ms = 1000 * (time.perf_counter() - began)
+        log.info(
+            "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
+            *(answer.index, answer.version, len(request.queries), request.k),
+            *(answer.coverage_share, answer.exact.certified, took_ms),
+        )
         return SearchResponse(
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
             exact=Exact(**answer.exact._asdict()),
-            took_ms=round(1000 * (time.perf_counter() - began), 3),
+            took_ms=round(took_ms, 3),
             results=results,
         )
 
-    def explain(self, request: ExplainRequest) -> Explanation:
+    def explain(self, request: ExplainRequest, timeout_s: float | None = None) -> Explanation:
         """Every view of some passages with every question."""
-        with self._at(request.version) as router:
+        allowed_s = self.limits.timeout_ms / 1000
+        left_s = SEARCH_SHARE * (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
+        with self._at(request.version, left_s) as router:
             same_encoder(request.encoder_fingerprint, served(router))
             return explaining.explain(router, request, self.limits)
 
@@ -193,8 +205,8 @@ class SearchService:
         return served(self.router)
 
     @contextmanager
-    def _at(self, version: int | None) -> Iterator[Explainable]:
-        """The router of one version, for all that one request asks of it."""
+    def _at(self, version: int | None, timeout_s: float | None = None) -> Iterator[Explainable]:
+        """The router of one version, for all that one request asks of it; `timeout_s` to wait for that version."""
         if self.moving is None:
             of = served(self.router)
             if version not in (None, of.version):
@@ -209,7 +221,7 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(self.moving.pinned(version))
+                router = stack.enter_context(self.moving.pinned(version, timeout_s))
             except MissingInputError as error:
                 told, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None

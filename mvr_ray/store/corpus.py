@@ -7,6 +7,7 @@ A corpus is `corpus.json` and one part a shard. A part holds its passages in id 
 import bisect
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,11 +19,14 @@ import pyarrow as pa
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import layout
-from mvr_ray.store.files import Store, finished_file
+from mvr_ray.store.files import Store, finished_file, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
+_DIGESTS: dict[tuple[str, int, int, int], str] = {}
+"""sha256 of the part files that this process has read: encoding opens a corpus anew for every chunk of a part."""
+_READING = threading.Lock()
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 QUESTION_SCHEMA = pa.schema(
     [
@@ -174,6 +178,10 @@ class Corpus:
         return len(self.info.parts)
 
     def part(self, shard: int) -> CorpusPart:
+        """One part, whose file is read whole and compared with its digest when this process first opens it.
+
+        Raises StorageError for a file that is missing or cut short, DigestError for one with other bytes.
+        """
         if shard not in self._parts:
             info = self.info.parts[shard]
             path = self._part_path(info)
@@ -182,8 +190,16 @@ class Corpus:
                     f"part {shard} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); "
                     f"run `mvr-ray prepare CONFIG` again"
                 )
-            part = CorpusPart(self.store.local_path(path))
-            self._parts[shard] = part
+            local = self.store.local_path(path)
+            if not self.store.is_local and not _is_whole(local, info):
+                local.unlink(missing_ok=True)
+                local = self.store.local_path(path)
+            if not _is_whole(local, info):
+                raise DigestError(
+                    f"part {shard} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); "
+                    f"run `mvr-ray prepare CONFIG` again"
+                )
+            self._parts[shard] = CorpusPart(local)
         return self._parts[shard]
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
@@ -209,18 +225,34 @@ class Corpus:
         """Ids of the passages of each title, all in order. Reads the whole corpus once and keeps the ids."""
         return self._articles
 
-    def verify(self) -> None:
-        """DigestError naming the first part whose bytes are not those that were written."""
-        for shard, info in enumerate(self.info.parts):
+    def damaged(self) -> list[tuple[str, str]]:
+        """Path and reason of each part whose bytes in the store are not those that were written; all are read."""
+        found = []
+        for info in self.info.parts:
             path = self._part_path(info)
-            if self.store.size_bytes(path) != info.num_bytes or self.store.sha256(path) != info.sha256:
-                raise DigestError(
-                    f"part {shard} of corpus {self.name!r} is damaged ({self.store.where(path)}); "
-                    f"run `mvr-ray prepare CONFIG` again"
-                )
+            size = self.store.size_bytes(path)
+            if size < 0:
+                found.append((path, "is missing"))
+            elif size != info.num_bytes:
+                found.append((path, f"has {size} bytes, not {info.num_bytes}"))
+            elif self.store.sha256(path) != info.sha256:
+                found.append((path, f"has another sha256 than {info.sha256}"))
+        return found
 
     def _part_path(self, info: PartInfo) -> str:
         return f"{layout.corpus_dir(self.name)}/{info.file}"
+
+
+def _is_whole(path: Path, info: PartInfo) -> bool:
+    """Whether a part has its digest; read once in a process, and again where the file is another one since."""
+    if not path.is_file():
+        return False
+    stat = path.stat()
+    key = str(path.absolute()), stat.st_ino, stat.st_mtime_ns, stat.st_size
+    with _READING:
+        if key not in _DIGESTS:
+            _DIGESTS[key] = sha256_of(path)
+        return _DIGESTS[key] == info.sha256
 
 
 def write_passages(path: Path, passages: Iterable[Passage]) -> int:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store, sha256_of
 
@@ -153,10 +153,10 @@ class VerifyReport(NamedTuple):
     def require(self) -> None:
         """DigestError naming the first damaged file and its shard, if any."""
         if self.problems:
-            first = self.problems[0]
+            shard, path, reason = self.problems[0]
             raise DigestError(
-                f"{len(self.problems)} of {self.num_files} files damaged; first: {first.path} of shard {first.shard} "
-                f"{first.reason}; repair it: mvr-ray versions CONFIG repair"
+                f"{len(self.problems)} of {self.num_files} files damaged; first: {path} "
+                f"{f'of shard {shard} ' * (shard >= 0)}{reason}; repair it: mvr-ray versions CONFIG repair"
             )
 
 
@@ -268,20 +268,27 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _withdraw_if_torn(store: Store, published: Manifest) -> None:
-    """Files may go between the look at them and the manifest's creation, where a clock leaps and old work is collected.
-
-    Then what was live comes back as a further version, and ManifestError says so.
-    """
-    lost = _missing_files(store, published)
-    if not lost:
+    """Where files went since they were looked at, what was live comes back; ManifestError says so, or why not."""
+    if not (lost := _missing_files(store, published)):
         return
     index, parent = published.index, published.parent
-    back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version)) if parent else None
-    now = f"version {back.version} has version {parent}'s content again" if back else "no earlier version is there"
-    raise ManifestError(
+    torn = (
         f"index {index!r} version {published.version} lost {len(lost)} files while it was published (first: "
-        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs; {now}; run the same command again"
+        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs"
     )
+    if not parent:
+        raise ManifestError(f"{torn}; no earlier version is there; run the same command again")
+    try:
+        back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version))
+    except StorageError as error:
+        live = latest_version(store, index)
+        now = f"version {live} of another publisher is live" if live > published.version else "it is live, and torn"
+        raise ManifestError(
+            f"{torn}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
+            f"version {published.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
+        ) from error
+    now = f"version {back.version} has version {parent}'s content again"
+    raise ManifestError(f"{torn}; {now}; run the same command again")
 
 
 def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:

@@ -15,9 +15,17 @@ import pytest
 import ray
 from made import D, brute_force, made_index, made_views
 
+from mvr_ray.config import ServeConfig
 from mvr_ray.distributed.live import LiveRouter, open_live
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, ResourceError
+from mvr_ray.errors import (
+    CoverageError,
+    DamagedShardsError,
+    DigestError,
+    MissingInputError,
+    OverloadedError,
+    ResourceError,
+)
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.collect import collect
@@ -178,35 +186,156 @@ def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_pat
         assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
 
 
-def test_a_version_that_a_call_names_is_opened_beside_and_stays_until_another_is_named(tmp_path, run_over):
-    third = {i: {v: -x for v, x in own.items()} for i, own in FIRST.items()}
-    views = {1: FIRST, 2: SECOND, 3: third}
-    made = {number: made_index(tmp_path, views[number], SHARDS, parent=number - 1) for number in views}
+VIEWS = {
+    1: FIRST,
+    2: SECOND,
+    3: {i: {v: -x for v, x in own.items()} for i, own in FIRST.items()},
+    4: {i: {v: 2 * x for v, x in own.items()} for i, own in FIRST.items()},
+}
+
+
+def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_others_take_it(tmp_path, run_over):
+    made = {number: made_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
     with open_live(run_of(tmp_path, run_over), local=True) as live:
+        live.rest_s = 0
         searcher = live.searchers.searcher
 
         def holds(*numbers: int) -> bool:
             return searcher.health() == sorted({digest for number in numbers for digest in digests(made[number])})
 
-        with live.pinned(3) as router, live.pinned() as same:
-            assert router is same and holds(3)
-        for number, held in ((1, (1, 3)), (1, (1, 3)), (3, (1, 3)), (2, (2, 3))):
+        with live.pinned(4) as router, live.pinned() as same:
+            assert router is same and holds(4)
+        for number, held in ((1, (1, 4)), (1, (1, 4)), (4, (1, 4)), (2, (1, 2, 4)), (1, (1, 2, 4)), (3, (1, 3, 4))):
             with live.pinned(number) as router:
-                assert (router.manifest.version, live.manifest.version) == (number, 3)
-                assert answered(router, 0) == brute_force(views[number], QUERIES_QD[0], K)
-                assert answered(live, 0) == brute_force(third, QUERIES_QD[0], K)
+                assert (router.manifest.version, live.manifest.version) == (number, 4)
+                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+                assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
             assert holds(*held)
-        with live.pinned(2) as old, live.pinned(1):
-            assert holds(1, 2, 3)
-            assert answered(old, 1) == brute_force(SECOND, QUERIES_QD[1], K)
-        assert holds(1, 3)
-        for move, held in ((1, (1, 3)), (None, (3,)), (2, (2,))):
+        for move, held in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
             live.move_to(move)
-            with live.pinned(3 if move == 1 else None):
+            with live.pinned():
                 assert holds(*held)
-        with pytest.raises(MissingInputError, match="4"), live.pinned(4):
+        with pytest.raises(MissingInputError, match="5"), live.pinned(5):
             pass
-        assert answered(live, 2) == brute_force(SECOND, QUERIES_QD[2], K)
+        assert answered(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
+
+
+@pytest.mark.chaos("three versions named in turn beside the live one", "none is read twice; the third is told to wait")
+def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_ask_again(tmp_path, run_over):
+    made = {number: made_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        loaded, load = [], live.searchers.load
+        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        for number in (1, 2, 1, 2, 1, 2):
+            with live.pinned(number) as router:
+                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+        with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pinned(3):
+            pass
+        assert loaded == [1, 2]
+        with live.pinned(1), pytest.raises(OverloadedError) as told, live.pinned(3):
+            pass
+        assert 1 <= told.value.retry_after_s <= live.rest_s
+        live.rest_s = 0
+        with live.pinned(1), live.pinned(3) as third:  # one is in use: the other one goes
+            assert answered(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
+        assert loaded == [1, 2, 3]
+        held = {digest for number in (1, 3, 4) for digest in digests(made[number])}
+        assert live.searchers.searcher.health() == sorted(held)
+
+
+def test_a_guest_without_room_is_refused_with_the_numbers_and_gives_way_to_what_becomes_live(tmp_path, run_over):
+    made = {number: made_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in (1, 2, 3)}
+    second, added = made[2].shards[1].num_bytes, made[3].num_bytes
+    limit = added + made[1].num_bytes + second - 1
+    with open_live(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
+        with live.pinned(1):
+            pass
+        numbers = (
+            rf"needs {second:,} more, {limit + 1:,} in all; .* allows {limit:,}.*version 1\) was called .* ask again"
+        )
+        with pytest.raises(OverloadedError, match=numbers), live.pinned(2):
+            pass
+        with live.pinned(1):
+            pass
+        made_index(tmp_path, VIEWS[4], SHARDS, parent=3)
+        assert live.move_to() == 4
+        assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
+    small, refused = run_of(tmp_path, run_over, searcher_bytes=added), pytest.raises(ResourceError, match=f"{added:,}")
+    with open_live(small, local=True) as live, refused, live.pinned(1):
+        pass
+
+
+@pytest.mark.chaos(
+    "a guest version that takes long to open", "its callers wait no longer than they may; live ones go on"
+)
+def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not_all_of_them(tmp_path, run_over):
+    for number in (1, 2, 3):
+        made_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
+    run = run_of(tmp_path, run_over).model_copy(update={"serve": ServeConfig(max_running=4)})
+    with open_live(run, local=True) as live, ThreadPoolExecutor(4) as threads:
+        begun, opened, load = threading.Event(), threading.Event(), live.searchers.load
+
+        def slow(described: Manifest):
+            begun.set()
+            assert opened.wait(60)
+            return load(described)
+
+        def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
+            with live.pinned(version, timeout_s) as router:
+                return answered(router, 0)
+
+        live.searchers.load = slow
+        waits = [threads.submit(named, 1, 60), threads.submit(named, 2, 60)]
+        assert begun.wait(60)
+        while live._openings._waiting < 2:
+            threading.Event().wait(0.001)
+        with pytest.raises(OverloadedError, match="2 calls wait for versions already"):
+            named(1, 60)
+        for _ in range(20):
+            assert answered(live, 1) == brute_force(VIEWS[3], QUERIES_QD[1], K)
+        with pytest.raises(MissingInputError, match="no version 9"):
+            named(9, 60)
+        opened.set()
+        assert [one.result(60) for one in waits] == [brute_force(VIEWS[n], QUERIES_QD[0], K) for n in (1, 2)]
+
+
+def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, run_over):
+    for number in (1, 2):
+        made_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        opened, loaded, load = threading.Event(), [], live.searchers.load
+
+        def slow(described: Manifest):
+            loaded.append(described.version)
+            assert opened.wait(60)
+            return load(described)
+
+        live.searchers.load = slow
+        for _ in range(3):
+            told = "version 1 is not open yet: version 1 is being opened"
+            with pytest.raises(OverloadedError, match=told), live.pinned(1, 0.01):
+                pass
+        opened.set()
+        with live.pinned(1, 60) as router:
+            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert loaded == [1]
+
+
+def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path, run_over):
+    first = made_index(tmp_path, FIRST, SHARDS)
+    made_index(tmp_path, SECOND, SHARDS, parent=1)
+    file = damage(tmp_path, first.shards[1].digest)
+    with open_live(run_of(tmp_path, run_over), local=True) as live:
+        loaded, load = [], live.searchers.load
+        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        for _ in range(3):
+            with pytest.raises(DigestError, match=re.escape(str(file))), live.pinned(1):
+                pass
+        assert loaded == [1]
+        file.with_suffix(".whole").replace(file)
+        live._openings.rest_s = 0
+        with live.pinned(1) as router:
+            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
 
 
 def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):

@@ -9,13 +9,17 @@ import yaml
 from made import made_index, made_views
 
 from mvr_ray.cli import main
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.repair import repair
 from mvr_ray.errors import DigestError, ManifestError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.collect import collect
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.versions import verify
 
 INT8 = IndexParams(scan="int8")
 IVF = IndexParams(kind="faiss", factory="IVF2,Flat")
@@ -150,6 +154,27 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
     }
     with pytest.raises(DigestError, match="first: moved queries of index 'made' version 2"):
         report.require()
+
+
+def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    store, source = Store(str(tmp_path / "store")), tmp_path / "p.jsonl"
+    described = made_index(tmp_path / "store", made_views(9, 3), 2)
+    source.write_text("".join(f'{{"id": "p{i:03d}", "title": "t", "text": "body {i}"}}\n' for i in range(9)))
+    prepare(PrepareConfig(sources=[SourceConfig(path=str(source))], num_shards=2), store)
+    corpus = Corpus.open(store, "corpus")
+    own = {"corpus": "corpus", "corpus_digest": corpus.digest}
+    published = manifest.publish(store, dataclasses.replace(described, parent=1, **own))
+    assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
+    assert verify(store, published).problems == []
+    file = tmp_path / "store" / layout.corpus_dir("corpus") / corpus.info.parts[1].file
+    file.write_bytes(file.read_bytes().replace(b"body", b"bodi", 1))
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "made"}}))
+    with pytest.raises(SystemExit) as ended:
+        main(["versions", str(run_file), "verify"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 1
+    assert file.name in shown.out + shown.err and "mvr-ray prepare CONFIG" in shown.out + shown.err
 
 
 def test_the_command_names_repairs_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

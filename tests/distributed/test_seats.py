@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
 
 from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.distributed.placement import Move
 from mvr_ray.distributed.router import searcher_task
 from mvr_ray.distributed.seats import Seat, Usher, seated
 from mvr_ray.errors import CoverageError
@@ -181,3 +182,35 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
     assert asking.wrong == []
     figures = f"{len(came)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
     record_property("figures", figures)
+
+
+class Interrupted(Usher):
+    """Something happens while the new searcher has just opened what there was."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def _opened(self, actor, holdings, target) -> None:
+        super()._opened(actor, holdings, target)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+
+@pytest.mark.ray
+def test_a_version_that_is_opened_while_a_searcher_moves_is_open_on_the_new_one(tmp_path: Path, run_over, ray_session):
+    other = {i: {v: -x for v, x in own.items()} for i, own in VIEWS.items()}
+    described = made_index(tmp_path, VIEWS, 3)
+    run = run_over(tmp_path, index={"name": "made"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
+    with open_live(run, 1, canary_s=3600) as live:
+        usher = Interrupted(live.searchers, searcher_task(run, described, local=False), run.resources)
+        second = made_index(tmp_path, other, 3, parent=1)
+        usher.meanwhile = live.move_to
+        [here] = {node for node, _ in places(live).values()}
+        before = places(live)[0]
+        assert usher._moved(Move(0, here, here), [here])
+        assert live.following.version == 2 and places(live)[0] != before
+        own = [entry.digest for entry in second.shards if entry.shard in live.searchers.placed[2][0].shards]
+        [moved] = live.searchers.groups[0]
+        assert ray.get(moved.health.remote()) == sorted(own)  # before a search could have had it opened
+        answer = live.search(QUERIES_QD, K)
+        hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
+        assert hits == [brute_force(other, query_D, K) for query_D in QUERIES_QD]

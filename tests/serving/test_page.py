@@ -62,7 +62,7 @@ class Moving:
         self.live = live
 
     @contextmanager
-    def pinned(self, version: int | None = None) -> Iterator[Library]:
+    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[Library]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield Named(2) if version == 2 else self.live

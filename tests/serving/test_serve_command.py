@@ -1,7 +1,9 @@
 """`mvr-ray serve` as a process: it answers, and ends when it is told to, once or twice."""
 
+import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +12,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import ray
@@ -58,6 +62,63 @@ def asked_at_once(address: str, times: int) -> list[str]:
         return list(threads.map(asked, range(times)))
 
 
+def logged() -> list[dict[str, str]]:
+    """What serving processes of this Ray session have logged."""
+    folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()) / "logs"
+    lines = [line for file in sorted(folder.glob("worker-*.err")) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith('{"time": ')]
+
+
+def births(lines: list[dict[str, str]]) -> list[str]:
+    return [line["message"] for line in lines if line["message"].startswith(("replica started", "searcher started"))]
+
+
+ASKED = b'{"queries": ["What was the oil crisis?"], "k": 2'
+SEARCH, ZEROS = "/v1/search", ", ".join(384 * ["0"])
+BAD = {
+    "wrong dimension": (SEARCH, b'{"queries": [[1, 2]]}', "422 wrong_dimension"),
+    "NaN": (SEARCH, b'{"queries": [[NaN, 1]]}', "422 not_finite"),
+    "infinity": (SEARCH, b'{"queries": [[1e999, 1]]}', "422 not_finite"),
+    "zero vector": (SEARCH, f'{{"queries": [[{ZEROS}]]}}'.encode(), "422 zero_vector"),
+    "too large for float32": (SEARCH, f'{{"queries": [[1e300{ZEROS[1:]}]]}}'.encode(), "422 not_finite"),
+    "empty batch": (SEARCH, b'{"queries": []}', "422 wrong_value"),
+    "k of 0": (SEARCH, b'{"queries": ["x"], "k": 0}', "422 k_out_of_range"),
+    "k beyond": (SEARCH, b'{"queries": ["x"], "k": 1000000000000000000000}', "422 k_out_of_range"),
+    "1 MB of text": (SEARCH, b'{"queries": ["' + b"oil " * 250_000 + b'"]}', "422 query_too_long"),
+    "invalid UTF-8": (SEARCH, b'{"queries": ["\xff\xfe"]}', "422 not_json"),
+    "unknown version": (SEARCH, ASKED + b', "version": 99}', "404 unknown_version"),
+    "a path in an id": ("/v1/passages/%2E%2E%2F%2E%2E%2Fetc%2Fpasswd", None, "404 unknown_passage"),
+    "a path in the path": ("/v1/passages/../../../etc/passwd", None, "404 unknown_passage"),
+    "no token": (SEARCH, ASKED + b"}", "401 no_token"),
+    "wrong token": (SEARCH, ASKED + b"}", "401 wrong_token"),
+}
+"""Path, body and the answer. The bytes go as they are."""
+
+
+def turned_away(port: int, case: str) -> str:
+    path, body, _ = BAD[case]
+    headers = {"content-type": "application/json", "x-request-id": f"bad-{case.replace(' ', '-')}"}
+    if case != "no token":
+        headers["authorization"] = "Bearer nobody" if case == "wrong token" else f"Bearer {ADMIN}"
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST" if body else "GET", path, body, headers)
+        reply = connection.getresponse()
+        return f"{reply.status} {json.loads(reply.read())['error']['code']}"
+    finally:
+        connection.close()
+
+
+@contextmanager
+def ended(server: subprocess.Popen[str]) -> Iterator[None]:
+    """What fails in the block fails the test, and does not leave it waiting for the server."""
+    try:
+        yield
+    except BaseException:
+        server.kill()
+        raise
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -74,8 +135,8 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
     file.write_text(yaml.safe_dump(run_over(small_index, serve={"port": port}).model_dump(mode="json")))
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
     command = [sys.executable, "-c", COMMAND, "serve", str(file)]
-    said = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    said, before = [], births(logged())
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server, ended(server):
         for line in server.stderr:
             said.append(line)
             if line.startswith("serving on"):
@@ -85,11 +146,28 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             answer = client.search(["What was the oil crisis?"], k=2)
             assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
             assert client.versions().serving == 1 and client.ready().ready
+        began = births(logged())
+        assert [line.split(":")[0] for line in began[len(before) :]].count("replica started") == 1
+        assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
         told = asked_at_once(address, 4 * proxy_waiting)
         with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
             stranger.search(["What was the oil crisis?"])
         with pytest.raises(urllib.error.HTTPError, match="413"):
             urllib.request.urlopen(unmeasured(f"{address}/v1/search", 33_000_000), timeout=60)
+        with Client(address, token=ADMIN, timeout_s=60) as client:
+            assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
+        lines = logged()
+        assert sorted(births(lines)) == sorted(began), "bad input has ended a replica or a searcher"
+        assert len(began) > len(before) + 1
+        by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
+        line = by_request["bad-unknown-version"]
+        assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.gate")
+        assert re.match(
+            r"request: id=bad-unknown-version method=POST route=/v1/search status=404 took_ms=", line["message"]
+        )
+        searched = [line for line in lines if line["message"].startswith("searched: index=")]
+        assert searched and all(by_request[line["request"]]["message"].count("status=200") for line in searched)
+        assert not any(ADMIN in str(line) for line in lines)
         with pytest.raises(ConfigError, match=rf"listens on 127\.0\.0\.1:{port} already"):
             deploy(run_over(small_index, serve={"port": free_port()}))
         server.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
+from mvr_ray.store import corpus as corpus_module
 from mvr_ray.store import layout
 from mvr_ray.store.corpus import (
     BATCH_ROWS,
@@ -126,13 +127,45 @@ def test_a_corpus_holds_every_passage_in_the_shard_of_its_id(corpus: Corpus):
     assert corpus.articles()["t2"] == sorted(str(i) for i in range(2, 50, 3))
 
 
+@pytest.mark.chaos("a byte flipped in a passage's text", "refused with its file, never shown")
+def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
+    path = f"{layout.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
+    whole = corpus.store.read_bytes(path)
+    at = whole.index(b"body ") + 1
+    corpus.part(1)
+    corpus.store.write_bytes(path, whole[:at] + b"u" + whole[at + 1 :])
+    again = Corpus.open(corpus.store, "corpus")
+    with pytest.raises(DigestError, match=r"part 1 of corpus 'corpus' is damaged .*mvr-ray prepare CONFIG"):
+        again.part(1)
+    with pytest.raises(DigestError):
+        again.get([str(i) for i in range(50)])
+    assert [bad for bad, _ in again.damaged()] == [path]
+    corpus.store.write_bytes(path, whole)
+    assert Corpus.open(corpus.store, "corpus").part(1).ids() == corpus.part(1).ids()
+
+
+def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(corpus: Corpus, monkeypatch):
+    read = []
+
+    def file(path):
+        return path, path.stat().st_ino, path.stat().st_mtime_ns
+
+    sha256_of = corpus_module.sha256_of
+    monkeypatch.setattr(corpus_module, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
+    monkeypatch.setattr(corpus_module, "_DIGESTS", {})
+    for _ in range(5):
+        opened = Corpus.open(corpus.store, "corpus")
+        assert sum(len(opened.part(shard)) for shard in range(3)) == 50
+    assert len(read) == len(set(read)), "copies of what is very young in an object store are fetched anew"
+    assert not corpus.store.is_local or len(read) == 3
+
+
 def test_damage_is_named(corpus: Corpus):
-    corpus.verify()
+    assert corpus.damaged() == []
     path = f"{layout.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
     data = corpus.store.read_bytes(path)
     corpus.store.write_bytes(path, data[:-1] + b"X")
-    with pytest.raises(DigestError, match="part 1 of corpus 'corpus'"):
-        corpus.verify()
+    assert corpus.damaged() == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
     corpus.store.write_bytes(path, data[:-1])
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)

@@ -244,3 +244,43 @@ def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(
     assert collect(store, "i", keep=1, grace_s=3600) == [], "a clock that leaps back makes nothing old"
     told = f"version 2 torn, version {live.version} is version 1 again, version {again.version} is the new one whole"
     record_property("figures", told)
+
+
+@pytest.mark.chaos(
+    "files lost while publishing, and another publisher takes the next number",
+    "the publisher is told that its own version is torn, and that the other one is live",
+)
+@pytest.mark.parametrize("other", ["publishes", "cannot be followed"])
+def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
+    store, tmp_path, monkeypatch, record_property, other
+):
+    old = make_shard(store, tmp_path / "old", b"old")
+    manifest.publish(store, describe([old]))
+    entry = make_shard(store, tmp_path / "new", b"new")
+    create = Store.create_once
+
+    def torn(self, path, data):
+        monkeypatch.setattr(Store, "create_once", create)
+        create(self, path, data)
+        store.delete_dir(layout.shard_dir("i", entry.digest))
+        if other == "publishes":
+            third = manifest.publish(store, describe([make_shard(store, tmp_path / "third", b"third")], parent=2))
+            assert third.version == 3
+        else:
+            store.delete_dir(layout.shard_dir("i", old.digest))
+
+    monkeypatch.setattr(Store, "create_once", torn)
+    lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
+    if other == "publishes":
+        told = (
+            lost + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
+        )
+    else:
+        told = lost + r"\(.*\d of \d files missing.*\); it is live, and torn\. "
+    with pytest.raises(ManifestError, match=told) as refused:
+        manifest.publish(store, describe([entry], parent=1))
+    assert not isinstance(refused.value, PublishConflictError)
+    assert manifest.verify(store, manifest.read(store, "i", 2)).problems
+    if other == "publishes":
+        assert manifest.verify(store, manifest.read(store, "i")).problems == []
+    record_property("figures", str(refused.value)[:120])

@@ -1,0 +1,75 @@
+"""Log lines of processes that serve: one JSON object each, with the request that it was written for."""
+
+import io
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from mvr_ray import logs
+from mvr_ray.distributed.coalesce import Coalescing
+from mvr_ray.distributed.searchers import Gathered
+
+
+@pytest.fixture
+def written():
+    """A logger under the package's, and what it wrote."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logs.JsonLines())
+    log = logging.getLogger("mvr_ray.tested")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield log, lambda: [json.loads(line) for line in text.getvalue().splitlines()]
+    log.removeHandler(handler)
+
+
+def test_a_line_is_one_object_with_its_request_whatever_the_message_holds(written):
+    log, lines = written
+    log.info("before: n=%d", 1)
+    with logs.during("r1"):
+        log.warning('two lines:\n"quoted" %s', "\udcff")
+        with logs.during("r2"):
+            try:
+                raise ValueError("broken")
+            except ValueError:
+                log.exception("within")
+        log.info("after")
+    told = lines()
+    assert [line.get("request") for line in told] == [None, "r1", "r2", "r1"]
+    assert [line["level"] for line in told] == ["INFO", "WARNING", "ERROR", "INFO"]
+    assert told[1]["message"] == 'two lines:\n"quoted" \udcff'
+    assert "ValueError: broken" in told[2]["exception"]
+    assert all(line["logger"] == "mvr_ray.tested" and line["time"].endswith("+00:00") for line in told)
+
+
+def test_searches_that_go_together_are_the_first_ones_request():
+    asked, runs, goes_on = [], threading.Event(), threading.Event()
+
+    class Fleet:
+        def ask(self, queries_QD, k, asked_of, timeout_s, hear=None):
+            asked.append(logs.request_id())
+            runs.set()
+            assert goes_on.wait(30)
+            return Gathered([], [])
+
+    fleet = Coalescing(Fleet(), at_once=1)
+
+    def ask(request: str) -> None:
+        with logs.during(request):
+            fleet.ask(np.zeros((1, 2), np.float32), 1, {0: None}, 60)
+
+    threads = [threading.Thread(target=ask, args=("r1",))]
+    threads[0].start()
+    assert runs.wait(30)
+    for request in ("r2", "r3"):
+        threads.append(threading.Thread(target=ask, args=(request,)))
+        threads[-1].start()
+        while fleet.searches < len(threads) or len(fleet._line) < len(threads) - 1:
+            threading.Event().wait(0.001)
+    goes_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert asked == ["r1", "r2"]
