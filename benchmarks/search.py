@@ -214,8 +214,8 @@ def main(passages: int) -> None:
         **{f"memory, {threads} thread(s), GB/s": value / 1e9 for threads, value in bandwidth.items()},
         **{f"matrix rate, {threads} thread(s), GFLOP/s": value / 1e9 for threads, value in rate.items()},
         **{
-            f"matrix rate of bfloat16 tiles, {threads} thread(s), GFLOP/s": value / 1e9 if value else "no AMX"
-            for threads, value in tiles.items()
+            f"matrix rate of bfloat16, {threads} thread(s), GFLOP/s": value / 1e9 if value else "no such products"
+            for threads, value in short.items()
         },
     }
     write(part)
