@@ -1,6 +1,7 @@
 """What is shipped for clusters: Ray takes the files of `ray up` and of Serve, and the Kubernetes ones hold together.
 
-KubeRay's field names are those of its API reference, v1 (docs/reference/api.md of ray-project/kuberay).
+KubeRay's own field names are those of its API reference, v1 (docs/reference/api.md of ray-project/kuberay); the pods
+are checked against the schemas of Kubernetes.
 """
 
 import copy
@@ -11,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -44,12 +46,9 @@ FIELDS = {
         *("version", "env", "envFrom", "volumeMounts"),
     },
     "service": {"serveService", "upgradeStrategy", "serveConfigV2", "rayClusterConfig", "excludeHeadPodFromServeSvc"},
-    "pod": {
-        *("serviceAccountName", "containers", "volumes", "nodeSelector", "tolerations"),
-        *("terminationGracePeriodSeconds", "initContainers", "affinity"),
-    },
-    "container": {"name", "image", "ports", "resources", "env", "envFrom", "volumeMounts", "command", "args"},
 }
+KUBERNETES = ("1.30", "1.34")
+"""The pods are checked against the schemas of these."""
 CPU, MEMORY = re.compile(r"\d+m?|\d+\.\d+"), re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti)")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
@@ -136,11 +135,25 @@ def test_the_kubernetes_files_use_fields_that_kuberay_has(described: dict[str, A
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
 
 
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_pods_are_what_kubernetes_takes_and_a_word_misspelt_is_not(described: dict[str, Any], version: str) -> None:
+    spec = spec_of(described)
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        template = {"metadata": {}, **group["template"]}
+        assert set(template) == {"metadata", "spec"}
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        kubernetes_validate.validate(pod, version, strict=True)
+        [container] = pod["spec"]["containers"]
+        for wrong in ({"imagePullPolice": "Always"}, {"ports": [{"containerPort": "http"}]}, {"env": {"A": "b"}}):
+            broken = {**pod, "spec": {**pod["spec"], "containers": [{**container, **wrong}]}}
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(broken, version, strict=True)
+
+
 def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(described: dict[str, Any]) -> None:
     for pod in pods(spec_of(described)):
-        assert set(pod) <= FIELDS["pod"]
         [container] = pod["containers"]
-        assert set(container) <= FIELDS["container"] and NAME.fullmatch(container["name"])
+        assert NAME.fullmatch(container["name"])
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits == requests, "a pod that may use more than it asks for is the first to be killed"
         assert CPU.fullmatch(limits["cpu"]) and MEMORY.fullmatch(limits["memory"])
