@@ -15,15 +15,13 @@ from mvr_ray.distributed.searchers import Gathered
 
 @pytest.fixture
 def written():
-    """A logger under the package's, and what it wrote."""
+    """A logger of the package's name, on its own, and what it wrote; not every message may be in a report."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logs.JsonLines())
-    log = logging.getLogger("mvr_ray.tested")
+    log = logging.Logger("mvr_ray.tested", logging.INFO)
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield log, lambda: [json.loads(line) for line in text.getvalue().splitlines()]
-    log.removeHandler(handler)
+    return log, lambda: [json.loads(line) for line in text.getvalue().splitlines()]
 
 
 def test_a_line_is_one_object_with_its_request_whatever_the_message_holds(written):
