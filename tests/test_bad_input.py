@@ -225,7 +225,7 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(said: Said, conf
     status, _, message = said("versions", config, "verify")
     assert (status, message) == (
         1,
-        f"mvr-ray: 1 of 2 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
+        f"mvr-ray: 1 of 4 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
         f"mvr-ray versions CONFIG repair",
     )
 
