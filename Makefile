@@ -27,7 +27,7 @@ test: $(STAMP) check
 
 # Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
 chaos: $(STAMP)
-	$(BIN)/pytest -m 'chaos or nodes' --fault-table benchmarks/results/faults.md $(ARGS)
+	$(BIN)/pytest -m 'chaos or nodes' --fault-table=benchmarks/results/faults.md $(ARGS)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)
