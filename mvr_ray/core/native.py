@@ -33,6 +33,7 @@ Shapes: Q queries, P passages of a step, N vectors, D dimension, K best lower bo
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ from numpy.typing import NDArray
 from mvr_ray.core.kernels import Coarse, Survivors
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
-LIBRARY = "mvr_ray.core._scan"
+log = logging.getLogger(__name__)
+
+LIBRARY, INTERFACE = "mvr_ray.core._scan", 1
 KINDS = {"float32": 0, "float16": 1, "int8": 2}
 STEP = 16384
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
@@ -69,14 +72,23 @@ class _Search(ctypes.Structure):
     )
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled loops, or None where they were not built or this processor cannot run them."""
-    found = importlib.util.find_spec(LIBRARY)
+def opened(name: str, interface: int) -> ctypes.CDLL | None:
+    """The compiled module of this name; None where it was not built, or from sources of another interface."""
+    found = importlib.util.find_spec(name)
     if found is None or not found.origin:
         return None
     loops = ctypes.CDLL(found.origin)
-    if not loops.mvr_supported():
+    if (told := getattr(loops, "mvr_interface", None)) is not None and told() == interface:
+        return loops
+    log.warning("%s was built from other sources and is not used; install the package again to build it anew", name)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops, or None where they were not built or this processor cannot run them."""
+    loops = opened(LIBRARY, INTERFACE)
+    if loops is None or not loops.mvr_supported():
         return None
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, whole, at, at]

@@ -10,7 +10,6 @@ Shapes: N vectors, Q partners, M vectors that move, D dimension.
 
 import ctypes
 import functools
-import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from mvr_ray.core import native
 from mvr_ray.core.pseudo_labels import LabelMatrices
 from mvr_ray.types import FloatArray, IntArray
 
-LIBRARY = "mvr_ray.core._step"
+LIBRARY, INTERFACE = "mvr_ray.core._step", 1
 LANES = 16  # as in step.c
 KINDS = {"float32": 0, "float16": 1}
 ROWS_AT_ONCE = 1024  # a thread takes the next so many when it is done with its own
@@ -42,9 +41,8 @@ class _Labels(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled loop, or None where it was not built."""
-    found = importlib.util.find_spec(LIBRARY)
-    loop = ctypes.CDLL(found.origin) if found is not None and found.origin else None
-    if loop is None or not hasattr(loop, "mvr_step"):
+    loop = native.opened(LIBRARY, INTERFACE)
+    if loop is None:
         return None
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     loop.mvr_step.argtypes = [whole, at, at, whole, at, at, long, long, ctypes.c_float, at, at, at]

@@ -723,3 +723,6 @@ int mvr_supported(void) { return 0; }
 int mvr_short(void) { return 0; }
 int mvr_tiles(void) { return 0; }
 #endif
+
+/* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
+int mvr_interface(void) { return 1; }

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core import native
+from mvr_ray.core import native, native_step
 from mvr_ray.core.codes import decode, encode
 from mvr_ray.core.exact import BlockTable, Pairs
 from mvr_ray.core.scan import Scan, score_error
@@ -218,6 +218,16 @@ def test_a_thread_that_flushes_small_numbers_changes_no_byte(shard, queries):
         assert as_bytes(index.search(queries(2, 3), 7)) == plain
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("module", [native, native_step])
+def test_loops_that_were_built_from_other_sources_are_not_called(module, monkeypatch, caplog):
+    """A checkout that went on without being installed again."""
+    if module.library() is None:
+        pytest.skip("not compiled")
+    monkeypatch.setattr(module, "INTERFACE", module.INTERFACE + 1)
+    assert module.library.__wrapped__() is None
+    assert f"{module.LIBRARY} was built from other sources and is not used; install the package again" in caplog.text
 
 
 def test_without_the_compiled_loops_the_answers_are_the_same(shard, queries, tmp_path):
