@@ -1,6 +1,7 @@
 """Stores of every kind: a folder, a file system reached as object stores are, and an S3 server in this process."""
 
-import importlib.util
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,15 +11,13 @@ import pytest
 
 from mvr_ray.store.files import Store
 
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests here can import the modules beside them
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> ModuleType:
-    """The module beside this file, which cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("s3_server", Path(__file__).with_name("s3_server.py"))
-    assert spec and spec.loader
-    server = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(server)
-    return server
+    """The module beside this file."""
+    return importlib.import_module("s3_server")
 
 
 @pytest.fixture(params=["folder", "objects", "s3"])

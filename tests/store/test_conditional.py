@@ -13,12 +13,13 @@ from typing import Any
 
 import pyarrow.fs
 import pytest
+from drafts import describe, make_shard
 
 from mvr_ray.errors import ManifestError, PublishConflictError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.conditional import Keys, conditional_puts, signed
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardMeta
+from mvr_ray.store.manifest import Manifest
 
 Serve = Callable[..., Any]
 
@@ -46,22 +47,7 @@ def serve(s3_server: ModuleType) -> Serve:
 
 def draft(store: Store, folder: Path) -> Manifest:
     """A manifest of one shard, not yet published."""
-    folder.mkdir()
-    (folder / layout.EMBEDDINGS).write_bytes(b"content")
-    return Manifest(
-        index="i",
-        operation="index",
-        encoder_name="encoder",
-        encoder_fingerprint="f" * 16,
-        similarity="cosine",
-        num_views=8,
-        dimension=4,
-        dtype="fp16",
-        corpus="corpus",
-        corpus_digest="c" * 32,
-        index_params={"kind": "flat"},
-        shards=(manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5)),),
-    )
+    return describe([make_shard(store, folder, b"content")])
 
 
 def of_manifests(script: Any) -> list[int]:

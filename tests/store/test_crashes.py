@@ -18,35 +18,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from drafts import describe, finished
 
 from mvr_ray.errors import StorageError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 
-FIRST = Manifest(
-    index="i",
-    operation="index",
-    encoder_name="encoder",
-    encoder_fingerprint="f" * 16,
-    similarity="cosine",
-    num_views=8,
-    dimension=4,
-    dtype="fp16",
-    corpus="corpus",
-    corpus_digest="c" * 32,
-    index_params={"kind": "flat"},
-    shards=(),
-    config_digest="old",
-)
-
-
-def finished(folder: Path, content: bytes) -> Path:
-    """A shard as its builder leaves it."""
-    folder.mkdir(parents=True)
-    (folder / layout.EMBEDDINGS).write_bytes(content)
-    (folder / "index.bin").write_bytes(content[::-1])
-    return folder
+FIRST = replace(describe([]), config_digest="old")
 
 
 def published(store: Store, folder: Path) -> Manifest:

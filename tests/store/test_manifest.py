@@ -8,37 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from drafts import describe, make_shard
 
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.collect import collect
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
-
-
-def make_shard(store: Store, folder: Path, content: bytes, shard: int = 0) -> ShardEntry:
-    folder.mkdir(parents=True)
-    (folder / layout.EMBEDDINGS).write_bytes(content)
-    (folder / "index.bin").write_bytes(content[::-1])
-    return manifest.add_shard(store, "i", folder, ShardMeta(shard, 2, 5))
-
-
-def describe(shards: list[ShardEntry], parent: int = 0) -> Manifest:
-    return Manifest(
-        index="i",
-        operation="index",
-        encoder_name="encoder",
-        encoder_fingerprint="f" * 16,
-        similarity="cosine",
-        num_views=8,
-        dimension=4,
-        dtype="fp16",
-        corpus="corpus",
-        corpus_digest="c" * 32,
-        index_params={"kind": "flat"},
-        shards=tuple(shards),
-        parent=parent,
-    )
+from mvr_ray.store.manifest import Manifest, ShardEntry
 
 
 @pytest.fixture
