@@ -383,7 +383,7 @@ def open_live(
         opened = partial(
             LiveRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, coalesce=coalesce
         )
-        live = opened(store, described, searchers, waits=run.serve.max_running // 2)
+        live = opened(store, described, searchers, waits=max(run.serve.max_running // 2, 1))
         try:
             live.ready()
         except StorageError as error:
