@@ -28,10 +28,13 @@ class NumberedHits(NamedTuple):
     kth_Q: FloatArray
 
 
-def merge_numbered(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> NumberedHits:
+def merge_numbered(
+    per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf, *, in_id_order: bool = True
+) -> NumberedHits:
     """The best k of all shards for each query: score descending, passage id ascending.
 
-    `per_shard` holds the number of each shard's first passage, and its hits.
+    `per_shard` holds the number of each shard's first passage, and its hits; not `in_id_order` where it holds several
+    shards' hits as one list, whose rows of equal score then stand in any order.
     """
     checked_k(k)
     sizes = {len(hits.rows_QK) for _, hits in per_shard}
@@ -47,7 +50,7 @@ def merge_numbered(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: I
         score_QM = np.pad(score_QM, wider, constant_values=-np.inf)
         passage_QM, view_QM = (np.pad(column_QM, wider, constant_values=-1) for column_QM in (passage_QM, view_QM))
     order_QM = np.argsort(-score_QM, axis=1, kind="stable")  # each shard's list is a sorted run: little is left to do
-    if len(per_shard) > 1:
+    if len(per_shard) > 1 or not in_id_order:
         sorted_QM = np.take_along_axis(score_QM, order_QM[:, : k + 1], axis=1)
         tied_Q = ((sorted_QM[:, 1:] == sorted_QM[:, :-1]) & (sorted_QM[:, 1:] > -np.inf)).any(axis=1)
         for query in np.flatnonzero(tied_Q):

@@ -11,7 +11,8 @@ placed already stays, unless a holder is over its bound or a newcomer is preferr
 
     nothing changes           nothing moves
     a holder goes             its shards move, and no other: every share grows
-    a holder comes            a shard moves to it, or away from a holder that is now over its bound
+    a holder comes            a shard moves to it; away from a holder that is now over its bound too, as long as
+                              newcomers (who keep nothing yet) have room
     one replica (R = 1)       the bound always holds: were there no room for a shard of x <= b bytes anywhere, the
                               holders would keep more than sum ((1 + slack) share + b - x) >= T bytes together
     several                   the least preferred copy gives way where later copies would find no room; where they find
@@ -63,23 +64,28 @@ def place(
         shard: sorted(weights, key=lambda holder: (-preference(shard, holder, weights[holder]), holder))
         for shard in order
     }
-    load = dict.fromkeys(weights, 0)
-    kept: dict[int, list[str]] = {}
+    kept = {
+        shard: [holder for holder in choices[shard] if holder in (before or {}).get(shard, ())][:copies]
+        for shard in order
+    }
+    load = _loads(kept, shard_bytes, weights)
     for shard in order:
-        stay = [holder for holder in choices[shard] if holder in (before or {}).get(shard, ())][:copies]
-        kept[shard] = [holder for holder in stay if load[holder] + shard_bytes[shard] <= limits[holder]]
-        for holder in kept[shard]:
-            load[holder] += shard_bytes[shard]
-    if before:
-        for shard in order:
+        if any(load[holder] > limits[holder] for holder in kept[shard]):
             _give_to_newcomers(shard, shard_bytes[shard], choices[shard][:copies], kept[shard], newcomers, load, limits)
+    displaced = _displaced(order, kept, shard_bytes, limits)
+    load = _loads(kept, shard_bytes, weights)
     later = _Later(sum(shard_bytes.values()), sum(shard_bytes[s] * (copies - len(kept[s])) for s in order))
     for shard in order:
         size, missing = shard_bytes[shard], copies - len(kept[shard])
         later = _Later(later.num_bytes - size, later.demand - size * missing)
-        for holder in _filling(size, missing, [h for h in choices[shard] if h not in kept[shard]], load, limits, later):
+        free = [holder for holder in choices[shard] if holder not in kept[shard]]
+        if shard in displaced:
+            free.sort(key=lambda holder: holder not in newcomers)
+        for holder in _filling(size, missing, free, load, limits, later):
             kept[shard].append(holder)
             load[holder] += size
+    for shard in order if before else []:
+        _give_to_newcomers(shard, shard_bytes[shard], choices[shard][:copies], kept[shard], newcomers, load, limits)
     return {shard: tuple(h for h in choices[shard] if h in kept[shard]) for shard in sorted(shard_bytes)}
 
 
@@ -117,6 +123,31 @@ def moves(before: Mapping[int, tuple[str, ...]], after: Mapping[int, tuple[str, 
         left = [holder for holder in before.get(shard, ()) if holder not in after[shard]]
         come = [holder for holder in after[shard] if holder not in before.get(shard, ())]
         found += [Move(shard, left[n] if n < len(left) else None, holder) for n, holder in enumerate(come)]
+    return found
+
+
+def _loads(
+    kept: Mapping[int, list[str]], shard_bytes: Mapping[int, int], weights: Mapping[str, float]
+) -> dict[str, int]:
+    load = dict.fromkeys(weights, 0)
+    for shard, holders in kept.items():
+        for holder in holders:
+            load[holder] += shard_bytes[shard]
+    return load
+
+
+def _displaced(
+    order: list[int], kept: dict[int, list[str]], shard_bytes: Mapping[int, int], limits: Mapping[str, float]
+) -> set[int]:
+    """Take from each holder what is over its bound, the smallest first to go; gives the shards that lost a copy."""
+    load, found = dict.fromkeys(limits, 0), set()
+    for shard in order:
+        for holder in list(kept[shard]):
+            if load[holder] + shard_bytes[shard] <= limits[holder]:
+                load[holder] += shard_bytes[shard]
+            else:
+                kept[shard].remove(holder)
+                found.add(shard)
     return found
 
 

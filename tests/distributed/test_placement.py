@@ -86,6 +86,19 @@ def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(si
 
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
+@settings(max_examples=300, deadline=None)
+def test_one_copy_moves_to_who_kept_something_only_where_no_newcomer_has_room(sizes, weights, weight):
+    before = place(sizes, weights)
+    grown = {**weights, "newcomer": weight}
+    after = place(sizes, grown, before=before)
+    limits, load = bounds(sizes, grown, 1), loads(sizes, after, grown)
+    kept = {holder for holders in before.values() for holder in holders}
+    for move in moves(before, after):
+        empty = set(grown) - kept
+        assert move.to in empty or all(load[holder] + sizes[move.shard] > limits[holder] for holder in empty)
+
+
+@given(sizes_of, weights_of, st.floats(0.1, 10))
 @settings(deadline=None)
 def test_without_a_bound_the_memory_of_what_was_is_not_needed(sizes, weights, weight):
     """Pure rendezvous: a newcomer takes what prefers it, and gives all of it back."""

@@ -30,7 +30,8 @@ def answers(root: Path, described: Manifest) -> list[list[tuple[str, float, int]
 def taught(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
     """A version in which these rows of each shard have a feedback view: the direction of a query each."""
     shards = tuple(entry.shard for entry in described.shards)
-    refiner = ShardRefiner(RefinerTask(str(root), described, f"staging/{described.version}").holding(shards))
+    task = RefinerTask(str(root), described, f"staging/{described.version}")
+    refiner = ShardRefiner(task.holding(dict.fromkeys(shards, 0)))
     written = []
     for shard in shards:
         rows = np.array(per_shard.get(shard, []), np.int64)

@@ -1,7 +1,7 @@
 """The driver's side of refinement actors: scatter to all shards, gather in shard order, merge.
 
-Nothing here depends on which actor holds which shard: every answer is per shard and is summed or merged in shard
-order, so one refiner and eight give the same bytes. A killed actor is started again by Ray from files and brings
+Nothing here depends on which actor holds which shard: what is found is exact and merged by score and id, and every
+other answer is per shard and is summed in shard order, so one refiner and eight give the same bytes. A killed actor is started again by Ray from files and brings
 itself to the round that a call names.
 
 Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `shard_start[shard] + row`.
@@ -20,9 +20,9 @@ from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.scoring import first_depth
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.refinement.shards import FoundInShard, RefinerTask, ShardRefiner
+from mvr_ray.distributed.refinement.shards import RefinerTask, ShardRefiner
 from mvr_ray.store.corpus import shard_of
-from mvr_ray.types import FloatArray, Hit, IntArray, Progress
+from mvr_ray.types import FloatArray, Hit, IntArray, Progress, ShardHits
 
 QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
 LABEL_BLOCK = 1_000_000
@@ -81,11 +81,14 @@ class Refiners:
             number = min(range(len(loads)), key=lambda n: loads[n][0])
             loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
         remote: Any = ray.remote(ShardRefiner).options(num_cpus=cpus, max_restarts=4, max_task_retries=4)
-        self.actors: list[Any] = [remote.remote(task.holding(shards)) for _, shards in loads]
+        self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
+        self.actors: list[Any] = [
+            remote.remote(task.holding({shard: self.start_of[shard] for shard in shards})) for _, shards in loads
+        ]
+        self.searched = [(actor, held) for actor, (held, _) in zip(self.actors, loads) if held]
         self.holder: dict[int, Any] = {}
         for actor, (_, shards) in zip(self.actors, loads):
             self.holder.update(dict.fromkeys(shards, actor))
-        self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
         self.labels = LabelCache()
 
     def __enter__(self) -> "Refiners":
@@ -125,33 +128,40 @@ class Refiners:
     def search(self, at: int, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> HitTable:
         """Exact top k of every query over the shards as they stand after round `at`.
 
-        Shards are asked for fewer than k, as the router asks them, and for k where that leaves a doubt.
+        Actors are asked for fewer than k, as the router asks them, for k where that leaves a doubt, and for each shard
+        alone where ties do: only within a shard do rows stand in order of id.
         """
         k = min(k, self.num_passages)
-        first = first_depth(k, np.diff(self.shard_start).tolist(), min(QUERY_BLOCK, len(queries_QD)))
+        first = first_depth(k, [held for _, held in self.searched], min(QUERY_BLOCK, len(queries_QD)))
         passage_QK = np.full((len(queries_QD), k), -1, np.int64)
         view_QK = np.full((len(queries_QD), k), -1, np.int16)
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def ask(block: slice) -> list[Any]:
             part = ray.put(np.ascontiguousarray(queries_QD[block]))
-            return [actor.search.remote(at, part, first) for actor in self.actors]
+            return [actor.search.remote(at, part, first) for actor, _ in self.searched]
 
         for block, answers in zip(blocks, _in_flight(map(ask, blocks), 2)):
             found = self.get(answers)
             merged = self._merged(found, k)
             passage_QK[block], view_QK[block] = merged.passage_QK, merged.view_QK
-            again = in_doubt([one.hits for answer in found for one in answer], merged.kth_Q)
+            again = in_doubt(found, merged.kth_Q)
             if first < k and len(again):
                 rows = block.start + again
-                whole = [actor.search.remote(at, queries_QD[rows], k) for actor in self.actors]
-                passage_QK[rows], view_QK[rows], _ = self._merged(self.get(whole), k)
+                found = self.get([actor.search.remote(at, queries_QD[rows], k) for actor, _ in self.searched])
+                merged = self._merged(found, k)
+                passage_QK[rows], view_QK[rows] = merged.passage_QK, merged.view_QK
+                again = again[in_doubt(found, merged.kth_Q)]
+            if len(again):
+                rows = block.start + again
+                apart = self.get([actor.search_apart.remote(at, queries_QD[rows], k) for actor, _ in self.searched])
+                shards = [one for answer in apart for one in answer]
+                passage_QK[rows], view_QK[rows], _ = merge_numbered(shards, k, self.ids_of)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
         return HitTable(passage_QK, view_QK)
 
-    def _merged(self, answers: Sequence[Sequence[FoundInShard]], k: int) -> NumberedHits:
-        found = sorted((one for answer in answers for one in answer), key=lambda one: one.shard)
-        return merge_numbered([(self.start_of[one.shard], one.hits) for one in found], k, self.ids_of)
+    def _merged(self, answers: Sequence[ShardHits], k: int) -> NumberedHits:
+        return merge_numbered([(0, hits) for hits in answers], k, self.ids_of, in_id_order=False)
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""

@@ -9,7 +9,7 @@ Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback view
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
 from mvr_ray.store.overlay import open_embeddings, write_changed
-from mvr_ray.types import FloatArray, IntArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 FLAT = IndexParams(kind="flat")
 QUESTIONS_KEPT = 1 << 18
@@ -39,16 +39,20 @@ NO_CHANGE = 0  # the round before the first: the version as it is published
 
 @dataclass(frozen=True)
 class RefinerTask:
-    """What an actor is built from. `staging` is the folder of the states, relative to the store."""
+    """What an actor is built from. `staging` is the folder of the states, relative to the store; `starts` are the
+    numbers of the shards' first passages, through the whole index."""
 
     store: str
     manifest: Manifest
     staging: str
     threads: int = 1
     shards: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
-    def holding(self, shards: Sequence[int]) -> "RefinerTask":
-        return replace(self, shards=tuple(sorted(shards)))
+    def holding(self, start_of: Mapping[int, int]) -> "RefinerTask":
+        """With these shards, each with its first passage's number."""
+        shards = tuple(sorted(start_of))
+        return replace(self, shards=shards, starts=tuple(start_of[shard] for shard in shards))
 
 
 class StepSettings(NamedTuple):
@@ -71,13 +75,6 @@ class FeedbackSettings(NamedTuple):
 
     weight: float
     clusters: int
-
-
-class FoundInShard(NamedTuple):
-    """Exact top k of one shard."""
-
-    shard: int
-    hits: ShardHits
 
 
 class ShardMoved(NamedTuple):
@@ -113,14 +110,30 @@ class ShardRefiner:
         self.stored = {shard: self._embeddings(shard) for shard in task.shards}
         self.views = {shard: ShardViews(stored.blocks()) for shard, stored in self.stored.items()}
         self.states: dict[int, tuple[int, ShardState]] = {}
-        self.indexes: dict[int, tuple[int, ShardIndex]] = {}
+        self.blocks: dict[int, tuple[int, list[EmbeddingBlock]]] = {}
+        self.index: tuple[int, ShardIndex] | None = None
         self.ids: dict[int, list[str]] = {}
         self.matcher = AnswerMatcher(max_questions=QUESTIONS_KEPT)
 
-    def search(self, at: int, queries_QD: FloatArray, k: int) -> list[FoundInShard]:
-        """Exact top k of each shard after round `at`."""
-        filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
-        return [FoundInShard(shard, self._index(at, shard).search(queries_QD, k)) for shard in filled]
+    def search(self, at: int, queries_QD: FloatArray, k: int) -> ShardHits:
+        """Exact top k of all shards here together after round `at`; rows are numbers through the whole index.
+
+        Of passages with equal scores the lower number stands first, whatever their ids: where the frontier is the score
+        of the last one, `search_apart` says which of them has the lower id.
+        """
+        hits = self._index(at).search(queries_QD, k)
+        first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.task.shards)])
+        shift = np.array(self.task.starts) - first[:-1]
+        place_QK = np.searchsorted(first, np.maximum(hits.rows_QK, 0), side="right") - 1
+        return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + shift[place_QK], -1))
+
+    def search_apart(self, at: int, queries_QD: FloatArray, k: int) -> list[tuple[int, ShardHits]]:
+        """Exact top k of each shard alone: the number of its first passage, and its hits."""
+        return [
+            (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads).search(queries_QD, k))
+            for shard, start in zip(self.task.shards, self.task.starts)
+            if self.entries[shard].num_passages
+        ]
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
@@ -255,12 +268,22 @@ class ShardRefiner:
         self.store.write_bytes(state_path(self.task.staging, at, shard), state.to_bytes())
         self.states[shard] = (at, state)
 
-    def _index(self, at: int, shard: int) -> ShardIndex:
-        held = self.indexes.get(shard)
+    def _blocks(self, at: int, shard: int) -> list[EmbeddingBlock]:
+        held = self.blocks.get(shard)
         if held is None or held[0] != at:
-            blocks = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
-            self.indexes[shard] = held = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
+            self.index = None  # it holds the blocks that go
+            self.blocks.pop(shard, None)
+            current = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
+            self.blocks[shard] = held = (at, current)
         return held[1]
+
+    def _index(self, at: int) -> ShardIndex:
+        """One over all shards: a passage must then be among the best of them all to be scored exactly."""
+        if self.index is None or self.index[0] != at:
+            filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
+            blocks = [block for shard in filled for block in self._blocks(at, shard)]
+            self.index = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
+        return self.index[1]
 
 
 def trial(number: int) -> int:
