@@ -131,9 +131,11 @@ class Store:
             target = self._local(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             source = _beside(source, target)
-            for file in _files_of(source):
+            files = _files_of(source)
+            for file in files:
                 sync_file(file)
-                sync_folder(file.parent)
+            for folder in dict.fromkeys(file.parent for file in files):
+                sync_folder(folder)
             try:
                 source.rename(target)
             except OSError as error:

@@ -1,8 +1,8 @@
 """The driver's side of refinement actors: scatter to all shards, gather in shard order, merge.
 
 Nothing here depends on which actor holds which shard: what is found is exact and merged by score and id, and every
-other answer is per shard and is summed in shard order, so one refiner and eight give the same bytes. A killed actor is started again by Ray from files and brings
-itself to the round that a call names.
+other answer is per shard and is summed in shard order, so one refiner and eight give the same bytes. A killed actor is
+started again by Ray from files and brings itself to the round that a call names.
 
 Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `shard_start[shard] + row`.
 """
