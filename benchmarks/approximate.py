@@ -26,7 +26,7 @@ import synthetic
 import torch
 from measure import FOLDER, Bar, Part, interleaved, write
 
-from mvr_ray.index.base import IndexParams, ShardIndex, build_index, measured_recall, open_index
+from mvr_ray.index.base import IndexParams, ShardIndex, build_index, default_factory, measured_recall, open_index
 from mvr_ray.index.candidates import ApproximateIndex
 from mvr_ray.index.hnsw_index import HNSW_FILE, LEVEL_SEED
 from mvr_ray.types import EmbeddingBlock, FloatArray
@@ -40,7 +40,7 @@ BATCH, QUESTIONS = 32, 256
 TIMED = 64
 NOISE = 0.05
 DEFAULT = IndexParams()
-HNSW, IVF = IndexParams("hnsw"), IndexParams("faiss")
+HNSW, IVF = IndexParams("hnsw"), IndexParams("faiss", default_factory(DIMENSION))
 
 
 class Setting(NamedTuple):

@@ -80,7 +80,7 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
         dtype="fp16",
         corpus="none",
         corpus_digest="",
-        index_params=dataclasses.asdict(index_params(run.index)),
+        index_params=dataclasses.asdict(index_params(run.index, D)),
         shards=(),
         parent=parent,
     )

@@ -137,9 +137,9 @@ class IndexConfig(Section):
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
-    factory: str = "IVF256,SQ8"
-    """Faiss factory string, for kind faiss."""
-    nprobe: Count = 32
+    factory: str | None = None
+    """Faiss factory string, for kind faiss; absent: `index.base.default_factory`."""
+    nprobe: Count = 64
     hnsw_m: Annotated[int, Field(ge=2, le=512)] = 32
     hnsw_ef_construction: Count = 200
     hnsw_ef_search: Count = 128

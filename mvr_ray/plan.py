@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.core.native import library
 from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.index.base import default_factory
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
@@ -97,9 +98,11 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     vectors = on_shard * views
     item = 2 if run.index.dtype == "fp16" else 4
     at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
-    index_file = index_bytes(run.index, vectors, model.hidden)
+    on_gpu = resources.gpus_per_searcher > 0
+    index_file = index_bytes(run.index, vectors, model.hidden, on_gpu)
     added = math.ceil(feedback_views / shards)
-    refined_file = at_rest + added * (model.hidden * item + 2) + index_bytes(run.index, vectors + added, model.hidden)
+    refined_index = index_bytes(run.index, vectors + added, model.hidden, on_gpu)
+    refined_file = at_rest + added * (model.hidden * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     encode = 4 * model.parameters + 2 * layer_bytes(
         model, run.index.tokens_per_batch, run.encoder.max_passage_tokens, half=False
@@ -254,13 +257,13 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     return layer + kept * model.layers
 
 
-def index_bytes(index: IndexConfig, vectors: int, dimension: int) -> int:
+def index_bytes(index: IndexConfig, vectors: int, dimension: int, on_gpu: bool = False) -> int:
     """Bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
     if index.kind == "flat":
         return vectors * (dimension + 8) if index.scan == "int8" else 0
     if index.kind == "hnsw":
         return vectors * (4 * dimension + links_bytes(index.hnsw_m) + 12)
-    return faiss_bytes(index.factory, vectors, dimension)
+    return faiss_bytes(index.factory or default_factory(dimension, on_gpu), vectors, dimension)
 
 
 def links_bytes(m: int) -> int:

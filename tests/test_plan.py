@@ -5,6 +5,7 @@ import pytest
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError
+from mvr_ray.index.base import default_factory
 from mvr_ray.plan import (
     HELD_ROW_BYTES,
     Backbone,
@@ -67,6 +68,19 @@ def test_parameters_are_those_of_bert_base_and_minilm() -> None:
 def test_a_factory_string_costs_its_parts(factory: str, each: int) -> None:
     grown = faiss_bytes(factory, 2_000_000, 64) - faiss_bytes(factory, 1_000_000, 64)
     assert grown == each * 1_000_000
+
+
+def test_the_default_factory_has_a_size_and_is_one_that_faiss_makes() -> None:
+    faiss = pytest.importorskip("faiss")
+    for dimension, on_gpu in [(384, False), (768, False), (63, False), (384, True)]:
+        factory = default_factory(dimension, on_gpu)
+        assert faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT).d == dimension
+        code = dimension if on_gpu or dimension % 2 else dimension // 4
+        assert (
+            index_bytes(IndexConfig(kind="faiss"), 2_000_000, dimension, on_gpu)
+            - index_bytes(IndexConfig(kind="faiss"), 1_000_000, dimension, on_gpu)
+            == (code + 8) * 1_000_000
+        )
 
 
 def test_faiss_itself_agrees_with_the_sizes() -> None:

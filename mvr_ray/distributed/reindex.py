@@ -60,7 +60,7 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     encoder = resolve_encoder(run, corpus)
-    params = index_params(run.index)
+    params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, encoder.dimension)
     task = encode_task(run, corpus, encoder)
     draft = _draft(store, run, corpus, encoder, params, task)

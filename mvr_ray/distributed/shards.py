@@ -14,7 +14,14 @@ import numpy as np
 
 from mvr_ray.config import IndexConfig
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.index.base import IndexParams, build_index, measured_recall, open_index, searches_embeddings
+from mvr_ray.index.base import (
+    IndexParams,
+    build_index,
+    default_factory,
+    measured_recall,
+    open_index,
+    searches_embeddings,
+)
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -41,9 +48,11 @@ class BuiltShard(NamedTuple):
     worst: float = 0.0
 
 
-def index_params(index: IndexConfig) -> IndexParams:
-    """The `index` section's part of how a shard is indexed."""
-    return IndexParams(**{field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)})
+def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:
+    """The `index` section's part of how a shard is indexed. `on_gpu`: where searchers will hold it."""
+    given = {field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)}
+    given["factory"] = index.factory or default_factory(dimension, on_gpu)
+    return IndexParams(**given)
 
 
 def build_shard(

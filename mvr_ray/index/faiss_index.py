@@ -1,8 +1,9 @@
 """Any Faiss factory string over the views of a shard, by inner product.
 
 Built by one thread from a fixed seed, so the same vectors give the same file. Opened mapped and read-only: nothing is
-loaded until a search touches it, and processes share the pages. (Faiss aborts the process if anything is added to a
-mapped index, so nothing here ever adds to one.)
+loaded until a search touches it, and processes share the pages; only codes that Faiss keeps in blocks for its fast scan
+(`fs`) are read into memory. (Faiss aborts the process if anything is added to a mapped index, so nothing here ever adds
+to one.)
 
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """

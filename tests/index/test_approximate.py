@@ -19,6 +19,7 @@ KINDS = [
     IndexParams("faiss", "Flat"),
     IndexParams("faiss", "IVF8,SQfp16", nprobe=2),
     IndexParams("faiss", "IVF8,PQ4x4", nprobe=3),
+    IndexParams("faiss", "IVF8,PQ4x4fs", nprobe=3),
     IndexParams("faiss", "PCA8,IVF8,SQ8", nprobe=8),
     IndexParams("faiss", "HNSW8", hnsw_ef_search=16),
     IndexParams("faiss", "IVF8,PQ4x4,RFlat", nprobe=4),

@@ -11,7 +11,7 @@ from mvr_ray.index import faiss_index
 from mvr_ray.index.base import IndexParams, build_index, open_index
 
 
-@pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "HNSW8", "PCA8,SQ8"])
+@pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "IVF8,PQ4x4fs", "HNSW8", "PCA8,SQ8"])
 def test_the_index_file_is_mapped_and_stays_as_it_was(factory, shard, queries, tmp_path):
     params = IndexParams("faiss", factory)
     [name] = build_index(params, shard(1), tmp_path)
