@@ -197,6 +197,9 @@ class RetrieveConfig(Section):
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
     """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
+    dense_weight: Annotated[float, Field(ge=0)] | None = None
+    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
+    dense score alone. `evaluate.hybrid` finds it."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 

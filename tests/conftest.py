@@ -8,6 +8,9 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +24,9 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+COPIES = tempfile.TemporaryDirectory(prefix="mvr-ray-cache-")
+os.environ.setdefault("MVR_RAY_CACHE", COPIES.name)
 
 NUM_ARTICLES, PARAGRAPHS = 3, 20
 
@@ -44,6 +50,28 @@ def minilm() -> Path:
 def squad_dev(data_dir: Path) -> dict:
     with gzip.open(data_dir / "squad" / "dev-v1.1.json.gz", "rt", encoding="utf-8") as file:
         return json.load(file)
+
+
+@pytest.fixture(scope="session")
+def s3_service() -> Iterator[str]:
+    """Host and port of an S3 service on this machine that is not ours, with a bucket `bucket` for any key."""
+    from moto.server import ThreadedMotoServer
+    from pyarrow import fs
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    own = {"access_key": "key", "secret_key": "secret", "region": "us-east-1", "scheme": "http"}
+    fs.S3FileSystem(endpoint_override=f"{host}:{port}", allow_bucket_creation=True, **own).create_dir("bucket")
+    yield f"{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_service: str) -> str:
+    """The root of an empty store there."""
+    place = f"endpoint_override={s3_service}&scheme=http&region=us-east-1"
+    return f"s3://key:secret@bucket/{uuid.uuid4().hex}?{place}"
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@
 #define ROWS 8
 #define LANES 16
 #define BLOCK 32 /* rows that go through matrix tiles together: two tiles of 16 */
+#define AHEAD_IN_ORDER 8192 /* bytes, into the first cache */
 #define TILE 512 /* two-byte values of a matrix tile */
 #define SLICE 6  /* times 32 dimensions: both parts of a block's rows then stay in the first cache; of one part, twice */
 #define LARGE 0x1p120f /* beyond, a bfloat16 could be infinite */
@@ -67,6 +68,12 @@ int mvr_tiles(void) {
 #endif
 }
 
+/* Whether a single stream is read faster than eight: so on processors of AMD (`benchmarks/notes.md`). */
+static int mvr_in_order(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+}
+
 /* What is known of the queries, and what was found. `low_QK` holds a heap a query, the least first. */
 typedef struct {
     int32_t queries, kept;
@@ -76,6 +83,14 @@ typedef struct {
     int64_t *query_M, *passage_M;
     float *upper_M;
 } Search;
+
+/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used.
+   `coarse` are panels of high parts, for AMX if `tiles` are there; NULL where products are to be fine. */
+typedef struct {
+    const void *packed, *tiles, *coarse;
+    const int32_t *bias;
+    const float *unit_Q;
+} Asked;
 
 FAST static float cut(float low, float error) {
     float value = low - error;
@@ -439,68 +454,126 @@ TILES static void open_tiles(void) { _tile_loadconfig(&TILE_SHAPES); }
 
 TILES static void close_tiles(void) { _tile_release(); }
 
-/* One query: rows are read along D, so that each byte of the vectors is touched once. */
-INLINE void float_rows(const void *tile, const int half, const float *query, int dimension, int ahead, float *score) {
+/* The sum over lanes of each of ROWS registers, in registers. */
+INLINE __m256 lane_sums(const __m512 *sum) {
+    __m256 half[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        half[r] = _mm256_add_ps(_mm512_castps512_ps256(sum[r]), _mm512_extractf32x8_ps(sum[r], 1));
+    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(half[4], half[5]), _mm256_hadd_ps(half[6], half[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+/* One query: rows are read along D, so that each byte of the vectors is touched once. `together` rows at a time, each
+   with `split` sums: 8 and 1, or 1 and 4, where a processor reads one row after the other faster (`mvr_in_order`). */
+INLINE __m256 float_rows(const void *tile, const int half, const float *query, int dimension, int ahead,
+                         const int together, const int split) {
+    const int size = half ? 2 : 4;
     __m512 sum[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) sum[r] = _mm512_setzero_ps();
-    int d = 0;
-    for (; d + LANES <= dimension; d += LANES) {
-        __m512 part = _mm512_loadu_ps(query + d);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            int64_t at = (int64_t)r * dimension + d;
-            __m512 row;
-            if (half) {
-                const uint16_t *from = (const uint16_t *)tile + at;
-                row = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-                if (d & LANES) _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
-            } else {
-                const float *from = (const float *)tile + at;
-                row = _mm512_loadu_ps(from);
-                _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+    UNROLL for (int first = 0; first < ROWS; first += together) {
+        const char *from = (const char *)tile + (int64_t)first * dimension * size;
+        __m512 part[ROWS];
+        UNROLL for (int i = 0; i < together * split; i++) part[i] = _mm512_setzero_ps();
+        int d = 0;
+        for (; d + split * LANES <= dimension; d += split * LANES) {
+            UNROLL for (int i = 0; i < split; i++) {
+                const __m512 asked = _mm512_loadu_ps(query + d + i * LANES);
+                UNROLL for (int r = 0; r < together; r++) {
+                    const char *at = from + ((int64_t)r * dimension + d + i * LANES) * size;
+                    const __m512 row =
+                        half ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)) : _mm512_loadu_ps(at);
+                    if (!half || (d + i * LANES) & LANES) {
+                        if (together == 1) _mm_prefetch(at + ahead, _MM_HINT_T0);
+                        else _mm_prefetch(at + ahead, _MM_HINT_T1);
+                    }
+                    part[r * split + i] = _mm512_fmadd_ps(row, asked, part[r * split + i]);
+                }
             }
-            sum[r] = _mm512_fmadd_ps(row, part, sum[r]);
         }
-    }
-    if (d < dimension) {
-        __mmask16 rest = (__mmask16)((1u << (dimension - d)) - 1);
-        __m512 part = _mm512_maskz_loadu_ps(rest, query + d);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            int64_t at = (int64_t)r * dimension + d;
-            __m512 row = half ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)tile + at))
-                              : _mm512_maskz_loadu_ps(rest, (const float *)tile + at);
-            sum[r] = _mm512_fmadd_ps(row, part, sum[r]);
+        for (; d < dimension; d += LANES) {
+            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
+            const __m512 asked = _mm512_maskz_loadu_ps(rest, query + d);
+            UNROLL for (int r = 0; r < together; r++) {
+                const char *at = from + ((int64_t)r * dimension + d) * size;
+                const __m512 row =
+                    half ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, at)) : _mm512_maskz_loadu_ps(rest, at);
+                part[r * split] = _mm512_fmadd_ps(row, asked, part[r * split]);
+            }
         }
+        UNROLL for (int r = 0; r < together; r++)
+            sum[first + r] = split == 1 ? part[r]
+                                        : _mm512_add_ps(_mm512_add_ps(part[0], part[1]), _mm512_add_ps(part[2], part[3]));
     }
-    UNROLL for (int r = 0; r < ROWS; r++) score[r] = _mm512_reduce_add_ps(sum[r]);
+    return lane_sums(sum);
 }
 
 /* `high`, `low`: the query, padded with zeros to 64; `bias`: for each 4 bytes of 64, of both halves. */
-INLINE void code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
-                      const int32_t *bias, float unit, int dimension, int ahead, float *score) {
-    __m512i sum_high[ROWS], sum_low[ROWS], flip = _mm512_set1_epi8(-128);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-        sum_high[r] = _mm512_loadu_si512(bias);
-        sum_low[r] = _mm512_loadu_si512(bias + LANES);
-    }
-    for (int d = 0; d < dimension; d += 64) {
-        __mmask64 rest = dimension - d >= 64 ? ~0ull : (1ull << (dimension - d)) - 1;
-        __m512i part_high = _mm512_loadu_si512(high + d), part_low = _mm512_loadu_si512(low + d);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            const int8_t *from = tile + (int64_t)r * dimension + d;
-            __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
-            _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
-            sum_high[r] = _mm512_dpbusd_epi32(sum_high[r], row, part_high);
-            sum_low[r] = _mm512_dpbusd_epi32(sum_low[r], row, part_low);
+INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
+                        const int32_t *bias, float unit, int dimension, int ahead, const int together) {
+    const __m512i flip = _mm512_set1_epi8(-128), none = _mm512_setzero_si512();
+    const int split = together == 1 ? 2 : 1;
+    __m512 sum[ROWS];
+    UNROLL for (int first = 0; first < ROWS; first += together) {
+        __m512i sum_high[ROWS], sum_low[ROWS];
+        UNROLL for (int i = 0; i < together * split; i++) {
+            sum_high[i] = i % split ? none : _mm512_loadu_si512(bias);
+            sum_low[i] = i % split ? none : _mm512_loadu_si512(bias + LANES);
+        }
+        for (int d = 0; d < dimension; d += 64 * split) {
+            UNROLL for (int i = 0; i < split; i++) {
+                const int here = d + 64 * i;
+                if (i && here >= dimension) break;
+                const __mmask64 rest = dimension - here >= 64 ? ~0ull : (1ull << (dimension - here)) - 1;
+                const __m512i part_high = _mm512_loadu_si512(high + here), part_low = _mm512_loadu_si512(low + here);
+                UNROLL for (int r = 0; r < together; r++) {
+                    const int8_t *from = tile + (int64_t)(first + r) * dimension + here;
+                    const __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
+                    if (together == 1) _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
+                    else _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+                    sum_high[r * split + i] = _mm512_dpbusd_epi32(sum_high[r * split + i], row, part_high);
+                    sum_low[r * split + i] = _mm512_dpbusd_epi32(sum_low[r * split + i], row, part_low);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < together; r++) {
+            __m512i large = sum_high[r * split], small = sum_low[r * split];
+            if (split == 2) large = _mm512_add_epi32(large, sum_high[1]), small = _mm512_add_epi32(small, sum_low[1]);
+            sum[first + r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large, 8), small));
         }
     }
-    UNROLL for (int r = 0; r < ROWS; r++) {
-        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sum_high[r], 8), sum_low[r]);
-        score[r] = _mm512_reduce_add_ps(_mm512_cvtepi32_ps(sum)) * (unit * scale_R[r]);
-    }
+    return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
 }
 
-INLINE void settle_one(Search *s, const float *score_R, int rows, unsigned ends, int64_t passage, float *best) {
-    float most = *best;
+/* Scores of the tile's rows with the one query. */
+INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Asked *asked, int dimension, int width,
+                        int ahead, const int together, const int split) {
+    const int8_t *halves = asked->packed, *codes = (const int8_t *)part;
+    if (kind == FLOAT32) return float_rows(part, 0, asked->packed, dimension, ahead, together, split);
+    if (kind == FLOAT16) return float_rows(part, 1, asked->packed, dimension, ahead, together, split);
+    return code_rows(codes, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0], dimension, ahead, together);
+}
+
+/* Scores of one query: the maximum over each passage's rows, and out with the good ones. Where no row and nothing of
+   the passage that came over reaches the cut, no passage does, and only what goes over is told. */
+INLINE void settle_one(Search *s, __m256 score, int rows, unsigned ends, int64_t passage, float *best) {
+    const __m256 low = _mm256_set1_ps(-INFINITY);
+    score = _mm256_mask_mov_ps(low, (__mmask8)((1u << rows) - 1), score);
+    if (!_mm256_cmp_ps_mask(score, _mm256_set1_ps(s->cut_Q[0]), _CMP_GE_OQ) && !(*best >= s->cut_Q[0])) {
+        const __mmask8 after = ends ? (__mmask8)(0xfeu << (31 - __builtin_clz(ends))) : 0xff;
+        if (!after) {
+            *best = -INFINITY;
+            return;
+        }
+        __m256 most = _mm256_mask_mov_ps(low, after, score);
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        four = _mm_max_ss(four, _mm_movehdup_ps(four));
+        const float open = _mm_cvtss_f32(four);
+        *best = !ends && *best > open ? *best : open;
+        return;
+    }
+    float most = *best, score_R[ROWS];
+    _mm256_storeu_ps(score_R, score);
     for (int r = 0; r < rows; r++) {
         most = score_R[r] > most ? score_R[r] : most;
         if (ends >> r & 1) {
@@ -522,14 +595,6 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
     return (const char *)wide;
 }
 
-/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used.
-   `coarse` are panels of high parts, for AMX if `tiles` are there; NULL where products are to be fine. */
-typedef struct {
-    const void *packed, *tiles, *coarse;
-    const int32_t *bias;
-    const float *unit_Q;
-} Asked;
-
 /* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
    `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
@@ -543,6 +608,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     float *best_Q = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
+    const int in_order = mvr_in_order();
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
     if (tiled) open_tiles();
@@ -556,23 +622,20 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
         const int here = total - at < block ? (int)(total - at) : block;
         int64_t before = passage;
         unsigned ends = 0;
-        for (int r = 0; r < here; r++)
-            if (!--left) {
-                ends |= 1u << r;
-                left = ++passage < passages ? count_P[passage] : 0;
-            }
+        for (int64_t stop = left;; stop += count_P[passage]) {
+            left = stop - here;
+            if (left > 0) break;
+            ends |= 1u << (stop - 1);
+            if (++passage == passages) break;
+        }
         const char *part = (const char *)rows + at * dimension * size;
-        float scale_R[BLOCK] = {0};
-        if (kind == INT8) memcpy(scale_R, scale_N + at, here * sizeof(float));
+        float some[BLOCK] = {0};
+        const float *scale_R = kind == INT8 ? scale_N + at : some;
+        if (kind == INT8 && here < block) scale_R = memcpy(some, scale_R, here * sizeof(float));
         if (here < block) part = memcpy(rest, part, (size_t)here * dimension * size);
         if (alone) {
-            float score_R[ROWS];
-            const int8_t *halves = asked->packed;
-            if (kind == FLOAT32) float_rows(part, 0, asked->packed, dimension, ahead, score_R);
-            if (kind == FLOAT16) float_rows(part, 1, asked->packed, dimension, ahead, score_R);
-            if (kind == INT8)
-                code_rows((const int8_t *)part, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0],
-                          dimension, ahead, score_R);
+            const __m256 score_R = in_order ? one_query(kind, part, scale_R, asked, dimension, width, AHEAD_IN_ORDER, 1, 4)
+                                            : one_query(kind, part, scale_R, asked, dimension, width, ahead, ROWS, 1);
             settle_one(s, score_R, here, ends, before, best_Q);
             continue;
         }

@@ -21,6 +21,7 @@ from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.core.fusion import choose_weight, fuse
 from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.hybrid import both_lists
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import ConfigError
@@ -108,29 +109,16 @@ def _hybrid_rows(
     if name in {asked.name for asked in sets}:
         raise ConfigError(f"evaluate.hybrid is {name!r}, which is also reported on; choose the weight on another set")
     held = QuestionSet(name, corpus.read_questions(store, name))
-    pairs = [_both_lists(run, router, words, asked, progress) for asked in (held, *sets)]
-    chosen = choose_weight(pairs[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
+    pairs = [list(both_lists(run, router, words, asked, progress)) for asked in (held, *sets)]
+    scores = [[both.scores for both in lists] for lists in pairs]
+    chosen = choose_weight(scores[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
     log.info("hybrid weight: weight=%g accuracy=%.3f set=%s", chosen.weight, chosen.accuracy, name)
     rows: list[EvaluationRow] = []
-    for asked, both in zip(sets, pairs[1:]):
+    for asked, both in zip(sets, scores[1:]):
         fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
         found = judged(asked.questions, fused, router.corpus, settings.match)
         rows += measured(f"bm25 + {chosen.weight:g} x dense", asked.name, found, settings)
     return rows
-
-
-def _both_lists(
-    run: RunConfig, router: Router, words: BM25Index, asked: QuestionSet, progress: Progress
-) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Scores by passage id of BM25 and of the index, for each question."""
-    texts, depth = [question.text for question in asked.questions], run.evaluate.hybrid_depth
-    dense: list[dict[str, float]] = []
-    for low in range(0, len(texts), run.retrieve.batch):
-        answer = router.search_text(texts[low : low + run.retrieve.batch], depth)
-        dense += [{hit.passage_id: hit.score for hit in hits} for hits in answer.hits]
-        progress("hybrid: dense", len(dense), len(texts))
-    sparse = [{hit.passage_id: hit.score for hit in hits} for hits in words.search(texts, depth, progress)]
-    return list(zip(sparse, dense))
 
 
 def measured(system: str, name: str, ranked: Sequence[RankedQuestion], settings: EvaluateConfig) -> list[EvaluationRow]:

@@ -68,14 +68,14 @@ class QuestionRanker:
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
         """The hits of each question, best first, each judged by the question's answers."""
         torch.set_num_threads(self.threads)
-        answer = self._search(self._embed(batch))
+        answer = self.search(self.embed(batch), self.settings.k)
         passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
         return [
-            [self._described(question, hit, passages[hit.passage_id]) for hit in hits]
+            [self.described(question, hit, passages[hit.passage_id]) for hit in hits]
             for question, hits in zip(batch.questions, answer.hits)
         ]
 
-    def _embed(self, batch: QuestionSet) -> FloatArray:
+    def embed(self, batch: QuestionSet) -> FloatArray:
         """Queries by the encoder; by refinement where it kept a vector of the question and the run asks for it."""
         queries_QD = self.router.embed([question.text for question in batch.questions])
         if not self.settings.refined_queries:
@@ -85,20 +85,21 @@ class QuestionRanker:
         moved = self._refined[batch.name]
         return np.stack([moved.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
 
-    def _search(self, queries_QD: FloatArray) -> Answer:
+    def search(self, queries_QD: FloatArray, k: int) -> Answer:
         """A whole answer: after a searcher died, once it is back."""
         for again in range(1, TRIES):
             try:
-                return self.router.search(queries_QD, self.settings.k)
+                return self.router.search(queries_QD, k)
             except CoverageError as error:
                 log.warning("asking again: try=%d reason=%s", again, error)
                 self.router.ready()
-        return self.router.search(queries_QD, self.settings.k)
+        return self.router.search(queries_QD, k)
 
-    def _described(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
+    def described(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
+        """A hit as it is written; of one that no view found (-1) no snippet is shown."""
         marked = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
         title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
-        snippet = self._snippet(passage, hit.view) if self.settings.snippets else ""
+        snippet = self._snippet(passage, hit.view) if self.settings.snippets and hit.view >= 0 else ""
         return RankedPassage(hit.passage_id, title, text, hit.score, marked, hit.view, snippet)
 
     def _snippet(self, passage: Passage, view: int) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
+from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MissingInputError
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RetrieveReport(NamedTuple):
-    """What was written, and what it was found in."""
+    """What was written, and what it was found in. `exact`: it is the best k of all passages by the dense score."""
 
     output: str
     format: str
@@ -57,7 +58,12 @@ def retrieve(
         refined_queries=run.retrieve.refined_queries,
     )
     with open_router(run, version) as router:
-        ranked = rank_questions(run, router, [asked], settings, progress)
+        weight = run.retrieve.dense_weight
+        ranked = (
+            rank_questions(run, router, [asked], settings, progress)
+            if weight is None
+            else rank_hybrid(run, router, asked, settings, weight, progress)
+        )
         count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
         described = router.manifest
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, described.index, described.version)
@@ -70,7 +76,7 @@ def retrieve(
         described.version,
         described.encoder_fingerprint,
         described.num_passages,
-        described.index_params["kind"] == "flat",
+        described.index_params["kind"] == "flat" and weight is None,
     )
 
 

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pyarrow.fs
@@ -113,16 +113,20 @@ class Store:
             source.replace(target)
             sync_folder(target.parent)
 
-    def upload_dir(self, source: Path, path: str) -> bool:
-        """Move a finished local folder to `path`, whole. False when `path` is there already: it stays, the source goes.
+    def upload_dir(self, source: Path, path: str, last: Mapping[str, bytes] | None = None) -> bool:
+        """Move a finished local folder to `path`, whole, with the files `last`, which are small and say what the others
+        are. False when `path` is there already: it stays, the source goes.
 
         Meant for folders named by their content, where being there means being equal.
         """
+        last = last or {}
         if self.exists(path):
             shutil.rmtree(source)
             return False
-        num_bytes = sum(file.stat().st_size for file in _files_of(source))
+        num_bytes = sum(file.stat().st_size for file in _files_of(source)) + sum(map(len, last.values()))
         with _told("write", self.where(path), num_bytes, self.free_bytes):
+            for name, data in last.items():
+                (source / name).write_bytes(data)
             if self._objects:
                 for file in sorted(_files_of(source), key=lambda file: (file.suffix == ".json", str(file))):
                     self._objects.upload(file, f"{_checked(path)}/{file.relative_to(source).as_posix()}")

@@ -173,7 +173,7 @@ def add_shard(
     files = {n: (known or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in paths.items()}
     described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
     digest = digest_of(described)[:DIGEST_HEX]
-    (folder / layout.SHARD_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    told = (json.dumps(described, indent=1) + "\n").encode()
     entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
     path = layout.shard_dir(index, digest)
     if store.exists(path):
@@ -182,8 +182,8 @@ def add_shard(
             log.warning("shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, *problem[1:])
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
         if not store.exists(f"{path}/{layout.SHARD_JSON}"):
-            store.put_file(folder / layout.SHARD_JSON, f"{path}/{layout.SHARD_JSON}")
-    store.upload_dir(folder, path)
+            store.write_bytes(f"{path}/{layout.SHARD_JSON}", told)
+    store.upload_dir(folder, path, {layout.SHARD_JSON: told})
     return entry
 
 

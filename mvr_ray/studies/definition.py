@@ -21,6 +21,9 @@ from mvr_ray.sections import Name, Section, explain
 
 StepName = Literal["train", "mine", "index", "refine", "evaluate", "analyze", "cost", "refinement_grid", "reading"]
 
+BM25, FUSED = "BM25", ", with BM25"
+"""In a report's lines and in contrasts: BM25 alone, and what follows a variant's name where it is fused with it."""
+
 
 def _short(value: Any) -> Any:
     return {"stage": value} if isinstance(value, str) else value
@@ -64,7 +67,10 @@ class SizeConfig(Section):
 
 
 class ContrastConfig(Section):
-    """Is `better` better than `than`? The difference over the same seeds, with its 95 % interval."""
+    """Is `better` better than `than`? The difference over the same seeds, with its 95 % interval.
+
+    Each is a variant, a variant followed by ", with BM25" where `evaluate.hybrid` is set, or BM25.
+    """
 
     better: str
     than: str
@@ -134,7 +140,7 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
         raise ConfigError(f"{file}: variant {twice[0]!r} stands twice; give each a name of its own")
     for contrast in config.contrasts:
         for name in (contrast.better, contrast.than):
-            if name not in names:
+            if name != BM25 and name.removesuffix(FUSED) not in names:
                 raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from mvr_ray.distributed.analyze import ALL_VIEWS
-from mvr_ray.studies.definition import ContrastConfig, Study
+from mvr_ray.studies.definition import BM25, FUSED, ContrastConfig, Study
 from mvr_ray.studies.execute import DoneStep
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 
@@ -61,15 +61,19 @@ def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep
 def _beside(
     study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]
 ) -> Iterator[Measured]:
-    """The other systems of an evaluation (of the first seed), each a line of its own."""
-    cells: dict[str, dict[str, Cell]] = {}
-    for key in runs[0].keys:
-        for row in done[key].report.get("rows", []) if done[key].stage == "evaluate" else []:
-            if row["questions"] == study.config.questions and "bm25" in row["system"]:
-                cells.setdefault(row["system"], {})[row["metric"]] = _cell([row])
-    for system, own in cells.items():
-        told = "BM25" if system == "bm25" else f"{name}: {system}"
-        yield Measured(told, {}, "", own, {}, {})
+    """The other systems of an evaluation, BM25 and the fusion with it, each a line of its own."""
+    rows: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    settings: dict[str, list[str]] = {}
+    for planned in runs:
+        for key in planned.keys:
+            for row in done[key].report.get("rows", []) if done[key].stage == "evaluate" else []:
+                if row["questions"] == study.config.questions and "bm25" in row["system"]:
+                    told = BM25 if row["system"] == "bm25" else name + FUSED
+                    rows.setdefault(told, {}).setdefault(row["metric"], {})[planned.seed] = row
+                    if told != BM25 and row["system"] not in settings.setdefault(told, []):
+                        settings[told].append(row["system"])
+    for told, metrics in rows.items():
+        yield Measured(told, {}, "; ".join(settings.get(told, [])), *_over_seeds(metrics), {})
 
 
 def _kind(step: DoneStep) -> str:
@@ -94,10 +98,16 @@ def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Map
                         rows.setdefault(f"{row['system']}: {row['metric']}", {})[planned.seed] = row
                     if step.stage == "evaluate" or row["system"] == ALL_VIEWS:
                         rows.setdefault(row["metric"], {})[planned.seed] = row
-    cells = {metric: _cell(list(found.values())) for metric, found in rows.items()}
-    by_seed = {metric: {seed: row["value"] for seed, row in found.items()} for metric, found in rows.items()}
     variant = runs[0].variant
-    return Measured(name, variant.paper, variant.setting, cells, by_seed, reports)
+    return Measured(name, variant.paper, variant.setting, *_over_seeds(rows), reports)
+
+
+def _over_seeds(
+    rows: Mapping[str, Mapping[int, Mapping[str, Any]]],
+) -> tuple[dict[str, Cell], dict[str, dict[int, float]]]:
+    """Of every metric the cell, and the value of each seed."""
+    cells = {metric: _cell(list(found.values())) for metric, found in rows.items()}
+    return cells, {metric: {seed: row["value"] for seed, row in found.items()} for metric, found in rows.items()}
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
@@ -141,11 +151,14 @@ def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured
     by_name = {one.name: one for one in found}
     rows: list[list[Value]] = []
     for contrast in contrasts:
-        better, than = (by_name[name].by_seed.get(contrast.metric, {}) for name in (contrast.better, contrast.than))
+        better, than = (
+            by_name[name].by_seed.get(contrast.metric, {}) if name in by_name else {}
+            for name in (contrast.better, contrast.than)
+        )
         seeds = sorted(set(better) & set(than)) or sorted(better)
         alone = next(iter(than.values()), float("nan"))
         differences = [100 * (better[seed] - than.get(seed, alone)) for seed in seeds]
-        if not differences:
+        if not differences or not than:
             continue
         interval = "-"
         if len(differences) > 1:

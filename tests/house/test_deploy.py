@@ -1,7 +1,7 @@
 """What is shipped for clusters: Ray takes the files of `ray up` and of Serve, and the Kubernetes ones hold together.
 
-KubeRay's own field names are those of its API reference, v1 (docs/reference/api.md of ray-project/kuberay); the pods
-are checked against the schemas of Kubernetes.
+KubeRay's own fields, their types and which must be there are those of its API reference, v1 (docs/reference/api.md of
+ray-project/kuberay), as a schema; the pods are checked against the schemas of Kubernetes.
 """
 
 import copy
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -30,22 +31,72 @@ from mvr_ray.types import FleetCounts, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLOUDS = {"aws": ROOT / "cluster.yaml", "gcp": ROOT / "deploy" / "gcp.yaml"}
-GROUP = {"rayStartParams", "template"}
-FIELDS = {
-    "cluster": {
-        *("rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec"),
-        *("workerGroupSpecs", "gcsFaultToleranceOptions", "headServiceAnnotations", "suspend", "managedBy"),
+TEXT, FLAG, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+KUBERNETES_OWN, KUBERNETES_LIST = {"type": "object"}, {"type": "array", "items": {"type": "object"}}
+
+
+def fields(required: str, **known: object) -> dict[str, Any]:
+    return {"type": "object", "properties": known, "required": required.split(), "additionalProperties": False}
+
+
+GROUP = {"rayStartParams": TEXTS, "template": KUBERNETES_OWN, "resources": TEXTS, "labels": TEXTS}
+CLUSTER = fields(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=fields("", mode={"enum": ["disabled", "token"]}),
+    enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=fields(
+        "",
+        resources=KUBERNETES_OWN,
+        image=TEXT,
+        imagePullPolicy=TEXT,
+        securityContext=KUBERNETES_OWN,
+        idleTimeoutSeconds=COUNT,
+        upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+        version={"enum": ["v1", "v2"]},
+        env=KUBERNETES_LIST,
+        envFrom=KUBERNETES_LIST,
+        volumeMounts=KUBERNETES_LIST,
+    ),
+    headGroupSpec=fields("template", **GROUP, headService=KUBERNETES_OWN, enableIngress=FLAG, serviceType=TEXT),
+    workerGroupSpecs={
+        "type": "array",
+        "items": fields(
+            "groupName minReplicas maxReplicas template",
+            **GROUP,
+            groupName={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            idleTimeoutSeconds=COUNT,
+            numOfHosts=COUNT,
+            scaleStrategy=fields("", workersToDelete={"type": "array", "items": TEXT}),
+            suspend=FLAG,
+        ),
     },
-    "head": {*GROUP, "headService", "enableIngress", "serviceType"},
-    "workers": {
-        *(*GROUP, "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "numOfHosts"),
-        *("scaleStrategy", "suspend"),
-    },
-    "autoscaler": {
-        *("resources", "image", "imagePullPolicy", "securityContext", "idleTimeoutSeconds", "upscalingMode"),
-        *("version", "env", "envFrom", "volumeMounts"),
-    },
-    "service": {"serveService", "upgradeStrategy", "serveConfigV2", "rayClusterConfig", "excludeHeadPodFromServeSvc"},
+    gcsFaultToleranceOptions=KUBERNETES_OWN,
+    headServiceAnnotations=TEXTS,
+    suspend=FLAG,
+    managedBy=TEXT,
+)
+SERVICE = fields(
+    "",
+    serveService=KUBERNETES_OWN,
+    upgradeStrategy=fields("", type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}),
+    serveConfigV2=TEXT,
+    rayClusterConfig=CLUSTER,
+    excludeHeadPodFromServeSvc=FLAG,
+)
+KUBERAY = {
+    kind: fields(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "ray.io/v1"},
+        kind={"const": kind},
+        metadata={"type": "object", "required": ["name"]},
+        spec=spec,
+    )
+    for kind, spec in {"RayCluster": CLUSTER, "RayService": SERVICE}.items()
 }
 KUBERNETES = ("1.30", "1.34")
 """The pods are checked against the schemas of these."""
@@ -117,22 +168,24 @@ def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
         assert "chmod 600 ~/.ray/auth_token" in described["setup_commands"]
 
 
-def test_the_kubernetes_files_use_fields_that_kuberay_has(described: dict[str, Any]) -> None:
-    assert described["apiVersion"] == "ray.io/v1" and set(described) == {"apiVersion", "kind", "metadata", "spec"}
-    assert NAME.fullmatch(described["metadata"]["name"])
+def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(described: dict[str, Any]) -> None:
+    takes = jsonschema.Draft202012Validator(KUBERAY[described["kind"]])
+    takes.validate(described)
     spec = spec_of(described)
-    if described["kind"] == "RayService":
-        assert set(described["spec"]) <= FIELDS["service"]
-        assert described["spec"]["upgradeStrategy"]["type"] in ("NewCluster", "None")
-    assert set(spec) <= FIELDS["cluster"] and spec["authOptions"] == {"mode": "token"}
-    assert set(spec["autoscalerOptions"]) <= FIELDS["autoscaler"]
-    assert spec["autoscalerOptions"]["upscalingMode"] in ("Default", "Aggressive", "Conservative")
-    assert set(spec["headGroupSpec"]) <= FIELDS["head"]
+    assert NAME.fullmatch(described["metadata"]["name"]) and spec["authOptions"] == {"mode": "token"}
     for group in spec["workerGroupSpecs"]:
-        assert set(group) <= FIELDS["workers"] and NAME.fullmatch(group["groupName"])
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    for broken in (
+        lambda spec: spec.update(enableInTreeAutoscalin=True),
+        lambda spec: spec["authOptions"].update(mode="tokens"),
+        lambda spec: spec["autoscalerOptions"].update(upscalingMode="default"),
+        lambda spec: spec["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
+        lambda spec: spec["workerGroupSpecs"][0].update(maxReplicas="3"),
+        lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
+    ):
+        wrong = copy.deepcopy(described)
+        broken(spec_of(wrong))
+        assert not takes.is_valid(wrong)
 
 
 @pytest.mark.parametrize("version", KUBERNETES)

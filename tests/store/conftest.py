@@ -1,4 +1,4 @@
-"""Stores of every kind: a folder, a file system reached as object stores are, and an S3 server in this process."""
+"""Stores of every kind: a folder, a file system reached as object stores are, and S3 servers, ours and another's."""
 
 import importlib
 import sys
@@ -20,7 +20,7 @@ def s3_server() -> ModuleType:
     return importlib.import_module("s3_server")
 
 
-@pytest.fixture(params=["folder", "objects", "s3"])
+@pytest.fixture(params=["folder", "objects", "s3", "s3 of others"])
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: ModuleType
 ) -> Iterator[Store]:
@@ -29,6 +29,8 @@ def store(
         yield Store(tmp_path / "store")
     elif request.param == "objects":
         yield Store(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
+    elif request.param == "s3 of others":
+        yield Store(request.getfixturevalue("bucket"))
     else:
         with s3_server.serve() as root:
             yield Store(root)

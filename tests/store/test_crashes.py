@@ -233,7 +233,7 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
     full_disk(True)
     with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*File too large.*free space and"):
         manifest.publish(store, replace(first, shards=(entry,), parent=1))
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(StorageError, match=r"cannot write .*File too large \(\d+ bytes to write, \d+ free\); free"):
         published(store, new)
     full_disk(False)
     left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]

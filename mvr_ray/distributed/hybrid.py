@@ -1,0 +1,73 @@
+"""Two searches of every question, BM25 and the index, as one ranking (`core.fusion`).
+
+BM25 is in the driver's memory; searchers answer for the index, a batch of questions at a time.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.fusion import fuse
+from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
+from mvr_ray.distributed.router import Router
+from mvr_ray.store.formats import RankedQuestion
+from mvr_ray.types import Hit, Progress, Question, no_progress
+
+
+class BothLists(NamedTuple):
+    """BM25's scores by passage id, and the index's hits by passage id."""
+
+    question: Question
+    sparse: dict[str, float]
+    hits: dict[str, Hit]
+
+    @property
+    def scores(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of BM25, then of the index."""
+        return self.sparse, {name: hit.score for name, hit in self.hits.items()}
+
+
+def both_lists(
+    run: RunConfig,
+    router: Router,
+    words: BM25Index,
+    asked: QuestionSet,
+    progress: Progress = no_progress,
+    ranker: QuestionRanker | None = None,
+) -> Iterator[BothLists]:
+    """The first `evaluate.hybrid_depth` hits of BM25 and of the index, question by question."""
+    size, depth = run.retrieve.batch, run.evaluate.hybrid_depth
+    ranker = ranker or QuestionRanker(router, RankSettings(k=depth), run.resources.torch_threads)
+    for low in range(0, len(asked.questions), size):
+        batch = asked._replace(questions=asked.questions[low : low + size])
+        answer = ranker.search(ranker.embed(batch), depth)
+        found = words.search([question.text for question in batch.questions], depth)
+        for question, sparse, hits in zip(batch.questions, found, answer.hits):
+            scores = {hit.passage_id: hit.score for hit in sparse}
+            yield BothLists(question, scores, {hit.passage_id: hit for hit in hits})
+        progress("questions, by words and views", low + len(batch.questions), len(asked.questions))
+
+
+def rank_hybrid(
+    run: RunConfig,
+    router: Router,
+    asked: QuestionSet,
+    settings: RankSettings,
+    weight: float,
+    progress: Progress = no_progress,
+) -> Iterator[RankedQuestion]:
+    """Every question with its best `settings.k` passages by BM25 + `weight` x dense, in order.
+
+    A passage that only BM25 found has view -1.
+    """
+    ranker = QuestionRanker(router, settings, run.resources.torch_threads)
+    for both in both_lists(run, router, BM25Index(router.corpus, progress), asked, progress, ranker):
+        best = fuse(*both.scores, weight, settings.k)
+        passages = router.passages([one.passage_id for one in best])
+        nowhere = Hit("", 0.0, -1, -1, -1)
+        ranked = []
+        for passage_id, score in best:
+            hit = both.hits.get(passage_id, nowhere)._replace(passage_id=passage_id, score=score)
+            ranked.append(ranker.described(both.question, hit, passages[passage_id]))
+        yield RankedQuestion(both.question, ranked)

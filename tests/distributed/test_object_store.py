@@ -1,0 +1,51 @@
+"""An index whose files are on an object store, by the S3 protocol of a server that is not ours: the folder's own bytes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed import reindex
+from mvr_ray.distributed.live import open_live
+from mvr_ray.store import manifest, prepare
+from mvr_ray.store.files import Store
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+REFINE = {"questions": "dev", "method": "hybrid", "step_size": 0.05, "rounds": 2, "depth": 20, "max_heldout_loss": 100}
+ASKED = ["Which team won the game?", "Who founded the university?", "When did the war end?"]
+
+
+def answers(run: RunConfig) -> list[object]:
+    """What searchers answer from the first version and, once it is followed, from the one that is refined from it."""
+    told: list[object] = []
+    with open_live(run, canary_s=60.0) as live:
+        for version in (1, 2):
+            answer = live.search_text(ASKED, 5)
+            assert answer.version == version and answer.exact.certified and answer.coverage_share == 1.0
+            hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
+            shown = live.passages([hits[0][0][0]])
+            told.append((hits, {name: passage.text for name, passage in shown.items()}))
+            if version == 1:
+                refining.refine(run)
+                assert live.follow()
+    return told
+
+
+def test_an_index_on_an_object_store_has_the_bytes_and_the_answers_of_one_in_a_folder(
+    prepared: Path, run_over, bucket: str, ray_session, tmp_path: Path
+):
+    folder = shutil.copytree(prepared, tmp_path / "store")
+    near = run_over(folder, refine=REFINE)
+    far = near.model_copy(update={"store": near.store.model_copy(update={"path": bucket})})
+    prepare.prepare(far.prepare, Store(bucket))
+    for run in (near, far):
+        reindex.index(run)
+    assert answers(near) == answers(far)
+    for version in (1, 2):
+        mine, other = (manifest.read(Store(run.store.path), near.index.name, version) for run in (near, far))
+        assert [entry.digest for entry in mine.shards] == [entry.digest for entry in other.shards]
+        assert manifest.verify(Store(bucket), other).problems == []
+    assert manifest.read(Store(bucket), near.index.name).dirty_share
