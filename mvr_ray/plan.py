@@ -7,6 +7,8 @@
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
                                                                    blocks that hold them once more as stored
+    searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: blocks that a changed passage is
+                                                                   laid over, while these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
 Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
@@ -24,6 +26,7 @@ from mvr_ray.index.base import default_factory
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
+from mvr_ray.store.overlay import MOST_SHARE
 
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
@@ -109,7 +112,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     )
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
-    held = math.ceil(shards / searchers) * refined_file
+    changed = min(added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
+    copied = math.ceil(touched_share(on_shard, changed) * vectors * model.hidden * item)
+    held = math.ceil(shards / searchers) * (refined_file + copied)
     refiners = min(resources.refiners, shards)
     laid_over = touched_share(on_shard, added) if run.refine.method == "feedback_views" else 1.0
     moving = added if run.refine.method == "feedback_views" else vectors
@@ -145,7 +150,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
             "searcher",
             searching + held + rows_held,
             searchers * resources.replicas,
-            "its shards, mapped or loaded" + "; compiled loops, as on this machine" * compiled,
+            "its shards, mapped or loaded"
+            + "; at most: blocks with a changed passage once more" * bool(copied)
+            + "; compiled loops, as on this machine" * compiled,
         ),
         PlanLine(
             "memory",

@@ -1,4 +1,4 @@
-"""An index whose files are on an object store, by the S3 protocol of a server that is not ours: the folder's own bytes."""
+"""An index whose files are on an object store, by the S3 protocol of another's server: the folder's own bytes."""
 
 import shutil
 from pathlib import Path

@@ -3,18 +3,22 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.batches import JoinedBatch
 from mvr_ray.core.snippets import load_punkt
 from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
+from mvr_ray.distributed.training.retriever import Loop
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
-from mvr_ray.types import Question
+from mvr_ray.types import Passage, Question
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,28 @@ def corpus(tmp_path_factory) -> Corpus:
 @pytest.fixture(scope="module")
 def ids(corpus: Corpus) -> list[str]:
     return sorted(passage.id for passage in corpus)
+
+
+@pytest.mark.parametrize(("answer_views", "second", "unplaced"), [("first", [1], []), ("all", [0, 1], [0, 1])])
+def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, second, unplaced):
+    """The place is that of the second sentence; a question whose answer has no place is found by words alone."""
+    text = "Paris is old. The capital is Paris. Nobody stayed."
+    loop = Loop.__new__(Loop)
+    loop.model = SimpleNamespace(num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
+    loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views)
+    loop.matcher = AnswerMatcher()
+    batch = JoinedBatch(
+        texts=["Which one?", "Where?"],
+        passages=[Passage("p", "", text)],
+        positive_Q=np.array([0, 0]),
+        known_QP=np.zeros((2, 1), bool),
+        answer_start_Q=np.array([text.rindex("Paris"), -1]),
+        teacher_QP=np.full((2, 1), np.nan, np.float32),
+        answers=[("Paris",), ("Paris",)],
+    )
+    answers_QV = loop._answer_views(batch)
+    assert answers_QV.shape == (2, 4)
+    assert [np.flatnonzero(row).tolist() for row in answers_QV] == [second, unplaced]
 
 
 def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):

@@ -270,6 +270,33 @@ def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
     assert found.by_seed["gold/top-1"] == {1: 0.5}
 
 
+def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
+    contrasts = [
+        {"better": "a, with BM25", "than": "a", "metric": "gold/top-1"},
+        {"better": "a, with BM25", "than": "BM25", "metric": "gold/top-1"},
+    ]
+    sizes = {"quick": {"seeds": [1, 2]}}
+    study = load_study(
+        write({}, variants=[{"name": "a", "steps": ["index", "evaluate"]}], sizes=sizes, contrasts=contrasts)
+    )
+    plan = plan_study(study)
+    done = {key: DoneStep(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
+    for planned in plan.variants:
+        alone, words, fused = (fake(value + planned.seed / 10, 1)["rows"][0] for value in (0.1, 0.4, 0.5))
+        words["system"], fused["system"] = "bm25", f"bm25 + {10 * planned.seed} x dense"
+        key = next(key for key in planned.keys if plan.steps[key].stage == "evaluate")
+        done[key] = done[key]._replace(report={"rows": [alone, words, fused]})
+    found = {one.name: one for one in measured_variants(study, plan, done)}
+    assert list(found) == ["a", "BM25", "a, with BM25"]
+    assert found["a, with BM25"].by_seed["gold/top-1"] == pytest.approx({1: 0.6, 2: 0.7})
+    assert found["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
+    told = make_report(study, plan, done).tables
+    [table] = [table for table in told if table.title == "Differences"]
+    assert [row[3] for row in table.rows] == ["+40.0", "+10.0"]
+    with pytest.raises(ConfigError, match=r"a contrast names variant 'b, with BM25'"):
+        load_study(write({}, contrasts=[{**contrasts[0], "better": "b, with BM25"}]))
+
+
 @pytest.fixture
 def small(prepared, run_over, tmp_path):
     plain = run_over(tmp_path / "store").model_dump(mode="json")
