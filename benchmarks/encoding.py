@@ -51,6 +51,7 @@ NOTE_DPR = (
     " % of the matrix rate in fp32, of which the products get 72 %: attention at these lengths runs at a third"
     " of it, and takes 16 % of the time. In bf16 and int8 it is passed"
 )
+NOTE_MEMORY = "it grows over the first 60,000 passages and stays then (notes.md); no passage is kept."
 NOTE_SHARE = (
     "gelu is fused into the product before it, and softmax into attention, so their time counts as multiplying; "
     "the share of the floor in the table above counts nothing but the products themselves, at the matrix rate"
@@ -306,6 +307,7 @@ def bars(
             grown[many]["after"] / grown[few]["after"],
             1.05,
             at_least=False,
+            note=NOTE_MEMORY,
         ),
         Bar(
             "fp32, time outside operators that multiply", 100 * outside, 15.0, at_least=False, unit="%", note=NOTE_SHARE
