@@ -367,8 +367,8 @@ def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> Search
 
 
 def _rounded_up(num_queries: int) -> int:
-    """To a power of 16, so that searches of about as many queries ask for as many rows, and can be asked together."""
-    return 1 << 4 * -(-(num_queries - 1).bit_length() // 4)
+    """To 16, 256, ... so that searches of about as many queries ask for as many rows, and can be asked together."""
+    return 1 << 4 * max(1, -(-(num_queries - 1).bit_length() // 4))
 
 
 def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, k: int) -> ShardFound:

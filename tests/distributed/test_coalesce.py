@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import ray
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 
@@ -72,6 +72,7 @@ def in_line(together: Coalescing, count: int) -> None:
         pass
 
 
+@example([(1, K), (2, K)], 3, 1)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.sampled_from([3, K])), min_size=1, max_size=14),
     st.integers(3, 12),
