@@ -32,9 +32,9 @@ from mvr_ray.distributed.searchers import (
     LocalFleet,
     SearcherTask,
     ShardFound,
-    ShardSearcher,
     Unanswered,
 )
+from mvr_ray.distributed.seats import SeatedSearcher
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray
@@ -57,7 +57,7 @@ FLOOR = (
 )
 
 
-class TimedSearcher(ShardSearcher):
+class TimedSearcher(SeatedSearcher):
     """A searcher that remembers how long each of its searches took."""
 
     def __init__(self, task: SearcherTask) -> None:

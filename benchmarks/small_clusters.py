@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import made_up
 import numpy as np
-import ray
 from cluster_model import Cluster, Routing, Scan, Service, poisson, simulate
 from made_up import BLOCK, V, block, queries
 from measure import in_a_row
@@ -26,6 +25,7 @@ from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.codes import encode
 from mvr_ray.distributed import session
 from mvr_ray.distributed.live import LiveRouter, open_live
+from mvr_ray.distributed.scatter import Ask
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -123,10 +123,18 @@ class Quiet(NamedTuple):
 
 def quiet(live: LiveRouter, times: int) -> Quiet:
     searchers: Any = live.searchers
-    first, *others = searchers.actors
+    version = live.manifest.version
     shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
     query_1D = queries(1)
     cpu: list[float] = []
+
+    def ask(*held: dict[int, None]) -> None:
+        """Of the first searchers, one each."""
+        asked = {}
+        for group, here in enumerate(held):
+            args = (query_1D, K, here, version)
+            asked[group] = Ask("search", args, lambda actor, call, args=args: actor.search.remote(*args, call))
+        searchers.scatter.gather(asked, 60.0)
 
     def search() -> None:
         began = time.process_time()
@@ -134,13 +142,12 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
         cpu.append(time.process_time() - began)
 
     cases: dict[str, Callable[[], Any]] = {
-        "call": lambda: ray.get(first.search.remote(query_1D, K, {})),
-        "alone": lambda: ray.get(first.search.remote(query_1D, K, shards[0])),
+        "call": lambda: ask({}),
+        "alone": lambda: ask(shards[0]),
         "search": search,
     }
-    if others:
-        pair = (first, others[0])
-        cases["both"] = lambda: ray.get([one.search.remote(query_1D, K, held) for one, held in zip(pair, shards)])
+    if len(shards) > 1:
+        cases["both"] = lambda: ask(*shards[:2])
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(3 + times):
         for name, run in cases.items():
@@ -151,7 +158,7 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
                 taken[name].append(time.perf_counter() - began)
     call_s = statistics.median(taken["call"])
     work = np.maximum(np.array(taken["alone"]) - call_s, 1e-6)
-    longer = (statistics.median(taken["both"]) - call_s) / float(np.median(work)) if others else 1.0
+    longer = (statistics.median(taken["both"]) - call_s) / float(np.median(work)) if len(shards) > 1 else 1.0
     return Quiet(work, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
 
 

@@ -14,6 +14,7 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import ray
@@ -22,7 +23,7 @@ from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.room import Room, require_room
-from mvr_ray.distributed.scatter import QUEUE, Scatter
+from mvr_ray.distributed.scatter import QUEUE, Ask, Scatter
 from mvr_ray.distributed.searchers import (
     Asked,
     ExactFleet,
@@ -191,6 +192,7 @@ class RemoteSearchers:
     def stop(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+        self.scatter.close()
 
     def _undone(self, timeout_s: float) -> list[Any]:
         """Drops that searchers have not done by then; what they let go is counted as held until they have."""
@@ -267,11 +269,16 @@ class RemoteFleet:
 
     def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
         """OverloadedError where too many calls wait; a second round, which names queries, is let in always."""
-        shipped = ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD
         again = any(positions is not None for positions in asked.values())
+        shipped = lru_cache(1)(lambda: ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD)
+
+        def ask(here: Asked) -> Ask:
+            args = (k, here, self.version)
+            return Ask("search", (queries_QD, *args), lambda actor, call: actor.search.remote(shipped(), *args, call))
+
         answers, silent = self._gathered(
             asked,
-            lambda actor, here, call: actor.search.remote(shipped, k, here, self.version, call),
+            ask,
             timeout_s,
             again,
             (lambda parts: hear(gathered(parts, []))) if hear else None,
@@ -290,14 +297,19 @@ class RemoteFleet:
 
     def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
         answers, silent = self._gathered(
-            wanted, lambda actor, here, call: actor.views.remote(here, self.version, call), timeout_s, False
+            wanted,
+            lambda here: Ask(
+                "views", (here, self.version), lambda actor, call: actor.views.remote(here, self.version, call)
+            ),
+            timeout_s,
+            False,
         )
         return gathered_views(answers, silent)
 
     def _gathered(
         self,
         asked: Mapping[int, Any],
-        send: Callable[[Any, dict[int, Any], str], Any],
+        ask: Callable[[dict[int, Any]], Ask],
         timeout_s: float,
         admitted: bool,
         hear: Callable[[list[Any]], None] | None = None,
@@ -307,7 +319,7 @@ class RemoteFleet:
             for group, (_, shards) in enumerate(self.holdings)
             if (parts := {shard: asked[shard] for shard in shards if shard in asked})
         }
-        requests = {group: lambda actor, call, parts=parts: send(actor, parts, call) for group, parts in here.items()}
+        requests = {group: ask(parts) for group, parts in here.items()}
         answers, silent = self.searchers.scatter.gather(requests, timeout_s, admitted=admitted, hear=hear)
         unanswered = [Unanswered(tuple(here[group]), state) for group, state in silent.items()]
         return [one for group in sorted(answers) for one in answers[group]], unanswered

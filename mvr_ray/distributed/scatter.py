@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from mvr_ray import logs
+from mvr_ray.distributed.channel import Channel, Channels, Cut, wait
 from mvr_ray.distributed.failures import unwrapped
 from mvr_ray.distributed.hedging import HedgeBudget, Latencies
 from mvr_ray.errors import MvrRayError, OverloadedError
@@ -32,8 +33,17 @@ QUEUE = 64
 CALM_S = 1.0
 """For so long after a refusal nobody is asked twice."""
 LEAST_RETRY_S = 0.1
-Send = Callable[[Any, str], Any]
-"""Sends one request, as a call of this name, to an actor, and gives the reference of its answer."""
+
+
+class Ask(NamedTuple):
+    """What is asked of a searcher: a method and its arguments, without the call's name, which comes last.
+
+    `by_ray` sends the same to an actor, as a call of this name, and gives the reference of its answer.
+    """
+
+    method: str
+    args: tuple[Any, ...]
+    by_ray: Callable[[Any, str], Any]
 
 
 class Replica:
@@ -45,6 +55,7 @@ class Replica:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+        self.channels = Channels(actor)
         self.waiting = 0
         self.turn = 0
         self.state = ""
@@ -71,7 +82,7 @@ class _Request(NamedTuple):
     """One request under way: what it asks of each group, what came, who was asked, the calls that run, and
     who was asked because another was slow."""
 
-    requests: Mapping[int, Send]
+    requests: Mapping[int, Ask]
     answers: dict[int, list[Any]]
     silent: dict[int, str]
     tried: dict[int, list[Replica]]
@@ -113,7 +124,7 @@ class Scatter:
 
     def gather(
         self,
-        requests: Mapping[int, Send],
+        requests: Mapping[int, Ask],
         timeout_s: float,
         *,
         admitted: bool = False,
@@ -141,7 +152,7 @@ class Scatter:
                         self._call_other(at, group, hedge=True)
                 until_s = min([deadline_s, *hedge_s.values()])
                 wanted = 1 if self._replicated or hear else len(at.calls)
-                done, _ = ray.wait(list(at.calls), num_returns=wanted, timeout=max(until_s - now_s, 0.0))
+                done = wait(list(at.calls), wanted, until_s - now_s)
                 for ref in done:
                     answer = self._ended(at, ref)
                     if hear and answer is not None:
@@ -175,6 +186,7 @@ class Scatter:
                 log.warning("searcher lost: group=%d state=%s", group, state)
                 replica.state = state
                 replica.again = self._restart(group, replica.actor)
+                replica.channels.cut()
 
     def replace(self, group: int, number: int, actor: Any) -> Replica:
         """From now on ask another searcher, which has opened the group's shards; gives the one before it."""
@@ -182,12 +194,18 @@ class Scatter:
             before, self.groups[group][number] = self.groups[group][number], Replica(actor)
         return before
 
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        for replicas in self.groups:
+            for replica in replicas:
+                replica.channels.cut()
+
     def up(self, replica: Replica) -> None:
         """It answers: ask it again."""
         with self._lock:
             replica.state, replica.again = "", None
 
-    def _admit(self, requests: Mapping[int, Send], admitted: bool) -> tuple[dict[int, Replica], dict[int, str]]:
+    def _admit(self, requests: Mapping[int, Ask], admitted: bool) -> tuple[dict[int, Replica], dict[int, str]]:
         chosen: dict[int, Replica] = {}
         silent: dict[int, str] = {}
         with self._lock:
@@ -236,11 +254,12 @@ class Scatter:
         name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
         call = _Call(group, replica, name, time.monotonic())
         try:
-            ref = at.requests[group](replica.actor, call.name)
+            ask = at.requests[group]
+            under_way = replica.channels.call(ask.method, (*ask.args, name)) or ask.by_ray(replica.actor, name)
         except BaseException:
             self._unbook(replica)
             raise
-        at.calls[ref] = call
+        at.calls[under_way] = call
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
@@ -267,8 +286,12 @@ class Scatter:
     def _load(self, replica: Replica) -> int:
         """Calls that wait for a replica or run there, those included that nobody waits for any more."""
         if replica.left:
-            done, replica.left = ray.wait(replica.left, num_returns=len(replica.left), timeout=0)
+            done = wait(replica.left, len(replica.left), 0.0)
+            replica.left = [call for call in replica.left if call not in done]
             replica.waiting -= len(done)
+            for call in done:
+                if isinstance(call, Channel):
+                    call.pass_by()
         return replica.waiting
 
     def _book(self, replica: Replica) -> None:
@@ -314,11 +337,11 @@ class Scatter:
                 self.latencies[call.group].add(time.monotonic() - call.began_s)
 
 
-def _fetched(ref: Any, what: str) -> Any:
+def _fetched(ended: Any, what: str) -> Any:
     """A finished call's answer; _Lost where its actor died: a dead actor's reference counts as ready."""
     try:
-        return ray.get(ref)
-    except RayActorError as error:
+        return ended.answer() if isinstance(ended, Channel) else ray.get(ended)
+    except (RayActorError, Cut) as error:
         log.warning("searcher lost: %s", str(error).partition("\n")[0])
         return _Lost()
     except RayTaskError as error:

@@ -26,12 +26,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import placement
+from mvr_ray.distributed.channel import Address, Listener, Turns
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.room import Room, require_room
 from mvr_ray.distributed.scatter import Replica, Scatter
-from mvr_ray.distributed.searchers import Holding, SearcherTask, ShardSearcher, shard_keys
+from mvr_ray.distributed.searchers import (
+    Asked,
+    Holding,
+    SearcherTask,
+    ShardFound,
+    ShardSearcher,
+    ShardViews,
+    Unanswered,
+    Wanted,
+    shard_keys,
+)
 from mvr_ray.errors import MvrRayError
+from mvr_ray.types import FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +64,41 @@ class Seat(NamedTuple):
 
 
 class SeatedSearcher(ShardSearcher):
-    """A searcher that knows where it is, and whose log is read by machines."""
+    """A searcher that is an actor: called by Ray and over channels, one call at a time whichever way it came.
+
+    It knows where it is, and its log is read by machines.
+    """
 
     def __init__(self, task: SearcherTask) -> None:
         logs.to_stderr()
         super().__init__(task)
+        self.turn = Turns()
+        self._listener: Listener | None = None
         log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
+
+    def channel(self) -> Address:
+        """Where it listens, from the first time that somebody asks."""
+        if self._listener is None:
+            host = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self.node())
+            self._listener = Listener(self, ("search", "views"), host)
+        return self._listener.address
+
+    def search(
+        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
+    ) -> list[ShardFound | Unanswered]:
+        with self.turn:
+            return super().search(queries_QD, k, asked, version, call)
+
+    def views(self, wanted: Wanted, version: int | None = None, call: str = "") -> list[ShardViews | Unanswered]:
+        with self.turn:
+            return super().views(wanted, version, call)
+
+    def canary(self, version: int | None = None) -> list[int]:
+        with self.turn:
+            return super().canary(version)
 
 
 class Groups(Protocol):
@@ -247,3 +285,4 @@ def _end(old: Replica) -> None:
     while old.waiting and time.monotonic() < until:
         time.sleep(_POLL_S)
     ray.kill(old.actor)
+    old.channels.cut()

@@ -202,7 +202,12 @@ def test_of_searchers_one_of_which_hangs_the_other_ones_answer_is_there_in_time(
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, timeout_s=4).hits, K)
         hung, other = fleet.shards
         gate = "gate"
-        fleet.actors[0].__ray_call__.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).wait())
+
+        def hold(one) -> None:
+            with one.turn:
+                one.__dict__.setdefault(gate, threading.Event()).wait()
+
+        fleet.actors[0].__ray_call__.remote(hold)
         answer = router.search(queries(1, 2), K, timeout_s=3, min_coverage=0.0)
         assert {answer.shards[shard].state for shard in hung} == {"late"}
         assert {answer.shards[shard].state for shard in other} == {"searched"}

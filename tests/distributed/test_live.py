@@ -485,13 +485,23 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
         record_property("figures", f"{answer.passages_searched} of {answer.passages_total} passages searched and told")
 
 
+def hold_turn(actor) -> None:
+    """Let it begin no further search."""
+
+    def hold(searcher) -> None:
+        with searcher.turn:
+            threading.Event().wait()
+
+    actor.__ray_call__.remote(hold)
+
+
 @pytest.mark.chaos("searcher stopped by a signal while a call waits", "killed and started again; the call ends")
 @pytest.mark.ray
 def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, run_over, ray_session, record_property):
     made_index(tmp_path, FIRST, SHARDS)
     with open_live(run_of(tmp_path, run_over, hung_s=2), canary_s=0.2) as live:
         actor = live.searchers.actors[0]
-        actor.__ray_call__.remote(lambda _: threading.Event().wait())
+        hold_turn(actor)
         began = time.monotonic()
         with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
             live.search(QUERIES_QD, K, timeout_s=120)

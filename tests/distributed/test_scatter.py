@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 
 from mvr_ray.distributed.canary import Sign, Watch
+from mvr_ray.distributed.channel import Channels, wait
 from mvr_ray.distributed.fleet import place, share_out
 from mvr_ray.distributed.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
 from mvr_ray.distributed.router import open_router
@@ -24,6 +25,7 @@ from mvr_ray.errors import CoverageError, OverloadedError
 SHARDS, K = 3, 7
 VIEWS = made_views(60, 1)
 QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (4, D)).astype(np.float32)
+WAYS = ["by Ray", "over channels"]
 TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
 
 
@@ -44,9 +46,18 @@ def is_whole(answer) -> bool:
     return found == TRUTH and answer.exact.certified and answer.coverage_share == 1.0
 
 
-def shut(actor, gate: str = "gate") -> None:
-    """Close the request path of a searcher, which goes on living, to all calls after this one."""
-    actor.__ray_call__.remote(lambda searcher: searcher.__dict__.setdefault(gate, threading.Event()).wait())
+def shut(actor, gate: str = "gate", later: bool = False) -> None:
+    """Close the request path of a searcher, which goes on living, to all calls after this one; `later`: when those
+    before it have ended."""
+
+    def hold(searcher) -> None:
+        with searcher.turn:
+            searcher.__dict__.setdefault(f"{gate} shut", threading.Event()).set()
+            searcher.__dict__.setdefault(gate, threading.Event()).wait()
+
+    actor.__ray_call__.remote(hold)
+    if not later:
+        ray.get(beside(actor, lambda searcher: searcher.__dict__.setdefault(f"{gate} shut", threading.Event()).wait()))
 
 
 def reopen(actor, gate: str = "gate") -> None:
@@ -59,6 +70,17 @@ def beside(actor, ask):
 
 def kill(actor, number: int = signal.SIGKILL) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), number)
+
+
+def asked_by(way: str, router, monkeypatch) -> None:
+    """Have searches go by Ray only, or over channels that are open now."""
+    if way == WAYS[0]:
+        monkeypatch.setattr(Channels, "call", lambda *_: None)
+        return
+    replicas = [replica for group in router.fleet.searchers.scatter.groups for replica in group]
+    while not all(len(replica.channels) > 1 for replica in replicas):
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(lambda _: is_whole(router.search(QUERIES_QD, K)), range(4)))
 
 
 def stopped_in_a_search(actor) -> int:
@@ -75,6 +97,21 @@ def stopped_in_a_search(actor) -> int:
         return os.getpid()
 
     return ray.get(actor.__ray_call__.remote(hold))
+
+
+def note_searched(actor) -> None:
+    """Note from now on which shards are searched there."""
+
+    def note(searcher) -> None:
+        real, searcher.searched = searcher._opened, []
+
+        def noted(of, shard, call=""):
+            searcher.searched.append(shard)
+            return real(of, shard, call)
+
+        searcher._opened = noted
+
+    ray.get(beside(actor, note))
 
 
 def is_begun(actor) -> None:
@@ -151,8 +188,10 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
     "no answer fails; all are complete and certified",
 )
 @pytest.mark.ray
-def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_property):
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_property, way, monkeypatch):
     with opened(replicas=2) as router, ThreadPoolExecutor(1) as threads:
+        asked_by(way, router, monkeypatch)
         groups, (first, second, *_) = router.fleet.searchers.scatter.groups, router.fleet.actors
         router.fleet.searchers.scatter.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
         waits_s = []
@@ -258,9 +297,12 @@ def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K, min_coverage=0.0)
         left = list(replica.left)
+        note_searched(actor)
         reopen(actor)
-        assert ray.get(left) == [[], [], []]
+        assert len(wait(left, 3, 60)) == 3
+        assert ray.get(beside(actor, lambda searcher: searcher.searched)) == []
         assert is_whole(router.search(QUERIES_QD, K))
+        assert ray.get(beside(actor, lambda searcher: searcher.searched)) != []
         assert replica.waiting == 0
 
 
@@ -306,7 +348,7 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
         watch, (actor, other) = Watch(router.fleet.searchers.scatter, hung_s=30), router.fleet.actors
         shut(actor, "first")
         others = actor.search.remote(QUERIES_QD, K, {router.fleet.shards[0][0]: None})
-        shut(actor, "second")
+        shut(actor, "second", later=True)
         assert looked(watch, 0, other) == 0
         reopen(actor, "first")
         ray.get(others)
@@ -319,8 +361,10 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
     "searcher killed while it searches, no replica left", "its shards are told as died; certified after its restart"
 )
 @pytest.mark.ray
-def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, record_property):
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, record_property, way, monkeypatch):
     with opened() as router, ThreadPoolExecutor(2) as threads:
+        asked_by(way, router, monkeypatch)
         doomed, replica = router.fleet.actors[1], router.fleet.searchers.scatter.groups[1][0]
         pid = stopped_in_a_search(doomed)
         strict = threads.submit(router.search, QUERIES_QD, K, timeout_s=120)
