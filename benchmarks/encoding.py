@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from encoding_peer import memory_text
 from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
@@ -157,7 +158,7 @@ def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[st
 
 
 def memory(num: int) -> dict[str, int]:
-    """Resident bytes of a worker before it embeds so many short passages, chunk by chunk, and at most from then on."""
+    """Resident bytes of a worker before it embeds so many passages, chunk by chunk, and at most from then on."""
     done = subprocess.run([sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -173,7 +174,7 @@ def worker(num: int) -> None:
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         for start in range(0, num, WINDOW):
-            passages = [Passage(f"{i:07d}", "", f"{i}") for i in range(start, min(start + WINDOW, num))]
+            passages = [Passage(f"{i:07d}", "", memory_text(i)) for i in range(start, min(start + WINDOW, num))]
             tokenized = encoder.tokenize_passages(passages)
             block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp16")
             with EmbeddingWriter(Path(folder) / f"{start}.arrow", encoder.dimension, 1, "fp16") as writer:

@@ -3,7 +3,7 @@
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
 
 Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
-keeps FOLDER/NAME.npy; `memory N` embeds N short texts instead, and tells the peak of its memory before and after.
+keeps FOLDER/NAME.npy; `memory N` embeds N texts instead, most of them short, and tells the peak of its memory before and after.
 
 Shapes: P passages, D dimension.
 """
@@ -92,12 +92,17 @@ def dpr(task: dict[str, Any]) -> Embed:
 WAYS = {"sentence-transformers": sentence_transformers, "lightning-ir": lightning_ir, "dpr": dpr}
 
 
+def memory_text(row: int) -> str:
+    """Short, but every fiftieth as long as a paragraph, so that batches are of many sizes."""
+    return f"{row}" if row % 50 else "river " * (40 + row // 50 * 37 % 200)
+
+
 def memory(embed: Embed, num: int) -> dict[str, Any]:
-    """Peak bytes before and after embedding `num` short texts, all handed over at once, as its interface asks."""
+    """Peak bytes before and after embedding `num` texts, all handed over at once, as its interface asks."""
     embed(["warm up"] * 64)
     forget_peak()
     before = peak_bytes()
-    embed([f"{i}" for i in range(num)])
+    embed([memory_text(row) for row in range(num)])
     return {"before": before, "after": peak_bytes()}
 
 

@@ -167,7 +167,7 @@ def calibrate(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Scales:
     total = sum(text.num_tokens for text in tokenized)
     every = max(1, total // SAMPLE_ROWS)
     layers = [_Seen(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower)]
-    packed = PackedTower(tower, layers)
+    packed = PackedTower(tower, layers, filled=False)
     with torch.no_grad():
         for rows in blocks([text.num_tokens for text in tokenized]):
             packed([tokenized[row] for row in rows])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import blocks, packs, view_means
+from mvr_ray.core.packed import PackedTower, blocks, filling_tokens, packs, view_means
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.types import Passage
 
@@ -44,6 +44,33 @@ def test_packed_views_are_the_padded_views(tiny, kind, name):
     np.testing.assert_allclose(packed.views_PVD, padded.views_PVD.detach().numpy(), atol=2e-6)
     wanted = encoder.encode_queries(QUERIES).detach().numpy()
     np.testing.assert_allclose(encoder.embed_queries(QUERIES), wanted, atol=2e-6)
+
+
+@given(st.integers(1, 9000))
+def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
+    filling = filling_tokens(num_tokens)
+    assert 0 <= filling < (8 if num_tokens <= 128 else 32)
+    assert (num_tokens + filling) % (8 if num_tokens <= 128 else 32) == 0
+    assert len({n + filling_tokens(n) for n in range(1, 1025)}) == 44
+
+
+def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
+    seen = {}
+    with torch.no_grad():
+        for filled in (True, False):
+            reader = PackedTower(encoder.passage_tower, filled=filled)
+            rows, inner = seen.setdefault(filled, []), reader.layers
+            reader.layers = [
+                lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner
+            ]
+            seen[filled, "states"] = reader(tokenized)
+    num_tokens = sum(text.num_tokens for text in tokenized)
+    assert set(seen[False]) == {num_tokens} and num_tokens % 32
+    assert set(seen[True]) == {num_tokens + filling_tokens(num_tokens)}
+    assert len(seen[True, "states"]) == num_tokens
+    np.testing.assert_allclose(seen[True, "states"], seen[False, "states"], atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])
