@@ -3,7 +3,8 @@
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
 
 Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
-keeps FOLDER/NAME.npy; `memory N` embeds N texts instead, most of them short, and tells the peak of its memory before and after.
+keeps FOLDER/NAME.npy; `memory N` embeds N texts instead, most of them short, and tells the peak of its memory before
+and after.
 
 Shapes: P passages, D dimension.
 """

@@ -25,7 +25,8 @@ class TrainConfig(Section):
     hard_negatives: Name | None = None
     """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
     init_from: str | None = None
-    """Fingerprint of an encoder snapshot to start from; absent: the backbone."""
+    """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
+    absent: the backbone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
     """auto: camvr for snippets, mvr for several other views, dpr for one."""
     epochs: Annotated[int, Field(ge=0)] = 1

@@ -13,7 +13,13 @@ import torch
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.distributed.encoders import encoder_spec, local_encoder, make_encoder, save_encoder
+from mvr_ray.distributed.encoders import (
+    encoder_spec,
+    latest_fingerprint,
+    local_encoder,
+    make_encoder,
+    save_encoder,
+)
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.distributed.training.examples import input_digests, open_dev, open_examples
 from mvr_ray.distributed.training.retriever import EpochReport, TrainingJob, loss_name, make_schedule, run_loop
@@ -93,7 +99,9 @@ def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncod
     name, wanted = run.encoder.name, run.train.init_from
     if wanted is None:
         return make_encoder(run, store, corpus)
-    encoder = DualEncoder.load(local_encoder(store, name, wanted).folder)
+    newest = latest_fingerprint(store, wanted)
+    held = local_encoder(store, wanted, newest) if newest else local_encoder(store, name, wanted)
+    encoder = DualEncoder.load(held.folder)
     asked, has = encoder_spec(run).settings(), encoder.spec.settings()
     if asked != has:
         differing = sorted(set(asked.items()) ^ set(has.items()))

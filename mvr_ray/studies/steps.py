@@ -1,6 +1,7 @@
 """From a study to the steps that it takes: each once, however many variants need it.
 
 A `train` step of another task makes a cross-encoder, which the chain's later `mine` steps denoise with, or a reader.
+With `train.init_from=previous` it goes on from the encoder that the chain trained before.
 
 A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
 names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
@@ -16,6 +17,7 @@ from typing import Any
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import pair_spec, reader_spec
+from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
@@ -51,6 +53,10 @@ _NAMES = {
     "mine": ("output", "cross_encoder"),
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
+
+
+PREVIOUS = "previous"
+"""As `train.init_from`: the encoder that the chain trained before."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,16 @@ class _Chain:
         return key
 
     def _needs(self, stage: str, run: RunConfig) -> tuple[str, ...]:
-        mined_by_index = stage == "mine" and run.mine.method == "index"
-        return (*_NEEDS[stage], "index") if mined_by_index else _NEEDS[stage]
+        if stage == "mine" and run.mine.method == "index":
+            return (*_NEEDS[stage], "index")
+        if stage == "train" and run.train.init_from == PREVIOUS:
+            if "train" not in self.latest:
+                raise ConfigError(
+                    f"{self.study.file}: variant {self.variant.name!r} has train.init_from={PREVIOUS} in its first "
+                    f"train step; leave it out there, to start from the backbone"
+                )
+            return (*_NEEDS[stage], "train")
+        return _NEEDS[stage]
 
     def _names(self, made: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
         """What this step makes is named by its key, what it reads by the key of the step that made it."""
@@ -151,6 +165,8 @@ class _Chain:
             names["mine"] = {"output": f"mined-{latest['mine']}"}
             if made in ("train", "cross_encoder", "reader"):
                 names["train"] = {"hard_negatives": f"mined-{latest['mine']}"}
+        if made == "train" and run.train.init_from == PREVIOUS:
+            names.setdefault("train", {})["init_from"] = f"study-{self.latest['train']}"
         if made in ("cross_encoder", "reader"):
             names.setdefault("train", {})[made] = f"study-{key}"
         if made == "mine" and "cross_encoder" in latest:

@@ -228,6 +228,9 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
     first = train(configured(store_path, settings, {"name": "chain", **QUICK}))
     second = train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", **QUICK}))
     assert second.fingerprint != first.fingerprint
+    of_another_name = train(configured(store_path, {**settings, "init_from": "chain"}, {"name": "other", **QUICK}))
+    third = {**settings, "init_from": second.fingerprint}
+    assert of_another_name.fingerprint == train(configured(store_path, third, {"name": "chain", **QUICK})).fingerprint
     with pytest.raises(EncoderError, match="num_views"):
         train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
 

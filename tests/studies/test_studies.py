@@ -112,6 +112,24 @@ def test_a_step_reads_what_the_steps_before_it_made(write):
     assert len({step.run.index.name for step in (indexed, again)}) == 2
 
 
+def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
+    on = {"stage": "train", "set": ["train.init_from=previous"]}
+    variants = [
+        {"name": "on", "steps": ["train", "index", on, on, "index"]},
+        {"name": "anew", "steps": ["train", "train"]},
+    ]
+    plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+    _, first, _, second, third, indexed = plan.steps.values()
+    assert first.run.train.init_from is None
+    assert (second.run.train.init_from, third.run.train.init_from) == (first.run.encoder.name, second.run.encoder.name)
+    assert first.key in second.after and second.key in third.after
+    assert indexed.run.encoder.name == third.run.encoder.name
+    assert plan.variants[1].keys == (first.key, first.key)
+    variants[0]["steps"] = [on]
+    with pytest.raises(ConfigError, match=r"'on' has train\.init_from=previous in its first train step; leave it out"):
+        plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+
+
 def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(write):
     """And what is mined before it is mined alike in a chain without one."""
     teacher = {"stage": "train", "set": ["train.task=cross_encoder"]}
