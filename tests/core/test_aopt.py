@@ -138,6 +138,29 @@ def test_a_small_step_lowers_the_loss_and_its_gradient_is_orthogonal_so_norms_gr
     assert (np.linalg.norm(before.vectors_MD, axis=1) >= np.linalg.norm(vectors, axis=1)).all()
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.floats(0.05, 20),
+    st.floats(0.05, 20),
+    st.floats(1e-4, 0.1),
+    st.integers(1, 6),
+)
+def test_what_counts_is_step_size_times_rounds_over_the_squared_norm(seed, scale, other_scale, step_size, rounds):
+    """Longer vectors move alike, relative to their length, at a step size longer by its square, whatever the length of
+    what they are moved by; so vectors that are not of unit length need one of their own."""
+    rng = np.random.default_rng(seed)
+    others_QD, start_ND = near(rng, 6, 5), near(rng, 4, 5)
+    labels = matrices(rng.choice([-1, 1], (4, 6)))
+    plain_ND, scaled_ND = start_ND.copy(), scale * start_ND
+    for _ in range(rounds):
+        plain = passage_step(plain_ND, others_QD, labels, step_size=step_size, guard=0)
+        scaled = passage_step(scaled_ND, other_scale * others_QD, labels, step_size=scale**2 * step_size, guard=0)
+        np.testing.assert_array_equal(plain.moved_M, scaled.moved_M)
+        plain_ND[plain.moved_M], scaled_ND[scaled.moved_M] = plain.vectors_MD, scaled.vectors_MD
+    assert len(plain.moved_M) == 0 or not np.array_equal(plain_ND, start_ND)
+    np.testing.assert_allclose(scaled_ND / scale, plain_ND, rtol=1e-6)
+
+
 def test_vectors_labelled_one_way_or_not_at_all_stay_and_are_counted():
     rng = np.random.default_rng(4)
     vectors, queries = near(rng, 5, 4), near(rng, 2, 4)
