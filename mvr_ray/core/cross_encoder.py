@@ -23,6 +23,7 @@ from torch import Tensor
 from mvr_ray.core.backbones import Loaded, open_scoring
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.headed import HeadedModel
+from mvr_ray.core.packed import PackedBackbone, over_blocks
 from mvr_ray.errors import CrossEncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -88,20 +89,50 @@ class CrossEncoder(HeadedModel):
         """scores_B of one padded batch, differentiable; padding changes nothing but rounding."""
         padded = self.tokenizer.pad(list(tokenized), padding="longest", return_tensors="pt").to(self.device)
         types = {"token_type_ids": padded["token_type_ids"]} if self.with_types else {}
-        logits = self.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **types).logits
-        logits = logits.float()
-        return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+        return _one(self.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **types).logits)
 
     def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
-        """float32 scores of pairs, in their order. What is read together follows from `pairs` alone."""
+        """float32 scores of pairs, in their order. What is read together follows from `pairs` alone.
+
+        On a CPU pairs are read end to end (`core.packed`), else padded to so many tokens a batch.
+        """
         tokenized = self.tokenize(pairs) if pairs else []
+        lengths = [len(one["input_ids"]) for one in tokenized]
         scores = np.zeros(len(pairs), np.float32)
         with self.inference():
-            for together in token_batches([len(one["input_ids"]) for one in tokenized], tokens_per_batch):
-                scores[together] = self([tokenized[at] for at in together]).cpu().numpy()
+            if (packed := self.packed()) is not None:
+
+                def read(rows: list[int]) -> None:
+                    scores[rows] = self._packed([tokenized[row] for row in rows], packed).numpy()
+
+                over_blocks(lengths, read)
+            else:
+                for together in token_batches(lengths, tokens_per_batch):
+                    scores[together] = self([tokenized[at] for at in together]).cpu().numpy()
         if not np.isfinite(scores).all():
             raise CrossEncoderError("the cross-encoder's scores are not finite numbers; its weights are damaged")
         return scores
+
+    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: PackedBackbone) -> Tensor:
+        """scores_B of pairs that are read end to end; heads look at the first token of each."""
+        lengths = [len(one["input_ids"]) for one in tokenized]
+        ids_N, types_N = (
+            torch.tensor([number for one in tokenized for number in one[name]]) if name in tokenized[0] else None
+            for name in ("input_ids", "token_type_ids")
+        )
+        assert ids_N is not None, "a tokenizer without input_ids"
+        positions_N = torch.cat([torch.arange(length) for length in lengths]) + self.first_position
+        states_ND = packed.states(ids_N, positions_N, lengths, types_N if self.with_types else None)
+        first_B1D = states_ND[np.cumsum([0, *lengths[:-1]])][:, None]
+        model: Any = self.model
+        pooler = getattr(model.base_model, "pooler", None)
+        return _one(model.classifier(first_B1D if pooler is None else pooler(first_B1D)))
+
+
+def _one(logits: Tensor) -> Tensor:
+    """scores_B of a head with one output, or with one for no and one for yes."""
+    logits = logits.float()
+    return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
 
 
 def listwise_loss(scores_B: Tensor, sizes: Sequence[int]) -> Tensor:

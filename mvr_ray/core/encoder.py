@@ -133,7 +133,7 @@ class DualEncoder(nn.Module):
     @property
     def packs_passages(self) -> bool:
         """Whether `embed_passages` makes batches of its own, so that any number can be given at once."""
-        return packs(self.passage_tower)
+        return packs(self.passage_tower.backbone)
 
     @property
     def fingerprint(self) -> str:
@@ -307,7 +307,7 @@ class DualEncoder(nn.Module):
     def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, lowered: Lowered) -> Means:
         """Packed where that can be; else padded, on a CPU to the longest of few texts of about one length."""
         plain = self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
-        if not plain and (lowered.precision != "fp32" or packs(tower)):
+        if not plain and (lowered.precision != "fp32" or packs(tower.backbone)):
             return read_views(self._readers.of(tower, lowered), tokenized, num_views)
         if self.device.type != "cpu" or len(tokenized) == 1:
             return self._padded(tower, tokenized, num_views)

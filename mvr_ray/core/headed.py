@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mvr_ray.core.backbones import Loaded, digest_of, save_model
+from mvr_ray.core.packed import PackedBackbone, packs
 from mvr_ray.errors import FingerprintError, MvrRayError
 
 FORMAT_VERSION = 1
@@ -112,6 +113,17 @@ class HeadedModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def packed(self) -> PackedBackbone | None:
+        """The backbone laid out for reading on a CPU, in weights of this moment; None where it cannot be."""
+        backbone: Any = self.model.base_model
+        return PackedBackbone(backbone, backbone.get_input_embeddings()) if packs(backbone) else None
+
+    @property
+    def first_position(self) -> int:
+        """Of a text's first token: tables of the RoBERTa kind begin after the padding id."""
+        table: Any = self.model.base_model.embeddings.position_embeddings
+        return 0 if table.padding_idx is None else int(table.padding_idx) + 1
 
     @property
     def fingerprint(self) -> str:

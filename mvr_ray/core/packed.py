@@ -11,7 +11,7 @@ read two bytes a number, in int8 one (`quantized`).
 Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mvr_ray.core.backbones import Tower
 from mvr_ray.core.views import TokenizedPassage
@@ -97,8 +97,46 @@ class FloatLayer:
         return normalised(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
 
 
-class PackedTower:
-    """A tower's weights of this moment, laid out for reading texts without a gradient."""
+class PackedBackbone:
+    """A transformer's weights of this moment, laid out for reading texts without a gradient."""
+
+    def __init__(
+        self,
+        backbone: Any,
+        embed_ids: Callable[[Tensor], Tensor],
+        layers: Sequence[Layer] | None = None,
+        dtype: torch.dtype = torch.float32,
+        filled: bool = True,
+    ) -> None:
+        """`embed_ids` gives the words' vectors. Without `filled`, layers see no token but the texts' own."""
+        table: Any = backbone.embeddings
+        self.embed_ids = embed_ids
+        self.types_D = table.token_type_embeddings.weight.detach()
+        self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
+        self.norm = _affine(table.LayerNorm)
+        self.eps = float(table.LayerNorm.eps)
+        self.dtype = dtype
+        self.filled = filled
+        self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
+
+    def states(
+        self, ids_N: Tensor, positions_N: Tensor, lengths: Iterable[int], types_N: Tensor | None = None
+    ) -> Tensor:
+        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side."""
+        filling = filling_tokens(len(ids_N)) if self.filled else 0
+        ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
+        x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
+        if types_N is not None:
+            x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, filling))]
+        x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
+        runs = [*(Run(length, len(list(own))) for length, own in groupby(lengths)), *[Run(filling, 1)] * (filling > 0)]
+        for layer in self.layers:
+            x_ND = layer(x_ND, runs)
+        return x_ND[: len(x_ND) - filling].float()
+
+
+class PackedTower(PackedBackbone):
+    """A tower, so laid out."""
 
     def __init__(
         self,
@@ -107,30 +145,14 @@ class PackedTower:
         dtype: torch.dtype = torch.float32,
         filled: bool = True,
     ) -> None:
-        """Without `filled`, layers see no token but the texts' own."""
-        backbone: Any = tower.backbone
-        table: Any = backbone.embeddings
-        self.tower, self.dimension = tower, tower.dimension
-        self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
-        self.norm = _affine(table.LayerNorm)
-        self.eps = float(table.LayerNorm.eps)
-        self.dtype = dtype
-        self.filled = filled
-        self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(tower)]
+        super().__init__(tower.backbone, tower.embed_ids, layers, dtype, filled)
+        self.dimension = tower.dimension
 
     def __call__(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
         """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
         ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in tokenized]).long()
         positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
-        filling = filling_tokens(len(ids_N)) if self.filled else 0
-        ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
-        x_ND = self.tower.embed_ids(ids_N) + self.position_D[positions_N]
-        x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
-        lengths = groupby(text.num_tokens for text in tokenized)
-        runs = [*(Run(length, len(list(texts))) for length, texts in lengths), *[Run(filling, 1)] * (filling > 0)]
-        for layer in self.layers:
-            x_ND = layer(x_ND, runs)
-        return x_ND[: len(x_ND) - filling].float()
+        return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized))
 
 
 class Means(NamedTuple):
@@ -141,23 +163,30 @@ class Means(NamedTuple):
 
 
 def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
-    """The means of the states of each view's tokens. Blocks are what the threads of this process share out: each takes
-    one through all layers by itself, so that none waits for another within a layer, and the bytes do not depend on how
-    many there are (but for a single block, which they work on together)."""
+    """The means of the states of each view's tokens."""
     shape = (len(tokenized), num_views)
     views_PVD, count_PV = torch.empty(*shape, reader.dimension), torch.empty(shape, dtype=torch.long)
 
-    @torch.no_grad()
     def read(rows: list[int]) -> None:
         some = [tokenized[row] for row in rows]
         views_PVD[rows], count_PV[rows] = view_means(reader(some), some, num_views)
 
-    todo = blocks([text.num_tokens for text in tokenized])
+    over_blocks([text.num_tokens for text in tokenized], read)
+    return Means(views_PVD, count_PV)
+
+
+def over_blocks(lengths: Sequence[int], read: Callable[[list[int]], None]) -> None:
+    """Have `read` take every row of texts so long, block by block, without a gradient.
+
+    Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
+    waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
+    they work on together).
+    """
+    todo = blocks(lengths)
     threads = torch.get_num_threads()
     each = map if threads == 1 or len(todo) == 1 else _pool(threads).map
-    for _ in each(read, todo):
+    for _ in each(torch.no_grad()(read), todo):
         pass
-    return Means(views_PVD, count_PV)
 
 
 @lru_cache(maxsize=1)
@@ -219,21 +248,21 @@ def normalised(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
     return F.layer_norm(x_ND, (x_ND.shape[1],), norm.weight, norm.bias, eps)
 
 
-def packs(tower: Tower) -> bool:
-    """Whether this tower can be read so: its layers are known, and it lies on a CPU whose torch has oneDNN."""
-    config: Any = tower.backbone.config
+def packs(backbone: nn.Module) -> bool:
+    """Whether this can be read so: its layers are known, and it lies on a CPU whose torch has oneDNN."""
+    config: Any = backbone.config
+    weight = next(backbone.parameters())
     return (
         config.model_type in PACKED_KINDS
         and config.hidden_act == "gelu"
-        and next(tower.parameters()).device.type == "cpu"
-        and next(tower.parameters()).dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
 
-def layer_weights(tower: Tower) -> list[LayerWeights]:
-    backbone: Any = tower.backbone
+def layer_weights(backbone: Any) -> list[LayerWeights]:
     found = []
     for layer in backbone.encoder.layer:
         own = layer.attention.self

@@ -73,7 +73,7 @@ def check(tower: Tower, precision: Precision) -> None:
     if precision == "fp32":
         return
     lacking = ""
-    if not packs(tower):
+    if not packs(tower.backbone):
         backbone: Any = tower.backbone
         device = next(tower.parameters()).device.type
         lacking = (

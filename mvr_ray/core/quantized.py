@@ -142,7 +142,7 @@ def multiplies_bytes() -> bool:
 
 
 def int8_layers(tower: Tower, scales: Scales) -> list[Layer]:
-    return [Int8Layer(weights, scales, at) for at, weights in enumerate(layer_weights(tower))]
+    return [Int8Layer(weights, scales, at) for at, weights in enumerate(layer_weights(tower.backbone))]
 
 
 class _Seen:
@@ -166,7 +166,7 @@ def calibrate(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Scales:
     """Scales from texts like those that are to be read: same weights and texts, same scales."""
     total = sum(text.num_tokens for text in tokenized)
     every = max(1, total // SAMPLE_ROWS)
-    layers = [_Seen(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower)]
+    layers = [_Seen(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower.backbone)]
     packed = PackedTower(tower, layers, filled=False)
     with torch.no_grad():
         for rows in blocks([text.num_tokens for text in tokenized]):

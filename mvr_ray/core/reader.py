@@ -12,7 +12,7 @@ Shapes: F windows, T tokens of the longest one.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from mvr_ray.core.backbones import Loaded, open_reading
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.headed import HeadedModel
+from mvr_ray.core.packed import PackedBackbone, over_blocks
 from mvr_ray.core.spans import best_spans, log_shares
 from mvr_ray.core.windows import PassageTokens, ReaderSpec, Window, Windower
 from mvr_ray.errors import ReaderError
@@ -85,8 +86,9 @@ class Reader(HeadedModel):
     def read(self, asked: Sequence[ToRead], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
         """The best span of every passage of every question; None where a passage has no token.
 
-        Equal scores: the earlier start, then the shorter span. Windows are sorted by length and read in batches of at
-        most so many padded tokens: what a batch holds, and with it every last bit, follows from `asked` alone.
+        Equal scores: the earlier start, then the shorter span. Windows are sorted by length; on a CPU they are read end
+        to end (`core.packed`), else in batches of at most so many padded tokens. What is read together, and with it
+        every last bit, follows from `asked` alone.
         """
         tokens = self.windower.tokenize(text for item in asked for text in item.passages)
         owners: list[tuple[int, int]] = []
@@ -98,10 +100,21 @@ class Reader(HeadedModel):
                 owners += [(row, column)] * len(made)
                 windows += made
         best: dict[tuple[int, int], _Found] = {}
+        lengths = [len(window.input_ids) for window in windows]
+        packed = self.packed()
+        founds: dict[int, _Found] = {}
+
+        def read(rows: list[int]) -> None:
+            founds.update(zip(rows, self._best([windows[row] for row in rows], packed)))
+
         with self.inference():
-            for together in token_batches([len(window.input_ids) for window in windows], tokens_per_batch):
-                for at, found in zip(together, self._best([windows[at] for at in together])):
-                    best[owners[at]] = min(best.get(owners[at], found), found)
+            if packed is not None:
+                over_blocks(lengths, read)
+            else:
+                for together in token_batches(lengths, tokens_per_batch):
+                    read(together)
+        for at, found in founds.items():
+            best[owners[at]] = min(best.get(owners[at], found), found)
         return [
             [
                 _span(text, tokens[text], best[row, column]) if (row, column) in best else None
@@ -118,9 +131,22 @@ class Reader(HeadedModel):
         out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
-    def _best(self, windows: Sequence[Window]) -> Iterator[_Found]:
+    def _packed(self, windows: Sequence[Window], packed: PackedBackbone) -> Logits:
+        """The same of windows that are read end to end; where no token is, 0."""
+        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(windows))
+        types_N = types_FT[real_FT].long() if self.with_types else None
+        positions_N = torch.arange(real_FT.shape[1]).expand_as(real_FT)[real_FT] + self.first_position
+        lengths = [len(window.input_ids) for window in windows]
+        states_ND = packed.states(ids_FT[real_FT].long(), positions_N, lengths, types_N)
+        model: Any = self.model
+        logits_FT2 = torch.zeros(*real_FT.shape, 2)
+        logits_FT2[real_FT] = model.qa_outputs(states_ND)
+        return Logits(logits_FT2[..., 0], logits_FT2[..., 1], candidate_FT)
+
+    def _best(self, windows: Sequence[Window], packed: PackedBackbone | None) -> Iterator[_Found]:
         text_FT = self.windower.pad(windows).text_FT
-        start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in self(windows))
+        logits = self(windows) if packed is None else self._packed(windows, packed)
+        start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in logits)
         best = best_spans(start_FT, end_FT, text_FT, self.spec.max_answer_tokens)
         if not np.isfinite(best.score_F).all():
             raise ReaderError("the reader's logits are not finite numbers; its weights are damaged, take another one")

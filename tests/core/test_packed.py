@@ -36,7 +36,7 @@ QUERIES = ["where does the river rise", "salt " * 50, "who?"]
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_packed_views_are_the_padded_views(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
-    assert packs(encoder.passage_tower)
+    assert packs(encoder.passage_tower.backbone)
     tokenized = encoder.tokenize_passages(PASSAGES)
     padded = encoder.encode_passages(tokenized)
     packed = encoder.embed_passages(tokenized)
@@ -76,7 +76,7 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])
 def test_other_backbones_are_read_padded(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
-    assert not packs(encoder.passage_tower)
+    assert not packs(encoder.passage_tower.backbone)
     tokenized = encoder.tokenize_passages(PASSAGES)
     padded = encoder.encode_passages(tokenized).views_PVD.detach().numpy()
     np.testing.assert_allclose(encoder.embed_passages(tokenized).views_PVD, padded, atol=2e-6)
