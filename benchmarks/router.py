@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import made_up
 import numpy as np
@@ -23,6 +24,7 @@ from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import session
+from mvr_ray.distributed.channel import Channels
 from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.router import Router
@@ -46,14 +48,10 @@ BATCHES = {1: 40, 32: 7, 256: 5}
 """Queries at once, and how many rounds of them."""
 RUN = RunConfig.model_validate({"index": {"name": "made"}})
 CLIENTS, ROUND_S, DEADLINE_S = 32, 4.0, 2.0
-IDLE = (
-    "a call that works as long and returns nothing takes 2.1 to 2.4 ms of it. Layouts differ by less than runs do "
-    "(3.0, then 3.5); what is ours is sending two calls (0.6 ms) and merging (0.25)."
-)
+IDLE = "over a channel to each searcher; what stays is waking two processes and merging."
 FLOOR = (
-    "with one searcher nothing is shared out, and the whole cost of a call shows: a method that works 30 ms "
-    "and returns nothing answers 2.1 to 2.4 ms after its work has ended (6 to 7 % of this search), the hits' bytes and "
-    "their merging take the rest. With two searchers the router is faster than the process."
+    "with one searcher nothing is shared out, and the whole cost of a call shows: hits are pickled, sent, merged. With "
+    "two searchers the router is faster than the process."
 )
 
 
@@ -114,6 +112,12 @@ def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> B
     return Both(Router(store, described, fleet), Router(store, described, local), remote.actors[:held_by])
 
 
+def by_ray(routed: Router, queries_QD: FloatArray) -> None:
+    """The same search without channels."""
+    with patch.object(Channels, "call", lambda *_: None):
+        routed.search(queries_QD, K)
+
+
 def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
     """Both ways at each batch size, in turn; what the router adds."""
     told = {}
@@ -122,16 +126,14 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
         mine = both.routed.search(queries_QD, K)
         assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
         [ray.get(actor.told.remote()) for actor in both.actors]
-        samples = interleaved(
-            {
-                f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
-                f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
-            },
-            rounds=rounds,
-            warm=2,
-        )
+        cases = {
+            f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
+            f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
+            f"{name}, router by Ray's calls, batch {batch}": lambda q=queries_QD: by_ray(both.routed, q),
+        }
+        samples = interleaved(cases, rounds=rounds, warm=2)
         part.add(samples, batch)
-        routed, local = samples.values()
+        routed, local, slower = samples.values()
         alone = in_a_row(lambda q=queries_QD: both.routed.search(q, K), rounds)
         part.add({f"{name}, router alone, batch {batch}": alone}, batch)
         own = [seconds[-rounds:] for seconds in ray.get([actor.told.remote() for actor in both.actors])]
@@ -142,6 +144,7 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
             "over in process": statistics.median(a / b for a, b in zip(routed, local)) - 1,
             "ms over the slowest searcher": 1e3 * (statistics.median(alone) - statistics.median(slowest)),
             "slowest searcher, ms": 1e3 * statistics.median(slowest),
+            "ms that Ray's calls take more": 1e3 * statistics.median(a - b for a, b in zip(slower, routed)),
         }
         print(name, batch, {key: round(value, 3) for key, value in told[batch].items()}, flush=True)
     return told

@@ -250,8 +250,12 @@ class Channels:
             if self._connecting or time.monotonic() < self._not_before_s:
                 return None
             self._connecting = True
-        ref = self._actor.channel.options(concurrency_group="health").remote()
-        threading.Thread(target=self._connect, args=(ref,), name="mvr-channel", daemon=True).start()
+        try:
+            ref = self._actor.channel.options(concurrency_group="health").remote()
+            threading.Thread(target=self._connect, args=(ref,), name="mvr-channel", daemon=True).start()
+        except BaseException:
+            self._connecting = False
+            raise
         return None
 
     def _connect(self, ref: Any) -> None:
