@@ -37,6 +37,8 @@ MEET_S = 5.0
 """For asking where a searcher listens, for connecting, and for each step of meeting."""
 AGAIN_S = 30.0
 """After so long it is tried again to connect where it failed."""
+SOON_S = 1.0
+"""After so long where the searcher did not say, for it is starting again."""
 SEND_S = 10.0
 """A searcher always reads a free channel: who takes longer than this is not there."""
 MIXED_S = 0.001
@@ -150,7 +152,9 @@ class Channel:
 
     def send(self, called: bytes) -> None:
         """Raises OSError where the other side is gone."""
-        if select.select([self._socket], [], [], 0)[0]:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if poll.poll(0):
             raise Cut("closed while nothing was asked")
         self._socket.settimeout(SEND_S)
         self._socket.sendall(_LENGTH.pack(len(called)) + called)
@@ -277,6 +281,7 @@ class Channels:
                 self._open.add(channel)
                 self._free.append(channel)
         except (RayError, GetTimeoutError) as error:  # it is starting again, or gone
+            failed_s = SOON_S
             log.info("no channel yet: %s", str(error).partition("\n")[0])
         except OSError as error:
             log.warning("no channel, calls go by Ray: %s", error)
