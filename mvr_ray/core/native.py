@@ -175,6 +175,9 @@ class NativeKernel:
         if coded:
             packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
             tiles = packed if self.tiles and num_queries > 1 else None
+            if self.coarse and not self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
+                high, _, rounding_CQ = _split(queries_QD, padded)
+                short, coarse = _pack_short(high), Coarse(rounding_CQ, self.max_residual)
         else:
             packed = _pack_floats(queries_QD, padded)
             if num_queries > 1 and (self.tiles or self.coarse) and np.abs(queries_QD).max(initial=0) < LARGE:

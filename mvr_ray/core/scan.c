@@ -204,6 +204,7 @@ FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const 
 
 INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
     if (kind == FLOAT32) return _mm512_maskz_loadu_ps(rest, (const float *)rows + at);
+    if (kind == INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(rest, rows + at)));
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + at));
 }
 
@@ -213,7 +214,7 @@ SHORT static inline __attribute__((always_inline)) int split(const int kind, con
                                                              int count, int dimension, int first, int chunks,
                                                              int64_t apart, int64_t stride, int64_t step,
                                                              uint16_t *high, uint16_t *low) {
-    const int size = kind == FLOAT32 ? 4 : 2, whole = dimension / 32 - first;
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
         const int64_t start = (int64_t)r * dimension + first * 32;
@@ -359,9 +360,9 @@ TILES static int coarse_block(Search *s, int kind, const char *rows, int count, 
 }
 
 SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, const uint16_t *tile_RD,
-                                                                    const uint16_t *panel, int width, const int wide,
-                                                                    unsigned ends, int64_t passage, int first,
-                                                                    float *best) {
+                                                                    const float *scale_R, const uint16_t *panel,
+                                                                    int width, const int wide, unsigned ends,
+                                                                    int64_t passage, int first, float *best) {
     __m512 sum[3][ROWS];
     UNROLL for (int w = 0; w < wide; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
     for (int d = 0; d < width; d += 2) {
@@ -374,17 +375,21 @@ SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, c
             UNROLL for (int w = 0; w < wide; w++) sum[w][r] = _mm512_dpbf16_ps(sum[w][r], one, (__m512bh)query[w]);
         }
     }
-    UNROLL for (int w = 0; w < wide; w++) settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+    UNROLL for (int w = 0; w < wide; w++) {
+        UNROLL for (int r = 0; r < ROWS && scale_R; r++) sum[w][r] = _mm512_mul_ps(sum[w][r], _mm512_set1_ps(scale_R[r]));
+        settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+    }
 }
 
-/* The same as `coarse_block` without matrix tiles. Panels of 48 queries, the last of 16, 32 or 48: [panel][D / 2]
+/* The same as `coarse_block` without matrix tiles; codes are whole numbers that bfloat16 has exactly. Panels of 48 queries, the last of 16, 32 or 48: [panel][D / 2]
    [queries of the panel][2], D up to a multiple of 32. `high` has room for a block of such rows. */
-SHORT static int short_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
-                             uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
+SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
+                             const uint16_t *asked, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
     const int chunks = (dimension + 31) / 32, width = chunks * 32;
     const int64_t apart = (int64_t)16 * width;
-    if (!(kind == FLOAT32 ? split(FLOAT32, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-                          : split(FLOAT16, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
+    if (!(kind == FLOAT32   ? split(FLOAT32, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+          : kind == FLOAT16 ? split(FLOAT16, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+                            : split(INT8, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
         return 0;
     for (int first = 0; first < s->queries; first += 3 * LANES) {
         const int left = s->queries - first;
@@ -394,9 +399,10 @@ SHORT static int short_block(Search *s, int kind, const char *rows, int count, i
         for (int r = 0; r < count; r += ROWS) {
             const unsigned own = ends >> r & 0xff;
             const uint16_t *tile_RD = high + (int64_t)r * width;
-            if (left > 2 * LANES) short_panel(s, tile_RD, panel, width, 3, own, at, first, best);
-            else if (left > LANES) short_panel(s, tile_RD, panel, width, 2, own, at, first, best);
-            else short_panel(s, tile_RD, panel, width, 1, own, at, first, best);
+            const float *scale_R = kind == INT8 ? scale_N + r : NULL;
+            if (left > 2 * LANES) short_panel(s, tile_RD, scale_R, panel, width, 3, own, at, first, best);
+            else if (left > LANES) short_panel(s, tile_RD, scale_R, panel, width, 2, own, at, first, best);
+            else short_panel(s, tile_RD, scale_R, panel, width, 1, own, at, first, best);
             at += __builtin_popcount(own);
         }
     }
@@ -656,7 +662,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
                  : fine_block(s, kind, part, here, dimension, asked->tiles, high, low, score, ends, before, best_Q)))
             continue;
         if (shortened &&
-            short_block(s, kind, part, here, dimension, asked->coarse, (uint16_t *)wide, ends, before, best_Q))
+            short_block(s, kind, part, scale_R, here, dimension, asked->coarse, (uint16_t *)wide, ends, before, best_Q))
             continue;
         for (int r = 0; r < here; r += ROWS, ends >>= ROWS) {
             const char *from = part + (int64_t)r * dimension * size;

@@ -169,7 +169,7 @@ class Scan(Generic[Array, Question]):
                 self.norms[number] = _rounded_up(self._norm(step, self.kernel.max_norm(ready)))
             for batch in batches:
                 coarse = batch.asked.coarse
-                if coarse and self.coarse_residuals[number] < 0:
+                if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
                     self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
                 batch.scan(step, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
         return batches
@@ -235,13 +235,14 @@ class _Batch(Generic[Array, Question]):
         self.num_seen = 0
 
     def scan(self, step: Step, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
-        """`coarse_residual` bounds what coarse products take off the step's vectors, if there are such."""
+        """`coarse_residual` bounds what coarse products take off the step's vectors, if there are such; of codes they
+        take off nothing."""
         self.num_seen += len(step.row_P)
-        if self.asked.coarse:
+        if self.asked.coarse and self.scan_of.codes is None:
             if math.isfinite(coarse_residual) and self._scan_coarsely(step, ready, norm, coarse_residual):
                 return
             self.asked.coarse = None
-        self._add(step, ready, self._error(norm, residual))
+        self._add(step, ready, self._error(norm, residual, coarse=self.asked.coarse is not None))
         if self.num_pending > self.max_pending:
             self._drop_hopeless()
             if self.num_pending > self.max_pending // 2:
