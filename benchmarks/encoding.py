@@ -1,6 +1,6 @@
 """Encoding on a CPU, side by side: passages a second, memory, and what int8 costs in accuracy.
 
-    python benchmarks/encoding.py [--peers .peers] [--passages 320]
+    python benchmarks/encoding.py [--peers .peers] [--passages 256]
 
 Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
 in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
@@ -319,7 +319,7 @@ def bars(
 def main() -> None:
     words = argparse.ArgumentParser(description="Encoding on a CPU beside its peers.")
     words.add_argument("--peers", type=Path, default=PEERS, help="where the peers' environments are made")
-    words.add_argument("--passages", type=int, default=320, help="SQuAD paragraphs")
+    words.add_argument("--passages", type=int, default=256, help="SQuAD paragraphs")
     words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
