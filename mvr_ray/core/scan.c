@@ -209,10 +209,11 @@ INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
 }
 
 /* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts, or as the high one if `low` is NULL:
-   row r from `r / 16 * apart + r % 16 * stride` on, the next 32 dimensions a `step` further. False if one is large. */
-SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const char *rows,
-                                                             int count, int dimension, int first, int chunks,
-                                                             int64_t apart, int64_t stride, int64_t step,
+   row r from `r / 16 * apart + r % 16 * stride` on, the next 32 dimensions a `step` further. False if one is large.
+   `asks`: for the rows of the next block meanwhile. */
+SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const int asks,
+                                                             const char *rows, int count, int dimension, int first,
+                                                             int chunks, int64_t apart, int64_t stride, int64_t step,
                                                              uint16_t *high, uint16_t *low) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
@@ -224,8 +225,8 @@ SHORT static inline __attribute__((always_inline)) int split(const int kind, con
             const __m512 a = load_row(kind, rows, start + c * 32, (__mmask16)rest);
             const __m512 b = load_row(kind, rows, start + c * 32 + LANES, (__mmask16)(rest >> 16));
             const char *next = rows + (start + c * 32 + (int64_t)BLOCK * dimension) * size;
-            _mm_prefetch(next, _MM_HINT_T1);
-            if (kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
+            if (asks) _mm_prefetch(next, _MM_HINT_T1);
+            if (asks && kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
             most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
             const __m512i upper = (__m512i)_mm512_cvtne2ps_pbh(b, a);
             _mm512_store_si512(high + to, upper);
@@ -245,10 +246,10 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
                              uint16_t *high, uint16_t *low) {
     const int64_t apart = (int64_t)chunks * TILE;
     if (kind == FLOAT32 && low)
-        return split(FLOAT32, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (kind == FLOAT32) return split(FLOAT32, 0, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (low) return split(FLOAT16, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    return split(FLOAT16, 0, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+        return split(FLOAT32, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    if (kind == FLOAT32) return split(FLOAT32, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    if (low) return split(FLOAT16, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+    return split(FLOAT16, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
 }
 
 /* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], what a slice of the
@@ -359,15 +360,18 @@ TILES static int coarse_block(Search *s, int kind, const char *rows, int count, 
     return float_block(s, kind, rows, count, dimension, asked, 0, high, low, score, ends, passage, best_Q);
 }
 
+/* Memory from `next` on, `step` bytes for each dimension, is asked for between the products. */
 SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, const uint16_t *tile_RD,
                                                                     const float *scale_R, const uint16_t *panel,
-                                                                    int width, const int wide, unsigned ends,
-                                                                    int64_t passage, int first, float *best) {
+                                                                    int width, const int wide, const char *next,
+                                                                    int step, unsigned ends, int64_t passage,
+                                                                    int first, float *best) {
     __m512 sum[3][ROWS];
     UNROLL for (int w = 0; w < wide; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
     for (int d = 0; d < width; d += 2) {
         __m512i query[3];
         UNROLL for (int w = 0; w < wide; w++) query[w] = _mm512_loadu_si512(panel + (d * wide + 2 * w) * LANES);
+        _mm_prefetch(next + (int64_t)d * step, _MM_HINT_T1);
         UNROLL for (int r = 0; r < ROWS; r++) {
             int32_t two;
             memcpy(&two, tile_RD + (int64_t)r * width + d, 4);
@@ -385,11 +389,11 @@ SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, c
    [queries of the panel][2], D up to a multiple of 32. `high` has room for a block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
                              const uint16_t *asked, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
-    const int chunks = (dimension + 31) / 32, width = chunks * 32;
+    const int chunks = (dimension + 31) / 32, width = chunks * 32, size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
     const int64_t apart = (int64_t)16 * width;
-    if (!(kind == FLOAT32   ? split(FLOAT32, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-          : kind == FLOAT16 ? split(FLOAT16, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-                            : split(INT8, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
+    if (!(kind == FLOAT32   ? split(FLOAT32, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+          : kind == FLOAT16 ? split(FLOAT16, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+                            : split(INT8, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
         return 0;
     for (int first = 0; first < s->queries; first += 3 * LANES) {
         const int left = s->queries - first;
@@ -400,9 +404,10 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
             const unsigned own = ends >> r & 0xff;
             const uint16_t *tile_RD = high + (int64_t)r * width;
             const float *scale_R = kind == INT8 ? scale_N + r : NULL;
-            if (left > 2 * LANES) short_panel(s, tile_RD, scale_R, panel, width, 3, own, at, first, best);
-            else if (left > LANES) short_panel(s, tile_RD, scale_R, panel, width, 2, own, at, first, best);
-            else short_panel(s, tile_RD, scale_R, panel, width, 1, own, at, first, best);
+            const char *next = first ? (const char *)tile_RD : rows + (int64_t)(BLOCK + r) * dimension * size;
+            if (left > 2 * LANES) short_panel(s, tile_RD, scale_R, panel, width, 3, next, first ? 0 : ROWS * size, own, at, first, best);
+            else if (left > LANES) short_panel(s, tile_RD, scale_R, panel, width, 2, next, first ? 0 : ROWS * size, own, at, first, best);
+            else short_panel(s, tile_RD, scale_R, panel, width, 1, next, first ? 0 : ROWS * size, own, at, first, best);
             at += __builtin_popcount(own);
         }
     }
