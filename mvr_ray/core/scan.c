@@ -380,16 +380,19 @@ SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, c
         }
     }
     UNROLL for (int w = 0; w < wide; w++) {
-        UNROLL for (int r = 0; r < ROWS && scale_R; r++) sum[w][r] = _mm512_mul_ps(sum[w][r], _mm512_set1_ps(scale_R[r]));
+        UNROLL for (int r = 0; r < ROWS && scale_R; r++)
+            sum[w][r] = _mm512_mul_ps(sum[w][r], _mm512_set1_ps(scale_R[r]));
         settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
     }
 }
 
-/* The same as `coarse_block` without matrix tiles; codes are whole numbers that bfloat16 has exactly. Panels of 48 queries, the last of 16, 32 or 48: [panel][D / 2]
-   [queries of the panel][2], D up to a multiple of 32. `high` has room for a block of such rows. */
+/* The same as `coarse_block` without matrix tiles; codes are whole numbers that bfloat16 has exactly. Panels of 48
+   queries, the last of 16, 32 or 48: [panel][D / 2][queries of the panel][2], D up to a multiple of 32. `high` has room
+   for a block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
                              const uint16_t *asked, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
-    const int chunks = (dimension + 31) / 32, width = chunks * 32, size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    const int chunks = (dimension + 31) / 32, width = chunks * 32;
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
     const int64_t apart = (int64_t)16 * width;
     if (!(kind == FLOAT32   ? split(FLOAT32, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
           : kind == FLOAT16 ? split(FLOAT16, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
@@ -405,9 +408,13 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
             const uint16_t *tile_RD = high + (int64_t)r * width;
             const float *scale_R = kind == INT8 ? scale_N + r : NULL;
             const char *next = first ? (const char *)tile_RD : rows + (int64_t)(BLOCK + r) * dimension * size;
-            if (left > 2 * LANES) short_panel(s, tile_RD, scale_R, panel, width, 3, next, first ? 0 : ROWS * size, own, at, first, best);
-            else if (left > LANES) short_panel(s, tile_RD, scale_R, panel, width, 2, next, first ? 0 : ROWS * size, own, at, first, best);
-            else short_panel(s, tile_RD, scale_R, panel, width, 1, next, first ? 0 : ROWS * size, own, at, first, best);
+            const int step = first ? 0 : ROWS * size;
+            if (left > 2 * LANES)
+                short_panel(s, tile_RD, scale_R, panel, width, 3, next, step, own, at, first, best);
+            else if (left > LANES)
+                short_panel(s, tile_RD, scale_R, panel, width, 2, next, step, own, at, first, best);
+            else
+                short_panel(s, tile_RD, scale_R, panel, width, 1, next, step, own, at, first, best);
             at += __builtin_popcount(own);
         }
     }
