@@ -226,6 +226,7 @@ def encode_all(vectors_ND: FloatArray, at_once: int = 65536) -> Any:
     return type(parts[0])(*map(np.concatenate, zip(*parts)))
 
 
+NOTE_ONE = "both only read; which of two speeds the memory gives depends on how an array's pages lie (notes.md)."
 NOTES_BLAS = {
     32: "a batch of 32 is bound by memory: its floor is the time of reading the vectors once; what is above it is "
     "rounding rows to bfloat16, candidates and exact scores",
@@ -245,7 +246,7 @@ def bars(part: Part) -> list[Bar]:
                 for label in (f"Faiss, {over}", f"Faiss, {over}, reckoned", f"Faiss with BLAS, {over}"):
                     if f"{name}, {label}" in part.samples:
                         ratio = speedup(part.samples, f"{name}, fp32", f"{name}, {label}")
-                        note = NOTES_BLAS.get(batch, "") if "BLAS" in label else ""
+                        note = NOTES_BLAS.get(batch, "") if "BLAS" in label else NOTE_ONE if batch == 1 else ""
                         made.append(Bar(f"{name}: fp32 against {label}", ratio, 1.0 if batch == 1 else 3.0, note=note))
         name = told(threads, 1)
         for kind, least in (("fp16", 1.6), ("int8 + re-scoring", 2.5)):
