@@ -46,7 +46,7 @@ def test_no_module_is_over_400_lines() -> None:
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_run_file_loads(path: Path) -> None:
-    load_run(path)
+    assert load_run(path).store.path
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
