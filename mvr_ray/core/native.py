@@ -48,8 +48,8 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core._scan", 1
-KINDS = {"float32": 0, "float16": 1, "int8": 2}
+LIBRARY, INTERFACE = "mvr_ray.core._scan", 2
+KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 16384
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
 LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
@@ -115,7 +115,8 @@ class Rows(NamedTuple):
 
 @dataclass
 class NativeAsked:
-    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room."""
+    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room; and what
+    tells the loops where these lie."""
 
     packed: NDArray[Any]
     tiles: NDArray[Any] | None
@@ -132,6 +133,16 @@ class NativeAsked:
     passage_M: IntArray
     upper_M: NDArray[np.float32]
     space: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        columns = self.query_M, self.passage_M, self.upper_M
+        room = len(self.query_M)
+        self.search = _Search(
+            *self.low_QK.shape, None, None, _address(self.cut_Q), room, 0, *(_address(column) for column in columns)
+        )
+        whole = self.packed, self.tiles, None, self.bias, self.unit_Q
+        self.question = _Asked(*(_address(part) for part in whole))
+        self.space_at = _address(self.space)
 
 
 class NativeKernel:
@@ -154,17 +165,17 @@ class NativeKernel:
 
     def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> Rows:
         rows_ND = np.ascontiguousarray(rows_ND)
-        if rows_ND.dtype.name not in KINDS:
+        if rows_ND.dtype not in KINDS:
             rows_ND = rows_ND.astype(np.float32)
         return Rows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
 
     def max_norm(self, ready: Rows) -> float:
-        kind, (count, dimension) = KINDS[ready.rows_ND.dtype.name], ready.rows_ND.shape
+        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_norm(kind, ready.rows_ND.ctypes.data, _address(ready.scale_N), count, dimension)
 
     def max_residual(self, ready: Rows) -> float:
         """The largest norm of what bfloat16 takes off a vector, in float32; infinite if a value is 2^120 or more."""
-        kind, (count, dimension) = KINDS[ready.rows_ND.dtype.name], ready.rows_ND.shape
+        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_residual(kind, ready.rows_ND.ctypes.data, count, dimension)
 
     def ask(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeAsked:
@@ -211,22 +222,17 @@ class NativeKernel:
     ) -> Survivors:
         error_Q = np.ascontiguousarray(error_Q, np.float32)
         counts_P = np.ascontiguousarray(counts_P, np.int64)
-        search = _Search(
-            *asked.low_QK.shape, error_Q.ctypes.data, asked.low_QK.ctypes.data, asked.cut_Q.ctypes.data,
-            len(asked.query_M), 0, asked.query_M.ctypes.data, asked.passage_M.ctypes.data, asked.upper_M.ctypes.data,
-        )  # fmt: skip
-        question = _Asked(
-            asked.packed.ctypes.data, _address(asked.tiles), _address(asked.short if asked.coarse else None),
-            asked.bias.ctypes.data, asked.unit_Q.ctypes.data,
-        )  # fmt: skip
-        kind, scales = KINDS[ready.rows_ND.dtype.name], _address(ready.scale_N)
+        search, question = asked.search, asked.question
+        search.error_Q, search.low_QK = _address(error_Q), _address(asked.low_QK)
+        question.coarse = _address(asked.short if asked.coarse else None)
+        kind, rows, scales = KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N)
+        counts, dimension = _address(counts_P), ready.rows_ND.shape[1]
         passage, parts = 0, []
         while passage < len(counts_P):
             search.found = 0
             passage = self.loops.mvr_scan(
-                kind, ready.rows_ND.ctypes.data, scales, counts_P.ctypes.data, passage, len(counts_P),
-                ready.rows_ND.shape[1], ctypes.addressof(question), AHEAD_BYTES, ctypes.addressof(search),
-                asked.space.ctypes.data,
+                kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(question), AHEAD_BYTES,
+                ctypes.addressof(search), asked.space_at,
             )  # fmt: skip
             parts.append([column[: search.found].copy() for column in (asked.query_M, asked.passage_M, asked.upper_M)])
         return Survivors(*parts[0]) if len(parts) == 1 else Survivors(*map(np.concatenate, zip(*parts)))
@@ -244,7 +250,7 @@ class NativeKernel:
 def rescores(block: EmbeddingBlock) -> bool:
     """Whether the compiled loops can score this block's passages."""
     vectors_ND = block.vectors_ND
-    return vectors_ND.dtype.name in ("float32", "float16") and vectors_ND.flags.c_contiguous and library() is not None
+    return vectors_ND.dtype in (np.float32, np.float16) and vectors_ND.flags.c_contiguous and library() is not None
 
 
 def rescore(
@@ -267,16 +273,16 @@ def rescore(
     query_M, row_M = np.ascontiguousarray(query_M, np.int64), np.ascontiguousarray(row_M, np.int64)
     terms = np.empty(dimension + 8)
     loops.mvr_rescore(
-        KINDS[block.vectors_ND.dtype.name], block.vectors_ND.ctypes.data, row_ptr.ctypes.data, number_N.ctypes.data,
+        KINDS[block.vectors_ND.dtype], block.vectors_ND.ctypes.data, row_ptr.ctypes.data, number_N.ctypes.data,
         dimension, wide.ctypes.data, len(row_M), query_M.ctypes.data, row_M.ctypes.data,
         score_M.ctypes.data, view_M.ctypes.data, terms.ctypes.data,
     )  # fmt: skip
 
 
 def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
-    """Panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query as it is."""
+    """Panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query between zeros, [16 + D + 16]."""
     if len(queries_QD) == 1:
-        return np.array(queries_QD[0], np.float32)
+        return np.pad(queries_QD[0].astype(np.float32, copy=False), LANES)
     every = np.zeros((padded, queries_QD.shape[1]), np.float32)
     every[: len(queries_QD)] = queries_QD
     return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
@@ -357,7 +363,7 @@ def _pack_codes(queries_QD: FloatArray, padded: int) -> _Packed:
 
 
 def _address(array: NDArray[Any] | None) -> int | None:
-    return None if array is None else array.ctypes.data
+    return None if array is None else array.__array_interface__["data"][0]
 
 
 def num_threads() -> int:

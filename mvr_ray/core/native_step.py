@@ -1,6 +1,8 @@
 """The loop compiled from `step.c`: AOpt's step in float32. It is there where the package was built with a C compiler;
 without it `aopt` does the same in torch, in many passes over memory.
 
+Partners are read in whole numbers of 16 bits (`rounded`), for what takes the time is reading them.
+
 Sums are added one by one in the order of the labels. Products are summed in 16 lanes, each in order, then in pairs. A
 vector's result depends on that vector alone, so shares of them may go to any number of threads; Python's lock is not
 held meanwhile.
@@ -10,6 +12,7 @@ Shapes: N vectors, Q partners, M vectors that move, D dimension.
 
 import ctypes
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -21,10 +24,11 @@ from mvr_ray.core import native
 from mvr_ray.core.pseudo_labels import LabelMatrices
 from mvr_ray.types import FloatArray, IntArray
 
-LIBRARY, INTERFACE = "mvr_ray.core._step", 1
+LIBRARY, INTERFACE = "mvr_ray.core._step", 2
 LANES = 16  # as in step.c
 KINDS = {"float32": 0, "float16": 1}
 ROWS_AT_ONCE = 1024  # a thread takes the next so many when it is done with its own
+MOST, TINY, LINE = 32767, np.float32(2.0**-110), 64
 
 
 class Stepped(NamedTuple):
@@ -32,6 +36,16 @@ class Stepped(NamedTuple):
 
     moved_MD: NDArray[np.float32]
     scores_M2: NDArray[np.float32]
+
+
+class Rounded(NamedTuple):
+    """Vector q is unit_Q[q] whole_QD[q], no component further off than max|q| / 65534 and roundings, or than 2^-110."""
+
+    whole_QD: NDArray[np.int16]
+    unit_Q: NDArray[np.float32]
+
+    def values(self) -> NDArray[np.float32]:
+        return self.whole_QD * self.unit_Q[:, None]
 
 
 class _Labels(ctypes.Structure):
@@ -45,9 +59,47 @@ def library() -> ctypes.CDLL | None:
     if loop is None:
         return None
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    loop.mvr_step.argtypes = [whole, at, at, whole, at, at, long, long, ctypes.c_float, at, at, at]
+    loop.mvr_round.argtypes = [at, long, long, whole, at, at]
+    loop.mvr_round.restype = None
+    loop.mvr_step.argtypes = [whole, at, at, at, whole, at, at, long, long, ctypes.c_float, at, at, at]
     loop.mvr_step.restype = None
     return loop
+
+
+def rounded(vectors_QD: FloatArray, threads: int | None = None) -> Rounded:
+    """Each vector in whole numbers of a unit of its own, the largest of them 32,767; the same with and without
+    `library`. A vector of numbers below 2^-110 is zero; the unit of one with an infinity or NaN is NaN."""
+    vectors_QD = np.ascontiguousarray(vectors_QD, np.float32)
+    loop, (count, dimension) = library(), vectors_QD.shape
+    if loop is None:
+        return _rounded(vectors_QD)
+    room = np.empty(2 * vectors_QD.size + LINE, np.uint8)
+    start = -room.ctypes.data % LINE
+    whole = room[start:][: 2 * vectors_QD.size].view(np.int16)
+    made = Rounded(whole.reshape(count, dimension), np.empty(count, np.float32))
+
+    def share(low: int, high: int) -> None:
+        loop.mvr_round(vectors_QD.ctypes.data, low, high, dimension, made.whole_QD.ctypes.data, made.unit_Q.ctypes.data)
+
+    _shared(share, count, threads)
+    return made
+
+
+def _rounded(vectors_QD: NDArray[np.float32]) -> Rounded:
+    most_Q = np.abs(vectors_QD).max(axis=1, initial=0)
+    finite_Q = np.isfinite(vectors_QD).all(axis=1)
+    zero_Q = (most_Q < TINY) | ~finite_Q
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse_Q = np.where(zero_Q, 0, np.float32(MOST) / most_Q).astype(np.float32)
+        whole_QD = np.where(zero_Q[:, None], 0, np.rint(vectors_QD * inverse_Q[:, None])).astype(np.int16)
+    unit_Q = np.where(most_Q < TINY, 0, most_Q / np.float32(MOST)).astype(np.float32)
+    return Rounded(whole_QD, np.where(finite_Q, unit_Q, np.float32(np.nan)).astype(np.float32))
+
+
+def _shared(share: Callable[[int, int], None], count: int, threads: int | None) -> None:
+    """Have threads take `ROWS_AT_ONCE` of so many rows at a time."""
+    with ThreadPoolExecutor(threads or native.num_threads()) as pool:
+        list(pool.map(lambda low: share(low, min(low + ROWS_AT_ONCE, count)), range(0, count, ROWS_AT_ONCE)))
 
 
 def step(
@@ -72,7 +124,7 @@ def step(
             f"{[matrix.shape for matrix in labels]}; give one dimension, and labels of shape {shape}"
         )
     vectors_ND = np.ascontiguousarray(vectors_ND, None if vectors_ND.dtype.name in KINDS else np.float32)
-    partners_QD = np.ascontiguousarray(partners_QD, np.float32)
+    partners = rounded(partners_QD, threads)
     rows_M = np.ascontiguousarray(rows_M, np.int64)
     kept = [_numbers(matrix) for matrix in labels]
     both = (_Labels * 2)(*(_Labels(ptr.ctypes.data, index.ctypes.data, ptr.itemsize == 8) for ptr, index in kept))
@@ -81,14 +133,12 @@ def step(
     def share(low: int, high: int) -> None:
         space = np.zeros(3 * -(-dimension // LANES) * LANES, np.float32)
         loop.mvr_step(
-            KINDS[vectors_ND.dtype.name], vectors_ND.ctypes.data, partners_QD.ctypes.data, dimension,
-            ctypes.addressof(both), rows_M.ctypes.data, low, high, step_size,
+            KINDS[vectors_ND.dtype.name], vectors_ND.ctypes.data, partners.whole_QD.ctypes.data,
+            partners.unit_Q.ctypes.data, dimension, ctypes.addressof(both), rows_M.ctypes.data, low, high, step_size,
             made.moved_MD.ctypes.data, made.scores_M2.ctypes.data, space.ctypes.data,
         )  # fmt: skip
 
-    starts = range(0, len(rows_M), ROWS_AT_ONCE)
-    with ThreadPoolExecutor(threads or native.num_threads()) as pool:
-        list(pool.map(lambda low: share(low, min(low + ROWS_AT_ONCE, len(rows_M))), starts))
+    _shared(share, len(rows_M), threads)
     return made
 
 

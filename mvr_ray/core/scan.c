@@ -525,6 +525,40 @@ INLINE __m256 float_rows(const void *tile, const int half, const float *query, i
     return lane_sums(sum);
 }
 
+/* As `float_rows` with rows one after the other, from wherever they begin: lanes are loaded from where lanes begin in
+   memory, for a load across two lines costs two. What stands before and behind a row is masked, and the query moves
+   along: it has LANES zeros on either side. D is a multiple of LANES, and
+   a number lies where its size allows. */
+INLINE __m256 float_rows_by_line(const void *tile, const int half, const float *query, int dimension) {
+    const int size = half ? 2 : 4, skew = (int)((uintptr_t)tile % (LANES * size)) / size;
+    const __mmask16 first = (__mmask16)(0xffffu << skew), last = (__mmask16)((1u << skew) - 1);
+    __m512 sum[ROWS];
+    query -= skew;
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        const char *row = (const char *)tile + ((int64_t)r * dimension - skew) * size;
+        __m512 part[4];
+        part[0] = _mm512_mul_ps(load_row(half, row, 0, first), _mm512_loadu_ps(query));
+        part[1] = _mm512_mul_ps(load_row(half, row, dimension, last), _mm512_loadu_ps(query + dimension));
+        part[2] = part[3] = _mm512_setzero_ps();
+        _mm_prefetch(row + AHEAD_IN_ORDER, _MM_HINT_T0);
+        int d = LANES;
+        for (; d + 4 * LANES <= dimension; d += 4 * LANES) {
+            UNROLL for (int i = 0; i < 4; i++) {
+                const char *at = row + (int64_t)(d + i * LANES) * size;
+                if (!half || i & 1) _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
+                part[i] = _mm512_fmadd_ps(load_row(half, row, d + i * LANES, 0xffff), _mm512_loadu_ps(query + d + i * LANES),
+                                          part[i]);
+            }
+        }
+        for (; d < dimension; d += LANES) {
+            _mm_prefetch(row + (int64_t)d * size + AHEAD_IN_ORDER, _MM_HINT_T0);
+            part[2] = _mm512_fmadd_ps(load_row(half, row, d, 0xffff), _mm512_loadu_ps(query + d), part[2]);
+        }
+        sum[r] = _mm512_add_ps(_mm512_add_ps(part[0], part[1]), _mm512_add_ps(part[2], part[3]));
+    }
+    return lane_sums(sum);
+}
+
 /* `high`, `low`: the query, padded with zeros to 64; `bias`: for each 4 bytes of 64, of both halves. */
 INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
                         const int32_t *bias, float unit, int dimension, int ahead, const int together) {
@@ -566,8 +600,12 @@ INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *
 INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Asked *asked, int dimension, int width,
                         int ahead, const int together, const int split) {
     const int8_t *halves = asked->packed, *codes = (const int8_t *)part;
-    if (kind == FLOAT32) return float_rows(part, 0, asked->packed, dimension, ahead, together, split);
-    if (kind == FLOAT16) return float_rows(part, 1, asked->packed, dimension, ahead, together, split);
+    const float *query = (const float *)asked->packed + LANES;
+    const int by_line = together == 1 && dimension % LANES == 0 && dimension;
+    if (kind == FLOAT32 && by_line && (uintptr_t)part % 4 == 0) return float_rows_by_line(part, 0, query, dimension);
+    if (kind == FLOAT16 && by_line && (uintptr_t)part % 2 == 0) return float_rows_by_line(part, 1, query, dimension);
+    if (kind == FLOAT32) return float_rows(part, 0, query, dimension, ahead, together, split);
+    if (kind == FLOAT16) return float_rows(part, 1, query, dimension, ahead, together, split);
     return code_rows(codes, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0], dimension, ahead, together);
 }
 
@@ -619,7 +657,7 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
 FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
                       int64_t passages, int dimension, const Asked *asked, int ahead, Search *s, void *space) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
-    const int alone = s->queries == 1 && dimension <= 8192; /* beyond, sums of one query's codes could overflow */
+    const int alone = s->queries == 1 && (kind != INT8 || dimension <= 8192); /* beyond, sums of codes could overflow */
     const int padded = (s->queries + LANES - 1) / LANES * LANES;
     const int tiled = !alone && asked->tiles, shortened = !alone && !tiled && asked->coarse;
     const int block = tiled || shortened ? BLOCK : ROWS;
@@ -806,4 +844,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
-int mvr_interface(void) { return 1; }
+int mvr_interface(void) { return 2; }

@@ -1,7 +1,8 @@
 /* AOpt's step in float32 for many vectors; `native_step.py` calls it, and says what it means.
 
-   A vector's partners lie all over memory and are read once: the time is that of reading them. So those that come next
-   are asked for while these are added, and sums, products and the step are made while all is in the first cache.
+   A vector's partners lie all over memory and are read once: the time is that of reading them. So they are read as
+   whole numbers of 16 bits, those that come next are asked for while these are added, and sums, products and the step
+   are made while all is in the first cache.
 
    Every sum has one order, written in lanes of 16, and no product is fused with a sum: the bytes are the same for any
    number of threads, and on any processor that computes as IEEE 754 has it.
@@ -24,9 +25,13 @@
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define LINE 64  /* bytes of memory that come at once */
-#define AHEAD 12 /* partners asked for before their use: some 18 kB of 384 dimensions, half of a first cache */
+#define AHEAD 24 /* partners asked for before their use: some 18 kB of 384 dimensions, half of a first cache */
+#define MOST 32767
+#define TINY 0x1p-110f /* of less, units would not be normal numbers */
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+typedef int32_t WholeLanes __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef int16_t ShortLanes __attribute__((vector_size(LANES * sizeof(int16_t)), aligned(2), may_alias));
 
 enum { FLOAT32, FLOAT16 };
 
@@ -61,15 +66,28 @@ INLINE int64_t next(Walk *w) {
     return number(own->index, own->wide, w->at++);
 }
 
-INLINE void ask_for(const float *row, int dimension) {
-    for (int d = 0; d < dimension; d += LINE / (int)sizeof(float)) __builtin_prefetch(row + d);
+/* Partner q is `unit_Q[q]` times its whole numbers. */
+typedef struct {
+    const int16_t *whole_QD;
+    const float *unit_Q;
+} Partners;
+
+INLINE void ask_for(const Partners *from, int64_t partner, int dimension) {
+    const int16_t *row = from->whole_QD + partner * dimension;
+    for (int d = 0; d < dimension; d += LINE / (int)sizeof(int16_t)) __builtin_prefetch(row + d);
     __builtin_prefetch(row + dimension - 1);
+    __builtin_prefetch(from->unit_Q + partner);
 }
 
-INLINE void add(float *sum, const float *row, int dimension) {
+INLINE void add(float *sum, const Partners *from, int64_t partner, int dimension) {
+    const int16_t *row = from->whole_QD + partner * dimension;
+    const float unit = from->unit_Q[partner];
     int d = 0;
-    for (; d + LANES <= dimension; d += LANES) *(Lanes *)(sum + d) += *(const Lanes *)(row + d);
-    for (; d < dimension; d++) sum[d] += row[d];
+    for (; d + LANES <= dimension; d += LANES) {
+        const WholeLanes whole = __builtin_convertvector(*(const ShortLanes *)(row + d), WholeLanes);
+        *(Lanes *)(sum + d) += __builtin_convertvector(whole, Lanes) * unit;
+    }
+    for (; d < dimension; d++) sum[d] += (float)row[d] * unit;
 }
 
 /* Both are padded to whole lanes with zeros. */
@@ -96,21 +114,60 @@ INLINE void widen(const uint16_t *half, float *to, int count) {
     }
 }
 
-/* Steps of vectors `row_M[first]` up to `row_M[last]`: moved_MD, and in score_M2 the products <x, A> and <x, B>.
-   `space` has room for three vectors of whole lanes, and is zero. */
-EACH void mvr_step(int kind, const void *vectors, const float *partners, int dimension, const Labels *labels,
-                   const int64_t *row_M, int64_t first, int64_t last, float step_size, float *moved_MD, float *score_M2,
-                   float *space) {
+INLINE unsigned plain_state(void) {
 #if defined(__x86_64__)
     const unsigned state = _mm_getcsr();
     _mm_setcsr(0x1f80); /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
+    return state;
+#else
+    return 0;
 #endif
+}
+
+INLINE void put_back(unsigned state) {
+#if defined(__x86_64__)
+    _mm_setcsr(state);
+#else
+    (void)state;
+#endif
+}
+
+/* Rows `first` up to `last` in whole numbers of their own unit, the largest being MOST; the nearest, even ones on ties.
+   A row of numbers below TINY is zero, and the unit of one with what is no number is none. */
+EACH void mvr_round(const float *rows, int64_t first, int64_t last, int dimension, int16_t *whole, float *unit) {
+    const unsigned state = plain_state();
+    for (int64_t row = first; row < last; row++) {
+        const float *from = rows + row * dimension;
+        float most = 0, none = 0;
+        for (int d = 0; d < dimension; d++) {
+            const float size = from[d] < 0 ? -from[d] : from[d];
+            most = size > most ? size : most;
+            none += from[d] * 0;
+        }
+        const int zero = most < TINY || none != 0;
+        const float inverse = zero ? 0 : MOST / most;
+        unit[row] = most < TINY ? none : most / MOST + none;
+        for (int d = 0; d < dimension; d++) {
+            const float near = zero ? 0 : from[d] * inverse + 0x1.8p23f; /* whole numbers are a unit apart there */
+            whole[row * dimension + d] = (int16_t)(int32_t)(near - (zero ? 0 : 0x1.8p23f));
+        }
+    }
+    put_back(state);
+}
+
+/* Steps of vectors `row_M[first]` up to `row_M[last]`: moved_MD, and in score_M2 the products <x, A> and <x, B>.
+   `space` has room for three vectors of whole lanes, and is zero. */
+EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const float *unit_Q, int dimension,
+                   const Labels *labels, const int64_t *row_M, int64_t first, int64_t last, float step_size,
+                   float *moved_MD, float *score_M2, float *space) {
+    const unsigned state = plain_state();
+    const Partners partners = {whole_QD, unit_Q};
     const int padded = (dimension + LANES - 1) / LANES * LANES;
     float *x = space, *sum[2] = {space + padded, space + 2 * padded};
     Walk coming = {labels, row_M, first - 1, last, 0, 0, 1};
     for (int i = 0; i < AHEAD; i++) {
         const int64_t partner = next(&coming);
-        if (partner >= 0) ask_for(partners + partner * dimension, dimension);
+        if (partner >= 0) ask_for(&partners, partner, dimension);
     }
     for (int64_t m = first; m < last; m++) {
         const int64_t row = row_M[m];
@@ -122,8 +179,8 @@ EACH void mvr_step(int kind, const void *vectors, const float *partners, int dim
             memset(sum[sign], 0, dimension * sizeof(float));
             for (int64_t at = number(own->start, own->wide, row); at < stop; at++) {
                 const int64_t partner = next(&coming);
-                if (partner >= 0) ask_for(partners + partner * dimension, dimension);
-                add(sum[sign], partners + number(own->index, own->wide, at) * dimension, dimension);
+                if (partner >= 0) ask_for(&partners, partner, dimension);
+                add(sum[sign], &partners, number(own->index, own->wide, at), dimension);
             }
         }
         const float good = dot(x, sum[0], padded), every = good + dot(x, sum[1], padded);
@@ -132,11 +189,9 @@ EACH void mvr_step(int kind, const void *vectors, const float *partners, int dim
         float *moved = moved_MD + m * dimension;
         for (int d = 0; d < dimension; d++) moved[d] = x[d] + sum[0][d] * to_good - sum[1][d] * from_every;
     }
-#if defined(__x86_64__)
-    _mm_setcsr(state);
-#endif
+    put_back(state);
 }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native_step.py`. */
-int mvr_interface(void) { return 1; }
+int mvr_interface(void) { return 2; }

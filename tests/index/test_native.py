@@ -65,6 +65,36 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
 
 @built
 @given(
+    seed=SEEDS, dimension=st.sampled_from([1, 16, 48, 80, 100, 384]), dtype=st.sampled_from(["float16", "float32"]),
+    skew=st.integers(0, 63), num_queries=st.sampled_from([1, 3]),
+)  # fmt: skip
+@SLOW
+def test_vectors_may_begin_anywhere_in_memory(shard, queries, seed, dimension, dtype, skew, num_queries):
+    """What lies before and behind them is not read into a score: it is no number."""
+    block, *_ = shard(seed, 30, 3, dimension, dtype=dtype)
+    vectors_ND = block.vectors_ND
+    room = np.full(vectors_ND.nbytes + 320, 0xFF, np.uint8)
+    start = -room.ctypes.data % 64 + 128 + skew
+    moved_ND = np.frombuffer(room, dtype, vectors_ND.size, start).reshape(vectors_ND.shape)
+    assert moved_ND.ctypes.data % 64 == skew
+    np.copyto(np.ndarray(moved_ND.shape, dtype, room, start), vectors_ND)
+    asked = queries(seed, num_queries, dimension)
+    found = Scan([block._replace(vectors_ND=moved_ND)], native.NativeKernel(1)).search(asked, 9)
+    assert as_bytes(found) == as_bytes(FlatIndex([block], engine="numpy").search(asked, 9))
+
+
+@built
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("num_queries", [1, 2])
+def test_vectors_of_many_dimensions(shard, queries, num_queries, coded):
+    blocks, asked = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    found = Scan(blocks, native.NativeKernel(1), codes=codes).search(asked, 5)
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 5))
+
+
+@built
+@given(
     seed=SEEDS, dimension=st.sampled_from([1, 3, 8, 13, 100]), spread=st.sampled_from([1e-30, 1e-4, 1.0, 3e4]),
     dtype=st.sampled_from(["float16", "float32"]),
 )  # fmt: skip
