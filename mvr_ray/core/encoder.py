@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mvr_ray.core.backbones import Tower, open_tower
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.core.packed import Means, packs, read_views
+from mvr_ray.core.packed import Means, over_blocks, packs, read_views
 from mvr_ray.core.precision import FULL, Lowered, Precision, Readers, check
 from mvr_ray.core.quantized import calibrate
 from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
@@ -216,9 +216,23 @@ class DualEncoder(nn.Module):
         return self._read(self.passage_tower, tokenized, self.num_views, self.lowered)
 
     def states(self, tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
-        """states_PTD of the passage tower, and which tokens are real (the others are padding)."""
-        padded = _pad(self.passage_tower, tokenized)
-        return self.passage_tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
+        """states_PTD of the passage tower, and which tokens are real (the others are padding). Packed, as views are,
+        where nothing is to be learned and that can be."""
+        tower = self.passage_tower
+        padded = _pad(tower, tokenized)
+        if self._learns() or self.lowered.precision != "fp32" or not packs(tower.backbone):
+            return tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
+        lengths = [text.num_tokens for text in tokenized]
+        states_PTD = torch.zeros(*padded.real_PT.shape, self.dimension)
+        reader = self._readers.of(tower, self.lowered)
+
+        def read(rows: list[int]) -> None:
+            own = reader([tokenized[row] for row in rows]).split([lengths[row] for row in rows])
+            for row, states_TD in zip(rows, own):
+                states_PTD[row, : lengths[row]] = states_TD
+
+        over_blocks(lengths, read)
+        return states_PTD, padded.real_PT
 
     def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
         """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""
@@ -306,8 +320,7 @@ class DualEncoder(nn.Module):
 
     def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, lowered: Lowered) -> Means:
         """Packed where that can be; else padded, on a CPU to the longest of few texts of about one length."""
-        plain = self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
-        if not plain and (lowered.precision != "fp32" or packs(tower.backbone)):
+        if not self._learns() and (lowered.precision != "fp32" or packs(tower.backbone)):
             return read_views(self._readers.of(tower, lowered), tokenized, num_views)
         if self.device.type != "cpu" or len(tokenized) == 1:
             return self._padded(tower, tokenized, num_views)
@@ -316,6 +329,10 @@ class DualEncoder(nn.Module):
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
         return Means(views_PVD, count_PV)
+
+    def _learns(self) -> bool:
+        """Whether a gradient may be asked for, or torch is to choose the precision: packed weights are as they were."""
+        return self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
 
     def _padded(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
         padded = _pad(tower, tokenized)

@@ -37,7 +37,7 @@ class Views(NamedTuple):
 
 
 class EmbeddingWriter:
-    """Writes a shard aside and names it when the block ends well:
+    """Writes a shard aside and names it when the block ends well; `Store` syncs it when it takes it:
 
     with EmbeddingWriter(path, dimension=384, num_views=8, dtype="fp16") as writer:
         writer.write(block)
@@ -61,7 +61,7 @@ class EmbeddingWriter:
         self._schema = pa.schema(fields, {b"format": _FORMAT, b"num_views": str(num_views).encode()})
 
     def __enter__(self) -> Self:
-        self._finished = finished_file(self.path)
+        self._finished = finished_file(self.path, synced=False)
         self._sink = pa.OSFile(str(self._finished.__enter__()), "wb")
         self._file = pa.ipc.new_file(self._sink, self._schema)
         return self

@@ -337,16 +337,19 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def finished_file(target: Path) -> Iterator[Path]:
-    """A path beside `target` to write to; it becomes `target`, synced, when the block ends well, else it goes."""
+def finished_file(target: Path, synced: bool = True) -> Iterator[Path]:
+    """A path beside `target` to write to; it becomes `target` when the block ends well, else it goes. Not `synced`: for
+    files that a store then takes, which syncs what it names."""
     with _told("write", str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             yield aside
-            sync_file(aside)
+            if synced:
+                sync_file(aside)
             aside.replace(target)
-            sync_folder(target.parent)
+            if synced:
+                sync_folder(target.parent)
         finally:
             aside.unlink(missing_ok=True)
 

@@ -46,6 +46,19 @@ def test_packed_views_are_the_padded_views(tiny, kind, name):
     np.testing.assert_allclose(encoder.embed_queries(QUERIES), wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_the_states_of_every_token_are_the_padded_ones_and_no_more(tiny, kind):
+    encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES[5:40])
+    wanted_PTD, wanted_PT = encoder.states(tokenized)
+    assert wanted_PTD.requires_grad
+    with torch.no_grad():
+        states_PTD, real_PT = encoder.states(tokenized)
+    assert torch.equal(real_PT, wanted_PT)
+    torch.testing.assert_close(states_PTD[real_PT], wanted_PTD[real_PT].detach(), atol=2e-6, rtol=0)
+    assert (states_PTD[~real_PT] == 0).all() or not packs(encoder.passage_tower.backbone)
+
+
 @given(st.integers(1, 9000))
 def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
     filling = filling_tokens(num_tokens)
