@@ -1,0 +1,172 @@
+"""What reports show of steps' figures: tables by cell, heat maps by number; and what the cost step times."""
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from mvr_ray.config import resolve_path
+from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.distributed.encoders import encoder_spec
+from mvr_ray.errors import MissingInputError
+from mvr_ray.store import prepare
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.studies import plots
+from mvr_ray.studies.cost import VIEWS, cost
+from mvr_ray.studies.definition import load_study
+from mvr_ray.studies.plots import plots_of
+from mvr_ray.studies.tables import (
+    CROSS_ENCODER,
+    Cell,
+    Measured,
+    alone_table,
+    mining_table,
+    reading_table,
+    teacher_table,
+    training_table,
+)
+
+
+def measured(name: str, cells: dict[str, float] | None = None, **reports) -> Measured:
+    found = {metric: Cell(value, value - 0.1, value + 0.1, 1) for metric, value in (cells or {}).items()}
+    return Measured(name, {}, "", found, {}, reports)
+
+
+def told(table) -> list[dict]:
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "run.yaml").write_text("{}\n")
+    (folder / "one.yaml").write_text(
+        "{study: one, title: one, paper: none, run: run.yaml, questions: dev, metrics: [gold/top-1], steps: [index],"
+        " sizes: {quick: {about: tiny, set: []}}, variants: [{name: a}]}\n"
+    )
+    return load_study(folder / "one.yaml", "quick")
+
+
+def test_every_view_alone_stands_under_its_number_and_all_of_them_last(study):
+    of_three = {f"view {view}: gold/top-1": view / 10 for view in (1, 2, 3)} | {"all views: gold/top-1": 0.75}
+    of_two = {f"view {view}: gold/top-1": view / 5 for view in (1, 2)} | {"all views: gold/top-1": 0.5}
+    table = alone_table(study, [measured("three", of_three), measured("none", {"lv": 1.0}), measured("two", of_two)])
+    assert told(table) == [
+        {"variant": "three", "1": "10.0", "2": "20.0", "3": "30.0", "all": "75.0"},
+        {"variant": "two", "1": "20.0", "2": "40.0", "3": "", "all": "50.0"},
+    ]
+    assert alone_table(study, [measured("none", {"lv": 1.0})]) is None
+
+
+def test_reading_is_told_by_the_number_of_passages_with_both_measures():
+    def row(passages: int, metric: str, value: float) -> dict:
+        return {"passages": passages, "metric": metric, "value": value, "low": value - 0.01, "high": value + 0.02}
+
+    rows = [row(5, "f1", 0.6), row(5, "exact_match", 0.5), row(1, "exact_match", 0.3), row(1, "f1", 0.4)]
+    table = reading_table([measured("a", reading=[{"sets": [{"questions": "dev", "asked": 120, "rows": rows}]}])])
+    assert [one["passages"] for one in told(table)] == [1, 5]
+    assert told(table)[0] | {"variant": "a", "questions": "dev", "asked": 120} == told(table)[0]
+    assert told(table)[0]["exact match"] == "30.0 (29.0 to 32.0)"
+    assert told(table)[1]["F1"] == "60.0 (59.0 to 62.0)"
+    assert reading_table([measured("a")]) is None
+
+
+def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
+    def ended(loss: float, collapsed: bool) -> dict:
+        epoch = {"step": 40, "loss": loss, "loss_local": 2.0, "view_pair_cosine": 0.5, "lv": 0.2}
+        return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapsed}]}
+
+    [row] = told(training_table([measured("a", train=[ended(1.0, True), ended(2.0, False)])]))
+    assert (row["steps"], row["loss"], row["local loss"], row["collapsed"]) == (40, "1.5", "2", "1 of 2")
+    assert float(row["ln V"]) == pytest.approx(math.log(4), abs=1e-3)
+
+
+def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of_the_questions():
+    mined = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
+             "dropped_by_cross_encoder": 1, "negatives": 129, "without": 2}  # fmt: skip
+    taught = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
+    found = [measured("a", mine=[mined, {**mined, "method": "bm25"}], **{CROSS_ENCODER: [taught]})]
+    first, second = told(mining_table(found))
+    assert [first[name] for name in ("pass", "gold", "answer-bearing", "by the cross-encoder")] == [
+        1, "10.0", "25.0", "0.5"]  # fmt: skip
+    assert (second["pass"], second["search"], second["kept"], second["questions without"]) == (2, "bm25", 129, 2)
+    [teacher] = told(teacher_table(found))
+    assert (teacher["steps"], teacher["top-1 before"], teacher["top-1"]) == (120, "10.0", "62.5")
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    """What each heat map says in each of its cells, [row][column], `None` where nothing was measured."""
+    maps = []
+    keep = plots._plot
+
+    def look(figure, name, title):
+        for axes in figure.axes:
+            if axes.images:
+                texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
+                shape = axes.images[0].get_array().shape
+                rows = [[texts.get((row, column)) for column in range(shape[1])] for row in range(shape[0])]
+                maps.append((name, axes.get_title(), [t.get_text() for t in axes.get_yticklabels()], rows))
+        return keep(figure, name, title)
+
+    monkeypatch.setattr(plots, "_plot", look)
+    return maps
+
+
+def test_the_heat_map_of_attention_has_view_i_in_row_i(study, drawn):
+    table = [[1e-12, 0.5, None], [0.25, 0.0, 2.0], [3.0, 4.0, 0.0]]
+    [plot] = plots_of(study, [measured("a b", analyze=[{"attention_kl_table": table}])])
+    assert plot.name == "attention-kl-a-b" and plot.png.startswith(b"\x89PNG")
+    assert [rows for _, _, _, rows in drawn] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
+    assert plots_of(study, [measured("one view", analyze=[{"attention_kl_table": None}])]) == []
+
+
+def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across_at_every_depth(study, drawn):
+    def one(beta: float, gamma: float) -> dict:
+        answer = {k: (beta - gamma) / 10 + int(k) / 1000 for k in ("1", "5", "20", "100")}
+        sets = [{"questions": "known", "answer": answer}, {"questions": "unseen", "answer": {**answer, "1": 0.5}}]
+        return {"setting": {"method": "linear", "beta": beta, "gamma": gamma}, "rounds": [{"sets": sets}] * 2}
+
+    tried = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
+    made = plots_of(study, [measured("a", refinement_grid=[{"tried": tried}])])
+    assert [plot.name for plot in made[:2]] == ["linear-a-known", "linear-a-unseen"]
+    known = [one for one in drawn if one[0] == "linear-a-known"]
+    assert [title for _, title, _, _ in known] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
+    for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known):
+        assert rows == ["0.1", "0.2", "0.3"]
+        wanted = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
+        assert cells == wanted
+
+
+@pytest.mark.data
+def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(prepared, run_over, tmp_path):
+    plain = run_over(tmp_path / "store").model_dump(mode="json")
+    plain["prepare"]["sources"][0]["path"] = str(prepared / "squad.json")
+    run = type(run_over(tmp_path / "store")).model_validate(plain)
+    with pytest.raises(MissingInputError):
+        cost(run)
+    prepare.prepare(run.prepare, Store(run.store.path))
+    threads = torch.get_num_threads()
+    seen = []
+    report = cost(run, lambda *told: seen.append(told), {"passages": 12, "questions": 5, "repeats": 2})
+    assert torch.get_num_threads() == threads
+    assert (report.passages, report.questions, report.repeats) == (12, 5, 2)
+    assert [one[1] for one in seen] == [0, 1, 2]
+    lines = {line.system: line for line in report.lines}
+    vectors = {name: line.vectors_a_passage for name, line in lines.items()}
+    several = ("ME-BERT (k=8)", "MVR (k=8)", "snippet means (k=8)", "DRPQ (k=8)")
+    assert vectors == {"DPR": 1, **dict.fromkeys(several, VIEWS), "late interaction": vectors["late interaction"]}
+    base = lines["DPR"]
+    for line in report.lines:
+        assert line.encode_ms > 0 and line.search_ms > 0
+        assert line.encode_ratio == pytest.approx(line.encode_ms / base.encode_ms)
+        assert line.search_ratio == pytest.approx(line.search_ms / base.search_ms)
+    spec = replace(encoder_spec(run), strategy="cls", num_views=1)
+    encoder = DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec)
+    passages = list(islice(Corpus.open(Store(run.store.path), run.prepare.corpus), 12))
+    tokens = [passage.num_tokens for passage in encoder.tokenize_passages(passages)]
+    assert vectors["late interaction"] == pytest.approx(np.mean(tokens)), "as many vectors as tokens"
