@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mvr_ray.core.backbones import Tower, open_tower
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.core.packed import Means, over_blocks, packs, read_views
+from mvr_ray.core.packed import Means, packs, read_states, read_views
 from mvr_ray.core.precision import FULL, Lowered, Precision, Readers, check
 from mvr_ray.core.quantized import calibrate
 from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
@@ -222,17 +222,7 @@ class DualEncoder(nn.Module):
         padded = _pad(tower, tokenized)
         if self._learns() or self.lowered.precision != "fp32" or not packs(tower.backbone):
             return tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
-        lengths = [text.num_tokens for text in tokenized]
-        states_PTD = torch.zeros(*padded.real_PT.shape, self.dimension)
-        reader = self._readers.of(tower, self.lowered)
-
-        def read(rows: list[int]) -> None:
-            own = reader([tokenized[row] for row in rows]).split([lengths[row] for row in rows])
-            for row, states_TD in zip(rows, own):
-                states_PTD[row, : lengths[row]] = states_TD
-
-        over_blocks(lengths, read)
-        return states_PTD, padded.real_PT
+        return read_states(self._readers.of(tower, self.lowered), tokenized), padded.real_PT
 
     def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
         """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""

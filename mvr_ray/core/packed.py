@@ -175,6 +175,20 @@ def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_v
     return Means(views_PVD, count_PV)
 
 
+def read_states(reader: PackedTower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+    """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
+    lengths = [text.num_tokens for text in tokenized]
+    states_PTD = torch.zeros(len(lengths), max(lengths), reader.dimension)
+
+    def read(rows: list[int]) -> None:
+        own = reader([tokenized[row] for row in rows]).split([lengths[row] for row in rows])
+        for row, states_TD in zip(rows, own):
+            states_PTD[row, : lengths[row]] = states_TD
+
+    over_blocks(lengths, read)
+    return states_PTD
+
+
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int]], None]) -> None:
     """Have `read` take every row of texts so long, block by block, without a gradient.
 
