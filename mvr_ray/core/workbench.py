@@ -29,11 +29,12 @@ CLICK_RELEVANT, CLICK_OTHER, CLICK_RANK = 0.9, 0.1, 0.9
 AGES = 4
 """Labelled questions are taken to have come in so many equal waves, the first of the set being the oldest."""
 
-Method = Literal["linear", "passage", "query", "hybrid", "feedback_views"]
+Method = Literal["linear", "passage", "query", "hybrid", "softmax", "feedback_views"]
 
 
 class Setting(NamedTuple):
-    """One refinement to try. What the method does not use means nothing to it."""
+    """One refinement to try; `softmax` moves passages by the form without a domain, at `temperature`. What the method
+    does not use means nothing to it."""
 
     method: Method = "feedback_views"
     labels: Literal["answers", "gold", "clicks"] = "answers"
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
     rounds: int = 1
     step_size: float = 0.01
     guard: float = 1e-3
+    temperature: float = 0.05
     beta: float = 0.6
     gamma: float = -0.1
     weight: float = 0.8
@@ -239,9 +241,13 @@ class Workbench:
             labelled_QD = labelled_QD.copy()
             labelled_QD[step.moved_M] = step.vectors_MD
             steps.append(step)
-        if setting.method in ("passage", "hybrid", "linear"):
+        if setting.method in ("passage", "hybrid", "linear", "softmax"):
             if setting.method == "linear":
                 step = aopt.linear_step(vectors_ND, labelled_QD, matrices, beta=setting.beta, gamma=setting.gamma)
+            elif setting.method == "softmax":
+                step = aopt.softmax_step(
+                    vectors_ND, labelled_QD, matrices, step_size=setting.step_size, temperature=setting.temperature
+                )
             else:
                 step = aopt.passage_step(
                     vectors_ND, labelled_QD, matrices, step_size=setting.step_size, guard=setting.guard, single=True

@@ -133,6 +133,34 @@ def _plain(each):
     return each._replace(sets=[(tuple(s.answer.items()), tuple(s.gold.items()), s.hubs) for s in each.sets])
 
 
+def test_softmax_rounds_move_every_view_labelled_both_ways_whatever_its_scores(bench):
+    """Eq. 13 with exponentials, written out with loops; no view is outside the domain, for there is none."""
+    known = asked("known", 12, 2)
+    setting = Setting(method="softmax", positives="all", depth=40, step_size=0.02, temperature=0.3, rounds=1)
+    _, after = bench.try_out(setting, known, [], ks=(1, 5))
+    views = views_of(bench, bench.vectors_ND.astype(np.float64))
+    signs: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
+    for query, answers in zip(known.queries_QD.astype(np.float64), known.answers_Q):
+        for row, own in views.items():
+            winner = int(np.argmax([query @ view for view in own]))
+            signs.setdefault((row, winner), []).append((query, f"word{row % 7}" == answers[0]))
+    labelled = {at: own for at, own in signs.items() if len({good for _, good in own}) == 2}
+    losses, moved = [], {row: list(own) for row, own in views.items()}
+    for (row, view), own in labelled.items():
+        x = views[row][view]
+        every, good = (np.array([np.exp(q @ x / 0.3) * (all_ or g) for q, g in own]) for all_ in (True, False))
+        queries = np.array([q for q, _ in own])
+        losses.append(np.log(every.sum() / good.sum()))
+        moved[row][view] = x + 0.02 / 0.3 * (good / good.sum() - every / every.sum()) @ queries
+    ranked = [slow_ranking(moved, query)[:5] for query in known.queries_QD]
+    bears = [[f"word{row % 7}" == own[0] for row in rows] for rows, own in zip(ranked, known.answers_Q)]
+    assert after.sets[0].answer == {k: np.mean([any(row[:k]) for row in bears]) for k in (1, 5)}
+    assert (after.num_moved, after.skipped_domain) == (len(labelled), 0)
+    assert after.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    norms = [np.linalg.norm(moved[row][view]) for row, view in labelled]
+    assert after.norm_mean == pytest.approx(np.mean(norms), rel=1e-5)
+
+
 def test_gold_labels_reach_gold_passages_that_were_not_retrieved(bench):
     known = asked("known", 12, 2)
     shallow = Setting(labels="gold", weight=1.0, depth=1)
