@@ -544,10 +544,9 @@ INLINE __m256 float_rows_by_line(const void *tile, const int half, const float *
         int d = LANES;
         for (; d + 4 * LANES <= dimension; d += 4 * LANES) {
             UNROLL for (int i = 0; i < 4; i++) {
-                const char *at = row + (int64_t)(d + i * LANES) * size;
-                if (!half || i & 1) _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
-                part[i] = _mm512_fmadd_ps(load_row(half, row, d + i * LANES, 0xffff), _mm512_loadu_ps(query + d + i * LANES),
-                                          part[i]);
+                const int here = d + i * LANES;
+                if (!half || i & 1) _mm_prefetch(row + (int64_t)here * size + AHEAD_IN_ORDER, _MM_HINT_T0);
+                part[i] = _mm512_fmadd_ps(load_row(half, row, here, 0xffff), _mm512_loadu_ps(query + here), part[i]);
             }
         }
         for (; d < dimension; d += LANES) {
