@@ -38,8 +38,8 @@ EXAMPLE_PRICE = 0.5
 """Of a node an hour, to show how money is reckoned. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is asked of
 whoever lends it, and given by `--node-price`."""
 CROWDED = (
-    "at worst four searchers on two cores, predicted a fifth too fast: the model lets processes share cores for free. "
-    "Runs differ: 1.11, 1.14 and 1.25."
+    "two or four searchers on two cores are predicted too fast: the model lets processes share cores for free. "
+    "Runs differ: 1.11 to 1.54."
 )
 
 
