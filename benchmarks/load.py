@@ -272,6 +272,7 @@ def main() -> None:
     asked = argparse.ArgumentParser(description="A server under load.")
     asked.add_argument("--minutes", type=float, default=1.0, help="of the steady load")
     minutes = asked.parse_args().minutes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; nothing is written"))  # the server is stopped, too
     token, port = secrets.token_urlsafe(24), free_port()
     run = run_of(port)
     store = Store(run.store.path)
