@@ -52,7 +52,7 @@ NOTE_DPR = (
     " % of the matrix rate in fp32, of which the products get 72 %: attention at these lengths runs at a third"
     " of it, and takes 16 % of the time. In bf16 and int8 it is passed"
 )
-NOTE_MEMORY = "no passage is kept: what is, belongs to the 44 numbers of tokens that layers may see (notes.md)."
+NOTE_MEMORY = "no passage is kept: what is, belongs to the 30 numbers of tokens that layers may see (notes.md)."
 NOTE_SHARE = (
     "gelu is fused into the product before it, and softmax into attention, so their time counts as multiplying; "
     "the share of the floor in the table above counts nothing but the products themselves, at the matrix rate"
