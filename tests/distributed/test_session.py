@@ -48,7 +48,7 @@ def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, told):
     ],
 )
 def test_a_shape_with_room_passes(info, needs):
-    require(info, needs)
+    assert require(info, needs) is None
 
 
 def test_doctor_finds_what_the_package_needs():
