@@ -25,7 +25,7 @@ many passages are within it. Values of 2^120 and more are multiplied in float32.
 to at most (1 + 2^-6) |q_d v_d|. A relative rounding r of 2^-16 and, for the 2^-6, 4 D terms in the bound of `scan`
 cover that for any D. Without AMX, fine products are of float32.
 
-Threads are the scan's: each takes its share of the steps (`threads`), and Python's lock is not held meanwhile.
+Threads are the scan's: each takes steps (`threads`), and Python's lock is not held meanwhile.
 
 Shapes: Q queries, P passages of a step, N vectors, D dimension, K best lower bounds kept, M candidates.
 """
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 LIBRARY, INTERFACE = "mvr_ray.core._scan", 2
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
-STEP = 16384
+STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
 LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
 LARGE = 2.0**100

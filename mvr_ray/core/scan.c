@@ -482,130 +482,156 @@ INLINE __m256 lane_sums(const __m512 *sum) {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-/* One query: rows are read along D, so that each byte of the vectors is touched once. `together` rows at a time, each
-   with `split` sums: 8 and 1, or 1 and 4, where a processor reads one row after the other faster (`mvr_in_order`). */
-INLINE __m256 float_rows(const void *tile, const int half, const float *query, int dimension, int ahead,
-                         const int together, const int split) {
-    const int size = half ? 2 : 4;
+/* One query: rows are read along D, so that each byte of the vectors is touched once. */
+INLINE __m256 float_rows(const char *tile, const int half, const float *query, int dimension, int ahead) {
+    const int64_t size = half ? 2 : 4, stride = dimension * size;
     __m512 sum[ROWS];
-    UNROLL for (int first = 0; first < ROWS; first += together) {
-        const char *from = (const char *)tile + (int64_t)first * dimension * size;
-        __m512 part[ROWS];
-        UNROLL for (int i = 0; i < together * split; i++) part[i] = _mm512_setzero_ps();
-        int d = 0;
-        for (; d + split * LANES <= dimension; d += split * LANES) {
-            UNROLL for (int i = 0; i < split; i++) {
-                const __m512 asked = _mm512_loadu_ps(query + d + i * LANES);
-                UNROLL for (int r = 0; r < together; r++) {
-                    const char *at = from + ((int64_t)r * dimension + d + i * LANES) * size;
-                    const __m512 row =
-                        half ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)) : _mm512_loadu_ps(at);
-                    if (!half || (d + i * LANES) & LANES) {
-                        if (together == 1) _mm_prefetch(at + ahead, _MM_HINT_T0);
-                        else _mm_prefetch(at + ahead, _MM_HINT_T1);
-                    }
-                    part[r * split + i] = _mm512_fmadd_ps(row, asked, part[r * split + i]);
-                }
-            }
+    UNROLL for (int r = 0; r < ROWS; r++) sum[r] = _mm512_setzero_ps();
+    for (int d = 0; d < dimension; d += LANES) {
+        const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
+        const __m512 asked = _mm512_maskz_loadu_ps(rest, query + d);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const char *row = tile + r * stride;
+            if (!half || d & LANES) _mm_prefetch(row + d * size + ahead, _MM_HINT_T1);
+            sum[r] = _mm512_fmadd_ps(load_row(half, row, d, rest), asked, sum[r]);
         }
-        for (; d < dimension; d += LANES) {
-            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
-            const __m512 asked = _mm512_maskz_loadu_ps(rest, query + d);
-            UNROLL for (int r = 0; r < together; r++) {
-                const char *at = from + ((int64_t)r * dimension + d) * size;
-                const __m512 row =
-                    half ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, at)) : _mm512_maskz_loadu_ps(rest, at);
-                part[r * split] = _mm512_fmadd_ps(row, asked, part[r * split]);
-            }
-        }
-        UNROLL for (int r = 0; r < together; r++)
-            sum[first + r] = split == 1 ? part[r]
-                                        : _mm512_add_ps(_mm512_add_ps(part[0], part[1]), _mm512_add_ps(part[2], part[3]));
     }
     return lane_sums(sum);
 }
 
-/* As `float_rows` with rows one after the other, from wherever they begin: lanes are loaded from where lanes begin in
-   memory, for a load across two lines costs two. What stands before and behind a row is masked, and the query moves
-   along: it has LANES zeros on either side. D is a multiple of LANES, and
-   a number lies where its size allows. */
-INLINE __m256 float_rows_by_line(const void *tile, const int half, const float *query, int dimension) {
-    const int size = half ? 2 : 4, skew = (int)((uintptr_t)tile % (LANES * size)) / size;
-    const __mmask16 first = (__mmask16)(0xffffu << skew), last = (__mmask16)((1u << skew) - 1);
+/* One query for rows that are read one after the other: each begins `skew` numbers behind a place where lanes begin in
+   memory, and so does the query, between zeros. Loads are from such places, for one across two lines costs two. */
+typedef struct {
+    int skew;
+    const float *query;
+    const int8_t *high, *low;
+    __m512i bias_high, bias_low;
+} Along;
+
+/* False where rows do not all begin equally far behind a line, or numbers not where their size allows. */
+FAST static int move_along(int kind, const char *rows, const Asked *asked, int dimension, int width, char *space,
+                           Along *along) {
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, lanes = kind == INT8 ? 64 : LANES;
+    if (dimension < 64 || dimension % lanes || (uintptr_t)rows % size) return 0;
+    along->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
+    if (kind != INT8) {
+        along->query = memset(space, 0, (dimension + LANES) * sizeof(float));
+        memcpy((float *)space + along->skew, (const float *)asked->packed + LANES, dimension * sizeof(float));
+        return 1;
+    }
+    const __m512i made_unsigned = _mm512_set1_epi8(-128);
+    const int8_t *halves = asked->packed;
+    along->high = memset(space, 0, 2 * (dimension + 64));
+    along->low = along->high + dimension + 64;
+    memcpy(space + along->skew, halves, dimension);
+    memcpy(space + dimension + 64 + along->skew, halves + width, dimension);
+    along->bias_high = along->bias_low = _mm512_setzero_si512();
+    for (int d = 0; d < dimension + 64; d += 64) {
+        along->bias_high = _mm512_dpbusd_epi32(along->bias_high, made_unsigned, _mm512_load_si512(along->high + d));
+        along->bias_low = _mm512_dpbusd_epi32(along->bias_low, made_unsigned, _mm512_load_si512(along->low + d));
+    }
+    along->bias_high = _mm512_sub_epi32(_mm512_setzero_si512(), along->bias_high);
+    along->bias_low = _mm512_sub_epi32(_mm512_setzero_si512(), along->bias_low);
+    return 1;
+}
+
+/* Rows one after the other with four sums each, for `mvr_in_order`; what stands before and behind a row is masked. */
+INLINE __m256 float_rows_by_line(const char *part, const int half, const Along *along, int dimension) {
+    const int64_t size = half ? 2 : 4, step = LANES * size, stride = dimension * size;
+    const __mmask16 first = (__mmask16)(0xffffu << along->skew), last = (__mmask16)((1u << along->skew) - 1);
+    const char *row = part - along->skew * size;
     __m512 sum[ROWS];
-    query -= skew;
-    UNROLL for (int r = 0; r < ROWS; r++) {
-        const char *row = (const char *)tile + ((int64_t)r * dimension - skew) * size;
-        __m512 part[4];
-        part[0] = _mm512_mul_ps(load_row(half, row, 0, first), _mm512_loadu_ps(query));
-        part[1] = _mm512_mul_ps(load_row(half, row, dimension, last), _mm512_loadu_ps(query + dimension));
-        part[2] = part[3] = _mm512_setzero_ps();
-        _mm_prefetch(row + AHEAD_IN_ORDER, _MM_HINT_T0);
-        int d = LANES;
-        for (; d + 4 * LANES <= dimension; d += 4 * LANES) {
+    for (int r = 0; r < ROWS; r++, row += stride) {
+        const float *query = along->query;
+        const char *at = row, *end = row + stride;
+        __m512 one[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (!half || i & 1) _mm_prefetch(at + i * step + AHEAD_IN_ORDER, _MM_HINT_T0);
+            const __m512 lanes = load_row(half, at, i * LANES, i ? 0xffff : first);
+            one[i] = _mm512_mul_ps(lanes, _mm512_load_ps(query + i * LANES));
+        }
+        for (at += 4 * step, query += 4 * LANES; at + 4 * step <= end; at += 4 * step, query += 4 * LANES) {
             UNROLL for (int i = 0; i < 4; i++) {
-                const int here = d + i * LANES;
-                if (!half || i & 1) _mm_prefetch(row + (int64_t)here * size + AHEAD_IN_ORDER, _MM_HINT_T0);
-                part[i] = _mm512_fmadd_ps(load_row(half, row, here, 0xffff), _mm512_loadu_ps(query + here), part[i]);
+                if (!half || i & 1) _mm_prefetch(at + i * step + AHEAD_IN_ORDER, _MM_HINT_T0);
+                const __m512 lanes = load_row(half, at, i * LANES, 0xffff);
+                one[i] = _mm512_fmadd_ps(lanes, _mm512_load_ps(query + i * LANES), one[i]);
             }
         }
-        for (; d < dimension; d += LANES) {
-            _mm_prefetch(row + (int64_t)d * size + AHEAD_IN_ORDER, _MM_HINT_T0);
-            part[2] = _mm512_fmadd_ps(load_row(half, row, d, 0xffff), _mm512_loadu_ps(query + d), part[2]);
+        for (; at < end; at += step, query += LANES) {
+            _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
+            one[1] = _mm512_fmadd_ps(load_row(half, at, 0, 0xffff), _mm512_load_ps(query), one[1]);
         }
-        sum[r] = _mm512_add_ps(_mm512_add_ps(part[0], part[1]), _mm512_add_ps(part[2], part[3]));
+        if (last) one[2] = _mm512_fmadd_ps(load_row(half, at, 0, last), _mm512_load_ps(query), one[2]);
+        sum[r] = _mm512_add_ps(_mm512_add_ps(one[0], one[1]), _mm512_add_ps(one[2], one[3]));
     }
     return lane_sums(sum);
 }
 
 /* `high`, `low`: the query, padded with zeros to 64; `bias`: for each 4 bytes of 64, of both halves. */
 INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
-                        const int32_t *bias, float unit, int dimension, int ahead, const int together) {
-    const __m512i flip = _mm512_set1_epi8(-128), none = _mm512_setzero_si512();
-    const int split = together == 1 ? 2 : 1;
+                        const int32_t *bias, float unit, int dimension, int ahead) {
+    const __m512i flip = _mm512_set1_epi8(-128);
+    __m512i large[ROWS], small[ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        large[r] = _mm512_loadu_si512(bias), small[r] = _mm512_loadu_si512(bias + LANES);
+    for (int d = 0; d < dimension; d += 64) {
+        const __mmask64 rest = dimension - d >= 64 ? ~0ull : (1ull << (dimension - d)) - 1;
+        const __m512i part_high = _mm512_loadu_si512(high + d), part_low = _mm512_loadu_si512(low + d);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const int8_t *from = tile + (int64_t)r * dimension + d;
+            const __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
+            _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+            large[r] = _mm512_dpbusd_epi32(large[r], row, part_high);
+            small[r] = _mm512_dpbusd_epi32(small[r], row, part_low);
+        }
+    }
     __m512 sum[ROWS];
-    UNROLL for (int first = 0; first < ROWS; first += together) {
-        __m512i sum_high[ROWS], sum_low[ROWS];
-        UNROLL for (int i = 0; i < together * split; i++) {
-            sum_high[i] = i % split ? none : _mm512_loadu_si512(bias);
-            sum_low[i] = i % split ? none : _mm512_loadu_si512(bias + LANES);
+    UNROLL for (int r = 0; r < ROWS; r++)
+        sum[r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large[r], 8), small[r]));
+    return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
+}
+
+/* Rows one after the other; what stands before and behind a row meets zeros. */
+INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const Along *along, float unit, int dimension) {
+    const __m512i flip = _mm512_set1_epi8(-128);
+    const __mmask64 first = ~0ull << along->skew, last = (1ull << along->skew) - 1;
+    const char *row = part - along->skew;
+    __m512 sum[ROWS];
+    for (int r = 0; r < ROWS; r++, row += dimension) {
+        const char *at = row, *end = row + dimension;
+        const int8_t *high = along->high, *low = along->low;
+        __m512i large = along->bias_high, small = along->bias_low;
+        __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(first, at), flip);
+        _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
+        large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
+        small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
+        for (at += 64, high += 64, low += 64; at < end; at += 64, high += 64, low += 64) {
+            _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
+            codes = _mm512_xor_si512(_mm512_load_si512(at), flip);
+            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
+            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
         }
-        for (int d = 0; d < dimension; d += 64 * split) {
-            UNROLL for (int i = 0; i < split; i++) {
-                const int here = d + 64 * i;
-                if (i && here >= dimension) break;
-                const __mmask64 rest = dimension - here >= 64 ? ~0ull : (1ull << (dimension - here)) - 1;
-                const __m512i part_high = _mm512_loadu_si512(high + here), part_low = _mm512_loadu_si512(low + here);
-                UNROLL for (int r = 0; r < together; r++) {
-                    const int8_t *from = tile + (int64_t)(first + r) * dimension + here;
-                    const __m512i row = _mm512_xor_si512(_mm512_maskz_loadu_epi8(rest, from), flip);
-                    if (together == 1) _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
-                    else _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
-                    sum_high[r * split + i] = _mm512_dpbusd_epi32(sum_high[r * split + i], row, part_high);
-                    sum_low[r * split + i] = _mm512_dpbusd_epi32(sum_low[r * split + i], row, part_low);
-                }
-            }
+        if (last) {
+            codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(last, at), flip);
+            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
+            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
         }
-        UNROLL for (int r = 0; r < together; r++) {
-            __m512i large = sum_high[r * split], small = sum_low[r * split];
-            if (split == 2) large = _mm512_add_epi32(large, sum_high[1]), small = _mm512_add_epi32(small, sum_low[1]);
-            sum[first + r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large, 8), small));
-        }
+        sum[r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large, 8), small));
     }
     return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
 }
 
-/* Scores of the tile's rows with the one query. */
-INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Asked *asked, int dimension, int width,
-                        int ahead, const int together, const int split) {
+/* Scores of the tile's rows with the one query; `along` is NULL where they are not read one after the other. */
+INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Asked *asked, const Along *along,
+                        int dimension, int width, int ahead) {
     const int8_t *halves = asked->packed, *codes = (const int8_t *)part;
     const float *query = (const float *)asked->packed + LANES;
-    const int by_line = together == 1 && dimension % LANES == 0 && dimension;
-    if (kind == FLOAT32 && by_line && (uintptr_t)part % 4 == 0) return float_rows_by_line(part, 0, query, dimension);
-    if (kind == FLOAT16 && by_line && (uintptr_t)part % 2 == 0) return float_rows_by_line(part, 1, query, dimension);
-    if (kind == FLOAT32) return float_rows(part, 0, query, dimension, ahead, together, split);
-    if (kind == FLOAT16) return float_rows(part, 1, query, dimension, ahead, together, split);
-    return code_rows(codes, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0], dimension, ahead, together);
+    if (along && kind == FLOAT32) return float_rows_by_line(part, 0, along, dimension);
+    if (along && kind == FLOAT16) return float_rows_by_line(part, 1, along, dimension);
+    if (along) return code_rows_by_line(part, scale_R, along, asked->unit_Q[0], dimension);
+    if (kind == FLOAT32) return float_rows(part, 0, query, dimension, ahead);
+    if (kind == FLOAT16) return float_rows(part, 1, query, dimension, ahead);
+    return code_rows(codes, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0], dimension, ahead);
 }
 
 /* Scores of one query: the maximum over each passage's rows, and out with the good ones. Where no row and nothing of
@@ -663,7 +689,8 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     float *best_Q = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
-    const int in_order = mvr_in_order();
+    Along moved, *along = NULL;
+    if (alone && mvr_in_order() && move_along(kind, rows, asked, dimension, width, (char *)wide, &moved)) along = &moved;
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
     if (tiled) open_tiles();
@@ -687,10 +714,10 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
         float some[BLOCK] = {0};
         const float *scale_R = kind == INT8 ? scale_N + at : some;
         if (kind == INT8 && here < block) scale_R = memcpy(some, scale_R, here * sizeof(float));
-        if (here < block) part = memcpy(rest, part, (size_t)here * dimension * size);
+        if (here < block)
+            part = memcpy((char *)rest + (along ? along->skew * size : 0), part, (size_t)here * dimension * size);
         if (alone) {
-            const __m256 score_R = in_order ? one_query(kind, part, scale_R, asked, dimension, width, AHEAD_IN_ORDER, 1, 4)
-                                            : one_query(kind, part, scale_R, asked, dimension, width, ahead, ROWS, 1);
+            const __m256 score_R = one_query(kind, part, scale_R, asked, along, dimension, width, ahead);
             settle_one(s, score_R, here, ends, before, best_Q);
             continue;
         }

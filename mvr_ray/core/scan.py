@@ -27,8 +27,8 @@ candidates. When they are more than twice the best k and a hundredth of the pass
 coarse products save: the step is undone, the lower bounds being what they were before it, and from it on products are
 fine.
 
-**Threads.** Each thread of a kernel scans its share of the steps for all queries; the best of the lower bounds of all
-shares is a lower bound for the whole.
+**Threads.** Each thread of a kernel takes the next step that nobody has, for all queries; the best of the lower bounds
+of all threads is a lower bound for the whole.
 
 **Memory** is the best k, a bounded number of candidates (when ties let too many through, they are scored exactly and
 cut to k on the way), and, where the kernel needs them, a step's vectors as float32 and its scores for 256 queries.
@@ -37,6 +37,7 @@ Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -145,24 +146,27 @@ class Scan(Generic[Array, Question]):
         limit = min(k + 1, self.table.num_scorable)
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        num_shares = min(self.kernel.threads, len(self.steps)) if parts else 0
-        shares = [
-            range(s * len(self.steps) // num_shares, (s + 1) * len(self.steps) // num_shares) for s in range(num_shares)
-        ]
-        if num_shares > 1:
-            with ThreadPoolExecutor(num_shares) as pool:
-                found = list(pool.map(lambda share: self._scan(parts, limit, share), shares))
-        else:
-            found = [self._scan(parts, limit, share) for share in shares]
-        joined = [_joined(batches) for batches in zip(*found)]
+        joined = [_joined(batches) for batches in zip(*self._by_threads(parts, limit))] if parts else []
         hits = pack_hits([batch.finish() for batch in joined], [len(part) for part in parts], len(queries_QD), k)
         rescored_Q = np.concatenate([batch.rescored_Q for batch in joined]) if joined else _none(len(queries_QD))
         return Searched(hits, rescored_Q)
 
-    def _scan(self, parts: Sequence[FloatArray], limit: int, share: range) -> "list[_Batch[Array, Question]]":
-        """What a share of the steps has for each part of the queries."""
+    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[_Batch[Array, Question]]]":
+        """What each thread has for each part of the queries. Steps go to whoever is free: a thread that starts late,
+        for its core slept, holds nobody up."""
+        left = deque(range(len(self.steps)))
+        others = min(self.kernel.threads, len(self.steps)) - 1
+        if others < 1:
+            return [self._scan(parts, limit, left)]
+        with ThreadPoolExecutor(others) as pool:
+            helping = [pool.submit(self._scan, parts, limit, left) for _ in range(others)]
+            own = self._scan(parts, limit, left)
+        return [own, *(other.result() for other in helping)]
+
+    def _scan(self, parts: Sequence[FloatArray], limit: int, left: deque[int]) -> "list[_Batch[Array, Question]]":
+        """What the steps have that this thread takes of those `left`, in ascending order, for each part."""
         batches = [_Batch(self, part, limit) for part in parts]
-        for number in share:
+        for number in _taken(left):
             step = self.steps[number]
             ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(step)))
             if self.norms[number] < 0:
@@ -328,6 +332,15 @@ class _Batch(Generic[Array, Question]):
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
         self.scan_of.kernel.restart(self.asked, low_QK)
+
+
+def _taken(left: deque[int]) -> Iterator[int]:
+    """One after the other from the left, until there are none."""
+    while True:
+        try:
+            yield left.popleft()
+        except IndexError:
+            return
 
 
 def _none(num_queries: int) -> IntArray:

@@ -63,23 +63,33 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 9))
 
 
+def moved(values_ND: np.ndarray, skew: int) -> np.ndarray:
+    """The same, `skew` bytes behind a line of memory. What lies before and behind is no number."""
+    room = np.full(values_ND.nbytes + 320, 0xFF, np.uint8)
+    start = -room.ctypes.data % 64 + 128 + skew
+    moved_ND = np.frombuffer(room, values_ND.dtype, values_ND.size, start).reshape(values_ND.shape)
+    assert moved_ND.ctypes.data % 64 == skew
+    np.copyto(np.ndarray(moved_ND.shape, moved_ND.dtype, room, start), values_ND)
+    return moved_ND
+
+
 @built
 @given(
-    seed=SEEDS, dimension=st.sampled_from([1, 16, 48, 80, 100, 384]), dtype=st.sampled_from(["float16", "float32"]),
-    skew=st.integers(0, 63), num_queries=st.sampled_from([1, 3]),
+    seed=SEEDS, dimension=st.sampled_from([1, 16, 48, 64, 80, 100, 144, 192, 384]),
+    dtype=st.sampled_from(["float16", "float32"]), coded=st.booleans(), skew=st.integers(0, 63),
+    num_queries=st.sampled_from([1, 3]), threads=st.sampled_from([1, 2]),
 )  # fmt: skip
 @SLOW
-def test_vectors_may_begin_anywhere_in_memory(shard, queries, seed, dimension, dtype, skew, num_queries):
-    """What lies before and behind them is not read into a score: it is no number."""
+def test_vectors_and_codes_may_begin_anywhere_in_memory(
+    shard, queries, seed, dimension, dtype, coded, skew, num_queries, threads
+):
     block, *_ = shard(seed, 30, 3, dimension, dtype=dtype)
-    vectors_ND = block.vectors_ND
-    room = np.full(vectors_ND.nbytes + 320, 0xFF, np.uint8)
-    start = -room.ctypes.data % 64 + 128 + skew
-    moved_ND = np.frombuffer(room, dtype, vectors_ND.size, start).reshape(vectors_ND.shape)
-    assert moved_ND.ctypes.data % 64 == skew
-    np.copyto(np.ndarray(moved_ND.shape, dtype, room, start), vectors_ND)
+    codes = encode(block.vectors_ND) if coded else None
+    codes = codes and codes._replace(codes_ND=moved(codes.codes_ND, skew))
+    kernel = native.NativeKernel(threads)
+    kernel.vectors_per_step = 20
     asked = queries(seed, num_queries, dimension)
-    found = Scan([block._replace(vectors_ND=moved_ND)], native.NativeKernel(1)).search(asked, 9)
+    found = Scan([block._replace(vectors_ND=moved(block.vectors_ND, skew))], kernel, codes=codes).search(asked, 9)
     assert as_bytes(found) == as_bytes(FlatIndex([block], engine="numpy").search(asked, 9))
 
 
