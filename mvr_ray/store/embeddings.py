@@ -8,7 +8,7 @@ Shapes: P passages, N view vectors, D dimension.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
@@ -86,7 +87,7 @@ class EmbeddingWriter:
             return
         self._check(block)
         vectors_ND = np.ascontiguousarray(block.vectors_ND, dtype=_NUMPY[self.dtype])
-        if not np.isfinite(vectors_ND).all():
+        if not _finite(vectors_ND):
             row = int(np.flatnonzero(~np.isfinite(vectors_ND).all(axis=1))[0])
             owner = block.ids[int(np.searchsorted(block.row_ptr, row, side="right")) - 1]
             raise StorageError(
@@ -184,6 +185,20 @@ class EmbeddingShard:
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
 
+    def ids_of(self, rows: Sequence[int]) -> list[str]:
+        """Passage ids of some rows; the others are not read."""
+        return self.arrow_ids().take(pa.array(rows, pa.int64())).to_pylist()
+
+    def arrow_ids(self) -> pa.ChunkedArray:
+        """All passage ids as they lie in the file."""
+        return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
+
+    def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
+        """How many views these passages have in the file."""
+        known = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
+        counts = [np.diff(batch.column("view").offsets.to_numpy()) for batch in self._batches]
+        return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(known, counts))
+
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         """The views of these passages, copied out of the file; ids that the shard does not hold are absent."""
         found = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
@@ -249,6 +264,13 @@ def changed_block(
     vectors.append(block.vectors_ND[kept:])
     row_ptr = np.concatenate([[0], np.cumsum(counts_P)])
     return EmbeddingBlock(block.ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
+
+
+def _finite(values: FloatArray) -> bool:
+    """Whether all are numbers. Half precision is told by its bits, ten times as fast as numpy asks each."""
+    if values.dtype != np.float16:
+        return bool(np.isfinite(values).all())
+    return int((values.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7C00
 
 
 def _join(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:

@@ -12,6 +12,7 @@ import bisect
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,15 @@ class OverlaidShard(EmbeddingShard):
 
     def lay_over(self, changed: EmbeddingShard) -> None:
         self.changed = changed
-        self._changed = passages_of(changed)
-        self._changed_ids = list(self._changed)
-        every = super().ids()
-        rows = [bisect.bisect_left(every, passage_id) for passage_id in self._changed_ids]
-        counts_P = [np.diff(batch.column("view").offsets.to_numpy()) for batch in self._batches]
-        replaced = int(np.concatenate(counts_P)[rows].sum()) if rows else 0
-        self.num_vectors += changed.num_vectors - replaced
+        self.num_vectors += changed.num_vectors - self.num_views_of(changed.arrow_ids())
+
+    @cached_property
+    def _changed(self) -> dict[str, Views]:
+        return passages_of(self.changed)
+
+    @cached_property
+    def _changed_ids(self) -> list[str]:
+        return list(self._changed)
 
     def blocks(self) -> list[EmbeddingBlock]:
         """All rows, those that changed as they are now."""
@@ -87,9 +90,8 @@ def write_changed(shard: EmbeddingShard, folder: Path, changes: Changes) -> bool
         rewrite(shard, folder / layout.EMBEDDINGS, changes)
         return False
     same_file(shard.path, folder / layout.EMBEDDINGS)
-    ids = shard.ids()
     now: dict[str, Views | tuple[IntArray, FloatArray]] = {**(passages_of(before) if before else {})}
-    now.update({ids[row]: views for row, views in changes.items()})
+    now.update(zip(shard.ids_of(list(changes)), changes.values()))
     names = sorted(now)
     counts = [len(now[name][0]) for name in names]
     with EmbeddingWriter(folder / layout.CHANGES, shard.dimension, shard.num_views, shard.dtype) as writer:

@@ -161,8 +161,10 @@ class ShardViews:
         first, last = np.searchsorted(state.feedback_F, self.row_start[number : number + 2])
         if low == high and first == last:
             return block
-        vectors_ND = np.array(block.vectors_ND)
-        vectors_ND[state.moved_M[low:high] - self.vector_start[number]] = state.moved_MD[low:high]
+        vectors_ND = block.vectors_ND
+        if low < high:
+            vectors_ND = np.array(vectors_ND)
+            vectors_ND[state.moved_M[low:high] - self.vector_start[number]] = state.moved_MD[low:high]
         if first == last:
             return block._replace(vectors_ND=vectors_ND)
 
@@ -192,7 +194,8 @@ class ShardViews:
         changed = {}
         for at, row in enumerate(rows.tolist()):
             before, after = _passage(old, at), _passage(new, at)
-            if not np.array_equal(before[0], after[0]) or before[1].tobytes() != after[1].tobytes():
+            same_views = len(before[0]) == len(after[0]) and np.array_equal(before[0], after[0])
+            if not same_views or before[1].tobytes() != after[1].tobytes():
                 changed[row] = after
         return changed
 
