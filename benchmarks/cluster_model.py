@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from mvr_ray.distributed.hedging import HedgeBudget, Latencies
 
+ROUTER, BESIDE = "router", "beside"
 LOOK_AGAIN = 16
 """Answers of a group after which its percentile is formed anew."""
 
@@ -57,11 +58,13 @@ class Scan(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What one query costs the router, and the time that a call spends between processes without work."""
+    """What one query costs the router, and the time that a call spends between processes without work. `beside_s`: what
+    its process works for a query that no answer waits for; whoever shares its host does."""
 
     query_s: float = 0.0
     group_s: float = 0.0
     wire_s: float = 0.0
+    beside_s: float = 0.0
 
 
 class Fault(NamedTuple):
@@ -166,7 +169,7 @@ class Simulation:
         self.router_job: tuple[str, int] | None = None
         self.events: list[tuple[float, int, str, tuple]] = []
         self.numbers = 0
-        self.jobs: dict[int, _Searcher | None] = {}
+        self.jobs: dict[int, _Searcher | str] = {}
         self.calls = 0
 
     def run(self, arrival_Q: NDArray[np.float64]) -> Outcome:
@@ -188,12 +191,12 @@ class Simulation:
         self.numbers += 1
         heapq.heappush(self.events, (at_s, self.numbers, what, args))
 
-    def _start(self, now_s: float, host: int, job_s: float, searcher: _Searcher | None) -> None:
+    def _start(self, now_s: float, host: int, job_s: float, whose: "_Searcher | str") -> None:
         one = self.hosts[host]
         one.advance(now_s)
         self.numbers += 1
         one.left[self.numbers] = job_s
-        self.jobs[self.numbers] = searcher
+        self.jobs[self.numbers] = whose
         self._plan(host)
 
     def _plan(self, host: int) -> None:
@@ -211,11 +214,11 @@ class Simulation:
         job = min(one.left, key=lambda number: (one.left[number], number))
         del one.left[job]
         self._plan(host)
-        searcher = self.jobs.pop(job)
-        if searcher is None:
+        whose = self.jobs.pop(job)
+        if isinstance(whose, _Searcher):
+            self._search_ended(now_s, whose)
+        elif whose == ROUTER:
             self._router_ended(now_s)
-        else:
-            self._search_ended(now_s, searcher)
 
     def _arrive(self, now_s: float, query: int) -> None:
         for group in self.searchers:
@@ -255,7 +258,7 @@ class Simulation:
             return
         half_s = (self.routing.query_s + self.routing.group_s * self.cluster.groups) / 2
         if half_s:
-            self._start(now_s, len(self.hosts) - 1, half_s, None)
+            self._start(now_s, len(self.hosts) - 1, half_s, ROUTER)
         else:
             self._router_ended(now_s)
 
@@ -271,6 +274,8 @@ class Simulation:
         else:
             self.latency_Q[query] = now_s - self.arrival_Q[query]
             del self.open[query]
+            if self.routing.beside_s:
+                self._start(now_s, len(self.hosts) - 1, self.routing.beside_s, BESIDE)
         self.router_job = None
         self._router_next(now_s)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from cluster_model import Cluster, Routing, Scan, Service, makespan_s, poisson, simulate
+from cluster_model import Cluster, Scan, Service, makespan_s, poisson, simulate
 from made_up import D, V
 from measure import FOLDER, Bar, Part, line, write
 from rates import KNOWN, SCANS, Rate, read_rates, read_scans
@@ -38,8 +38,8 @@ EXAMPLE_PRICE = 0.5
 """Of a node an hour, to show how money is reckoned. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is asked of
 whoever lends it, and given by `--node-price`."""
 CROWDED = (
-    "two or four searchers on two cores are predicted too fast: the model lets processes share cores for free. "
-    "Runs differ: 1.11 to 1.54."
+    "two cores of this virtual machine share one core's ports and bandwidth or do not, by the minute; each ratio is the "
+    "median of three rounds. Runs differ: 1.16 to 1.44, with p90 1.13 to 1.48."
 )
 
 
@@ -121,7 +121,11 @@ def node_service(world: World, scan: Scan, cores_speed: float) -> Service:
 def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> dict[str, str]:
     """Seconds a query over the whole index: kind of scan, queries put together, replicas; each at several loads."""
     table: dict[str, str] = {}
-    routing = Routing(*(one / world.node_speed for one in calibration.routing[:2]), calibration.routing.wire_s)
+    routing = calibration.routing._replace(
+        query_s=calibration.routing.query_s / world.node_speed,
+        group_s=calibration.routing.group_s / world.node_speed,
+        beside_s=calibration.routing.beside_s / world.node_speed,
+    )
     for kind, scan in scans.items():
         service = node_service(world, scan, calibration.speeds[-1])
         for batch in (1, 32):
@@ -226,7 +230,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="a check of the script: seconds long, and says nothing")
     chosen = parser.parse_args(words)
     world = World(chosen.nodes, chosen.node_speed, chosen.encoders, chosen.node_price, 60 if chosen.tiny else 1500)
-    sizes = Sizes(400, 0.5, 4) if chosen.tiny else Sizes()
+    sizes = Sizes(400, 0.5, 4, 1) if chosen.tiny else Sizes()
     cores = os.cpu_count() or 1
 
     def say(line: str) -> None:
@@ -246,19 +250,21 @@ def main(words: list[str]) -> int:
         part.add({check.what: check.measured_Q.tolist()}, 1)
         shares = {"p50 ms": 0.5, "p90 ms": 0.9}
         part.facts[f"predicted, {check.what}, small cluster"] = {
-            name: 1e3 * float(np.quantile(check.predicted_Q, share)) for name, share in shares.items()
+            name: 1e3 * check.predicted(share) for name, share in shares.items()
         }
     part.bars = bars(checks)
     part.facts["index"] = f"{PASSAGES:,} passages x {V} views of {D} dimensions in {NUM_SHARDS} shards"
     part.facts["node"] = f"{world.node_speed:g} x this machine, {cores} cores"
     part.facts["small clusters"] = f"{sizes.passages:,} passages in 8 shards, {LOAD:.0%} of what the cores bear"
-    query_s, group_s, wire_s = calibration.routing
+    query_s, group_s, wire_s, beside_s = calibration.routing
     part.facts["calibration, ms"] = {
-        "one searcher's work on a search": 1e3 * calibration.scan.one_s,
+        "one searcher's work on a search, of its shards": 1e3 * calibration.scan.one_s,
+        "and of every search": 1e3 * calibration.own_s,
         "of a call that asks nothing": 1e3 * calibration.fixed_s,
         "the router's CPU a query": 1e3 * query_s,
         "and a group": 1e3 * group_s,
         "between": 1e3 * wire_s,
+        "the router's CPU that no answer waits for": 1e3 * beside_s,
     }
     part.facts["speed of two busy cores, of one"] = calibration.speeds[-1]
     part.facts["scans"] = {

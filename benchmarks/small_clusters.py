@@ -1,8 +1,8 @@
 """Clusters of 1, 2 and 4 searchers on this machine, as the check of the model that predicts larger ones.
 
-What the model is given is measured on one searcher and in this process: seconds of a search, cores' speed when two of
-them work, the router's own CPU time a query and a group, and the time between processes. What it must predict is how
-long answers take with more searchers, alone and under load. Both see the same arrivals.
+What the model is given is measured on one searcher and in this process: seconds of a search and of half its shards,
+cores' speed when two of them work, the router's own CPU time a query and a group, and the time between processes. What
+it must predict is how long answers take with more searchers, alone and under load. Both see the same arrivals.
 """
 
 import os
@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ K, SHARDS = 100, 8
 SEARCHERS = (1, 2, 4)
 LOAD = 0.5
 """Of what the cores could bear."""
-IDLE_CALLS = 40
+IDLE_CALLS = 30
 PAUSE_S = 0.01
 """Between calls of an idle cluster, as between queries that come now and then: a core that slept takes its time."""
 
@@ -43,27 +43,40 @@ class Sizes(NamedTuple):
     """How much is made and measured."""
 
     passages: int = 10_000
-    load_s: float = 6.0
+    load_s: float = 3.0
     idle_calls: int = IDLE_CALLS
+    rounds: int = 3
 
 
 class Calibration(NamedTuple):
+    """`scan`: what grows with the shards; `fixed_s`: of every call; `own_s`: of every call that searches."""
+
     scan: Scan
     speeds: tuple[float, ...]
     routing: Routing
     fixed_s: float
+    own_s: float
 
 
 class Check(NamedTuple):
-    """One thing measured and predicted: latencies of the same queries."""
+    """One thing measured and predicted, the latter from what was measured in the same round: latencies of queries."""
 
     what: str
-    measured_Q: NDArray[np.float64]
-    predicted_Q: NDArray[np.float64]
     calibrated: bool
+    rounds: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+    @property
+    def measured_Q(self) -> NDArray[np.float64]:
+        return np.concatenate([seen_Q for seen_Q, _ in self.rounds])
+
+    def predicted(self, share: float) -> float:
+        return statistics.median(float(np.quantile(told_Q, share)) for _, told_Q in self.rounds)
 
     def ratio(self, share: float) -> float:
-        return float(np.quantile(self.predicted_Q, share) / np.quantile(self.measured_Q, share))
+        """Predicted over measured: the median of the rounds, for this machine's speed changes by the minute."""
+        return statistics.median(
+            float(np.quantile(told_Q, share) / np.quantile(seen_Q, share)) for seen_Q, told_Q in self.rounds
+        )
 
 
 def simulated(folder: Path, searchers: int = 1) -> RunConfig:
@@ -111,14 +124,21 @@ def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
 
 class Quiet(NamedTuple):
     """One thing at a time, in turn, so that all see the same machine. `work`: a searcher's own seconds on the first
-    one's shards; `call_s`: of a call that asks nothing; `longer`: how much longer the work takes when a second searcher
-    works too (1 where there is none); `search`: seconds of whole searches; `cpu_s`: this process's CPU in each."""
+    one's shards; `half_s`: on half of them; `call_s`: of a call that asks nothing; `longer`: how much longer the work
+    takes when a second searcher works too (1 where there is none); `search`: seconds of whole searches; `cpu_s`: this
+    process's CPU in each."""
 
     work: NDArray[np.float64]
+    half_s: float
     call_s: float
     longer: float
     search: NDArray[np.float64]
     cpu_s: float
+
+    @property
+    def two_cores(self) -> float:
+        """The speed of two busy cores, of one's."""
+        return float(np.clip(2 / self.longer, 1.0, 2.0))
 
 
 def quiet(live: LiveRouter, times: int) -> Quiet:
@@ -144,6 +164,7 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
     cases: dict[str, Callable[[], Any]] = {
         "call": lambda: ask({}),
         "alone": lambda: ask(shards[0]),
+        "half": lambda: ask(dict.fromkeys(list(shards[0])[::2])),
         "search": search,
     }
     if len(shards) > 1:
@@ -158,8 +179,9 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
                 taken[name].append(time.perf_counter() - began)
     call_s = statistics.median(taken["call"])
     work = np.maximum(np.array(taken["alone"]) - call_s, 1e-6)
+    half_s = max(statistics.median(taken["half"]) - call_s, 1e-6)
     longer = (statistics.median(taken["both"]) - call_s) / float(np.median(work)) if len(shards) > 1 else 1.0
-    return Quiet(work, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
+    return Quiet(work, half_s, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
 
 
 def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -187,47 +209,68 @@ class Seen(NamedTuple):
     loaded_Q: NDArray[np.float64]
 
 
-def seen(folder: Path, searchers: int, sizes: Sizes) -> Seen:
-    with opened(folder, searchers) as live:
-        own = quiet(live, sizes.idle_calls)
-        at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
-        rate = LOAD * at_once / (searchers * float(np.median(own.work)) + own.cpu_s)
-        arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=searchers)
-        return Seen(own, arrival_Q, loaded(live, arrival_Q))
+def seen(live: LiveRouter, searchers: int, sizes: Sizes, seed: int) -> Seen:
+    own = quiet(live, sizes.idle_calls)
+    at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
+    rate = LOAD * at_once / (searchers * float(np.median(own.work)) + own.cpu_s)
+    arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=seed)
+    return Seen(own, arrival_Q, loaded(live, arrival_Q))
 
 
 def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
     """From one searcher; from two, only what a second one changes: the cores' speed, and the router's work a group."""
     work_s = float(np.median(one.own.work))
+    own_s = float(np.clip(2 * one.own.half_s - work_s, 0, work_s))
     middle = np.quantile(np.log(one.own.work), [0.25, 0.75])
-    scan = Scan(vectors, work_s, 0.0, 32, float(middle[1] - middle[0]) / 1.35)
+    scan = Scan(vectors, work_s - own_s, 0.0, 32, float(middle[1] - middle[0]) / 1.35)
     group_s = max(0.0, two.own.cpu_s - one.own.cpu_s)
     fixed_s = max(0.0, one.own.call_s - group_s)
     rest_s = max(0.0, float(np.median(one.own.search)) - work_s - group_s - fixed_s)
     query_s = min(rest_s, max(0.0, one.own.cpu_s - group_s))  # more CPU than this is spent beside the searcher's work
     wire_s = rest_s - query_s
-    speeds = (1.0, float(np.clip(2 / two.own.longer, 1.0, 2.0)))
-    return Calibration(scan, speeds, Routing(query_s, group_s, wire_s), fixed_s)
+    beside_s = max(0.0, one.own.cpu_s - query_s - group_s)
+    speeds = (1.0, two.own.two_cores)
+    return Calibration(scan, speeds, Routing(query_s, group_s, wire_s, beside_s), fixed_s, own_s)
+
+
+def predicted(given: Calibration, searchers: int, one: Seen) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Latencies of such a cluster alone, and under the arrivals that it saw."""
+    speeds = (1.0, one.own.two_cores) if searchers > 1 else given.speeds
+    cluster = Cluster(searchers, speeds=speeds, shared=True)
+    service = Service(given.fixed_s + given.own_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
+    alone_Q = simulate(cluster, service, np.arange(200) * 100.0, given.routing).latency_Q
+    return alone_Q, simulate(cluster, service, one.arrival_Q, given.routing).latency_Q
 
 
 def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
-    """The calibration, and every check of it. Uses the Ray session that is there, or starts one."""
+    """The calibration of the middle round, and every check. Uses the Ray session that is there, or starts one."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: whatever else runs here would go first
     described = publish(folder, sizes.passages)
-    with session.connect(ResourcesConfig(local_cpus=8)):
-        found = {searchers: seen(folder, searchers, sizes) for searchers in SEARCHERS}
-    given = calibrated(sum(entry.num_vectors for entry in described.shards), found[1], found[2])
-    say(f"calibrated: {given}")
-    checks: list[Check] = []
-    for searchers, one in found.items():
-        cluster = Cluster(searchers, speeds=given.speeds, shared=True)
-        service = Service(given.fixed_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
-        quiet = simulate(cluster, service, np.arange(200) * 100.0, given.routing)
-        busy = simulate(cluster, service, one.arrival_Q, given.routing)
-        rate = len(one.arrival_Q) / one.arrival_Q[-1]
+    vectors = sum(entry.num_vectors for entry in described.shards)
+    alone: dict[int, Check] = {}
+    busy: dict[int, Check] = {}
+    for searchers in SEARCHERS:
         name = f"{searchers} searcher{'s' * (searchers > 1)}"
-        checks.append(Check(f"{name}, idle", one.own.search, quiet.latency_Q, searchers == 1))
-        checks.append(Check(f"{name}, {rate:.1f} queries/s", one.loaded_Q, busy.latency_Q, False))
-        for check in checks[-2:]:
-            say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
-    return given, checks
+        alone[searchers] = Check(f"{name}, idle", searchers == 1, [])
+        busy[searchers] = Check(f"{name}, {LOAD:.0%} of what the cores bear", False, [])
+    calibrations, rates = [], []
+    with session.connect(ResourcesConfig(local_cpus=8)), ExitStack() as stack:
+        clusters = {searchers: stack.enter_context(opened(folder, searchers)) for searchers in SEARCHERS}
+        for number in range(sizes.rounds):
+            found = {
+                searchers: seen(live, searchers, sizes, number * len(SEARCHERS) + searchers)
+                for searchers, live in clusters.items()
+            }
+            given = calibrated(vectors, found[1], found[2])
+            calibrations.append(given)
+            say(f"calibrated: {given}")
+            for searchers, one in found.items():
+                alone_Q, busy_Q = predicted(given, searchers, one)
+                alone[searchers].rounds.append((one.own.search, alone_Q))
+                busy[searchers].rounds.append((one.loaded_Q, busy_Q))
+                rates.append(len(one.arrival_Q) / one.arrival_Q[-1])
+    checks = [check for searchers in SEARCHERS for check in (alone[searchers], busy[searchers])]
+    for check in checks:
+        say(f"{check.what}: predicted / measured p50 {check.ratio(0.5):.2f}, p90 {check.ratio(0.9):.2f}")
+    say(f"queries/s under load: {min(rates):.1f} to {max(rates):.1f}")
+    return sorted(calibrations, key=lambda one: one.scan.one_s)[len(calibrations) // 2], checks
