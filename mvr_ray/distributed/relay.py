@@ -69,13 +69,16 @@ def relayed(progress: Progress) -> Iterator[Any]:
 
 
 @contextmanager
-def started(work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress) -> Iterator[Any]:
-    """A stage in a Ray task of its own: the reference of its report, as plain values. Left early, it is cancelled.
+def started(
+    work: Callable[[RunConfig, Progress], Any], run: RunConfig, progress: Progress, gpus: float = 0
+) -> Iterator[Any]:
+    """A stage in a Ray task of its own, with so many GPUs: the reference of its report, as plain values. Left early, it
+    is cancelled.
 
     A task whose worker dies starts again.
     """
     placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
-    call: Any = ray.remote(_call).options(num_cpus=0)
+    call: Any = ray.remote(_call).options(num_cpus=0, num_gpus=gpus)
     with relayed(progress) as board:
         answer = call.remote(work, placed.model_dump(mode="json"), board)
         try:

@@ -1,8 +1,9 @@
 """What a passage costs to encode and a query to answer: DPR, ME-BERT, MVR, DRPQ and late interaction, side by side.
 
 One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
-interleaved runs, medians. A query is scored against all passages exactly; what an approximate index would save is not
-in it. All vectors are float32 in the backbone's own dimension; published ColBERT projects to 128.
+interleaved runs, medians; on a GPU where `resources.gpus_per_encoder` gives one. A query is scored against all passages
+exactly; what an approximate index would save is not in it. All vectors are float32 in the backbone's own dimension;
+published ColBERT projects to 128.
 
 Options of the step: `passages`, `questions`, `repeats`.
 """
@@ -47,6 +48,7 @@ class CostReport(NamedTuple):
     repeats: int
     threads: int
     lines: list[CostLine]
+    device: str = "cpu"
 
 
 class _System(NamedTuple):
@@ -66,16 +68,17 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
     questions = [q.text for q in corpus.read_questions(store, run.evaluate.questions[0])[: asked["questions"]]]
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
+    device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")
     before = torch.get_num_threads()
     torch.set_num_threads(run.resources.torch_threads)
     try:
-        systems = _systems(run, passages, questions)
+        systems = _systems(run, passages, questions, device)
         times: dict[str, tuple[list[float], list[float]]] = {system.name: ([], []) for system in systems}
         vectors: dict[str, float] = {}
         for repeat in range(asked["repeats"] + 1):  # the first run warms up
             for system in systems:
-                encode_s, made = _timed(system.encode)
-                search_s, _ = _timed(lambda made=made, system=system: system.search(made))
+                encode_s, made = _timed(system.encode, device)
+                search_s, _ = _timed(lambda made=made, system=system: system.search(made), device)
                 vectors[system.name] = system.vectors(made)
                 if repeat:
                     times[system.name][0].append(1000 * encode_s / len(passages))
@@ -89,7 +92,8 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
         CostLine(name, vectors[name], encode, encode / base[0], search, search / base[1])
         for name, (encode, search) in medians.items()
     ]
-    return CostReport(len(passages), len(questions), asked["repeats"], run.resources.torch_threads, lines)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return CostReport(len(passages), len(questions), asked["repeats"], run.resources.torch_threads, lines, name)
 
 
 class _Timed(NamedTuple):
@@ -97,19 +101,23 @@ class _Timed(NamedTuple):
     made: Any
 
 
-def _timed(work: Callable[[], Any]) -> _Timed:
+def _timed(work: Callable[[], Any], device: torch.device) -> _Timed:
     began = time.perf_counter()
     made = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return _Timed(time.perf_counter() - began, made)
 
 
-def _systems(run: RunConfig, passages: Sequence[Passage], questions: Sequence[str]) -> list[_System]:
+def _systems(
+    run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
+) -> list[_System]:
     folder = str(resolve_path(run.encoder.backbone))
     spec = encoder_spec(run)
 
     def views(name: str, **changes: Any) -> _System:
-        encoder = DualEncoder.from_backbone(folder, replace(spec, **changes))
-        queries_QD = torch.from_numpy(encoder.embed_queries(questions))
+        encoder = DualEncoder.from_backbone(folder, replace(spec, **changes)).to(device)
+        queries_QD = torch.from_numpy(encoder.embed_queries(questions)).to(device)
         return _System(
             name,
             lambda: _encode(encoder, passages),
@@ -117,9 +125,9 @@ def _systems(run: RunConfig, passages: Sequence[Passage], questions: Sequence[st
             lambda views_PVD: float(views_PVD.shape[1]),
         )
 
-    plain = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1))
+    plain = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1)).to(device)
     asked = token_states(plain, plain.tokenize_queries(questions))
-    queries_QD = torch.from_numpy(plain.embed_queries(questions))
+    queries_QD = torch.from_numpy(plain.embed_queries(questions)).to(device)
     return [
         views("DPR", strategy="cls", num_views=1),
         views(f"ME-BERT (k={VIEWS})", strategy="first_k", num_views=VIEWS),
@@ -147,7 +155,7 @@ def _encode(encoder: DualEncoder, passages: Sequence[Passage]) -> torch.Tensor:
         encoder.embed_passages([tokenized[at] for at in order[low : low + _BATCH]]).views_PVD
         for low in range(0, len(order), _BATCH)
     ]
-    return torch.from_numpy(np.concatenate(parts))
+    return torch.from_numpy(np.concatenate(parts)).to(encoder.device)
 
 
 def _states(encoder: DualEncoder, passages: Sequence[Passage]) -> list[Any]:

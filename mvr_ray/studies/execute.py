@@ -94,7 +94,7 @@ def run_plan(
         done[step.key] = made
         progress("study steps", len(places) - len(left) - len(running), len(places))
 
-    with session.connect(run.resources, dashboard=run.resources.train_workers > 0), ExitStack() as everything:
+    with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, ExitStack() as everything:
         progress("study steps", 0, len(places))
         while left or running:
             step = _next(plan, left, done, [one.step for one in running.values()], at_once)
@@ -116,7 +116,7 @@ def run_plan(
                 _make_live(step, done)
                 lane = min(set(range(at_once)) - {one.lane for one in running.values()})
                 held = everything.enter_context(ExitStack())
-                answer = held.enter_context(_begun(step, progress if at_once == 1 else _in_lane(progress, lane)))
+                answer = held.enter_context(_begun(step, info, progress if at_once == 1 else _in_lane(progress, lane)))
                 running[answer] = _Running(step, lane, held, began)
     return done
 
@@ -141,10 +141,13 @@ def _named(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
         ) from error
 
 
-def _begun(step: PlannedStep, progress: Progress) -> AbstractContextManager[Any]:
+def _begun(step: PlannedStep, info: session.ClusterInfo, progress: Progress) -> AbstractContextManager[Any]:
     """The step's work on a worker, wherever there is room: the reference of its report."""
+    gpus = step.run.resources.gpus_per_encoder if step.stage == "cost" else 0  # stages ask for their workers' own
+    if gpus:
+        session.require(info, [session.Need("clocks", 1, 0, gpus)])
     work = partial(MEASURES[step.stage], options=step.options) if step.stage in MEASURES else STAGES[step.stage]
-    return started(work, step.run, progress)
+    return started(work, step.run, progress, gpus)
 
 
 def _next(

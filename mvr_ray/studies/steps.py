@@ -177,12 +177,14 @@ class _Chain:
 
 
 def _decides(made: str, stage: str, run: RunConfig) -> list[Any]:
-    """What a step's result follows from. A model with a head is the same under every readout of its backbone."""
+    """What a step's result follows from. A model with a head is the same under every readout of its backbone; times are
+    those of a device."""
     if made == "reader":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(reader_spec(run))]
     if made == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
-    return [_deciding(run, section) for section in _SECTIONS[stage]]
+    on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
+    return [*(_deciding(run, section) for section in _SECTIONS[stage]), *on_gpu]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:

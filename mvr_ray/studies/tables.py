@@ -358,10 +358,12 @@ def cost_table(found: Sequence[Measured]) -> Table | None:
     """Milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
     rows: list[list[Value]] = []
     threads: set[int] = set()
+    devices: set[str] = set()
     heads = [told for name in _COST for told in ([f"paper {name}"] * name.endswith("_ratio") + [name])]
     for one in found:
         for report in one.reports.get("cost", []):
             threads.add(report["threads"])
+            devices.add(report.get("device", "cpu"))
             for line in report["lines"]:
                 method = line["system"].partition(" (")[0]
                 row: list[Value] = [line["system"]]
@@ -371,7 +373,8 @@ def cost_table(found: Sequence[Measured]) -> Table | None:
                     row += [_number(ratio)] if name.endswith("_ratio") else []
                     row.append(_number(line[name]))
                 rows.append(row)
-    used = "one thread" if threads == {1} else f"{', '.join(map(str, sorted(threads)))} threads"
+    told = "one thread" if threads == {1} else f"{', '.join(map(str, sorted(threads)))} threads"
+    used = " and ".join(told if device == "cpu" else device for device in sorted(devices))
     note = f"Medians of interleaved runs on {used}; ratios to DPR of the same run."
     return Table("Cost", note, ["system", *(name.replace("_", " ") for name in heads)], rows) if rows else None
 

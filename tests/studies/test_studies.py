@@ -14,7 +14,8 @@ from mvr_ray.core.workbench import Asked, Setting, Workbench, _State
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
-from mvr_ray.errors import ConfigError, StudyError
+from mvr_ray.distributed.session import ClusterInfo, Node
+from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -424,6 +425,22 @@ def test_the_papers_own_figures_stand_beside_ours():
     assert told["MVR (k=8)"]["paper search ratio"] == "2.5" and told["MVR (k=8)"]["search ratio"] == "3"
     assert told["snippet means (k=8)"]["paper search ratio"] == told["DPR"]["paper encode ratio"] == ""
     assert "one thread" in cost.note
+    on_both = Measured(
+        "MVR", {}, "", {}, {}, {"cost": [*timed["cost"], {"threads": 1, "lines": lines, "device": "H200"}]}
+    )
+    assert "on H200 and one thread;" in cost_table([on_both]).note
+
+
+def test_times_on_a_gpu_are_another_step_and_need_one():
+    study = ROOT / "configs" / "studies" / "mvr-cost.yaml"
+    [on_cpu, on_gpu] = [
+        next(step for step in plan_study(load_study(study, "gpu", words)).steps.values() if step.stage == "cost")
+        for words in (["resources.gpus_per_encoder=0"], [])
+    ]
+    assert on_gpu.key != on_cpu.key
+    bare = ClusterInfo(4, 0, 8 << 30, (Node(4, 0, 8 << 30),))
+    with pytest.raises(ResourceError, match="1 GPUs asked for, the cluster has 0"):
+        execute._begun(on_gpu, bare, no_progress)
 
 
 def test_at_once_is_checked_before_anything_runs(write, tmp_path):
