@@ -108,6 +108,8 @@ class EncoderConfig(Section):
     viewer_position: Literal["zero", "own"] = "zero"
     """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
     viewer_init: Literal["random", "cls"] = "random"
+    empty_snippets: Literal["masked", "kept"] = "masked"
+    """For `snippets`, where a passage has fewer sentences than views: no view, or a viewer before nothing, as CAMVR."""
     use_title: bool = True
     """Encode `title [SEP] text`; the title is context, never a view."""
     max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64

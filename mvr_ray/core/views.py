@@ -41,6 +41,7 @@ class EncoderSpec:
     readout: Literal["viewer", "snippet_mean"] = "viewer"
     viewer_position: Literal["zero", "own"] = "zero"
     viewer_init: Literal["random", "cls"] = "random"
+    empty_snippets: Literal["masked", "kept"] = "masked"
     use_title: bool = True
     max_query_tokens: int = 64
     max_passage_tokens: int = 256
@@ -55,12 +56,18 @@ class EncoderSpec:
             ("readout", ("viewer", "snippet_mean")),
             ("viewer_position", ("zero", "own")),
             ("viewer_init", ("random", "cls")),
+            ("empty_snippets", ("masked", "kept")),
         )
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(known)}")
         if self.num_views < 1:
             raise EncoderError(f"encoder num_views is {self.num_views}; a passage has 1 view or more")
+        if self.empty_snippets == "kept" and (self.strategy, self.readout) != ("snippets", "viewer"):
+            raise EncoderError(
+                f"encoder empty_snippets is 'kept', but only viewers can stand before nothing, and strategy "
+                f"{self.strategy!r} with readout {self.readout!r} has none; leave it at 'masked'"
+            )
 
     @property
     def effective_views(self) -> int:
@@ -98,6 +105,8 @@ class EncoderSpec:
             settings["viewer_position"] = self.viewer_position
         if self.strategy == "snippets" or self.has_pieces:
             settings["readout"] = self.readout
+        if self.empty_snippets == "kept":
+            settings["empty_snippets"] = self.empty_snippets
         return settings
 
 
@@ -213,19 +222,23 @@ class Layout:
         return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
 
     def _snippets(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
-        """CAMVR: a viewer before each snippet, ordinary positions."""
+        """CAMVR: a viewer before each snippet, ordinary positions; before none, it stands at the end, if at all."""
         of_token = snippet_of_token(text.ends, snippets)
         pieces: dict[int, list[int]] = {}
         for token, view in zip(text.ids, of_token):
             pieces.setdefault(view, []).append(token)
-        budget = spec.max_passage_tokens - 1 - len(head) - max(1, len(pieces))
+        pieces = pieces or {0: []}
+        views = range(spec.num_views) if spec.empty_snippets == "kept" else pieces
+        empty = [view for view in views if view not in pieces]
+        budget = spec.max_passage_tokens - 1 - len(head) - len(views)
         kept = shorten([len(piece) for piece in pieces.values()], budget)
         ids, view_T = list(head), [-1] * len(head)
         by_viewer = spec.readout == "viewer"
-        for (view, piece), length in zip((pieces or {0: []}).items(), kept or [0]):
+        for (view, piece), length in zip(pieces.items(), kept):
             ids += [self.first_viewer + 1 + view, *piece[:length]]
             view_T += [view if by_viewer or not length else -1, *[-1 if by_viewer else view] * length]
-        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
+        ids += [self.first_viewer + 1 + view for view in empty]
+        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, *empty, -1])
 
     def _pieces(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
         """MVR table 5: a sequence of its own for each snippet that has tokens, one after the other."""

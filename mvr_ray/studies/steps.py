@@ -53,7 +53,8 @@ _NAMES = {
     "mine": ("output", "cross_encoder"),
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
-
+_BEFORE = {"encoder": {"empty_snippets": "masked"}}
+"""What was done before a setting came, so that steps on file stay those of the setting that they had."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
@@ -189,7 +190,12 @@ def _decides(made: str, stage: str, run: RunConfig) -> list[Any]:
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
     plain = run.model_dump(mode="json")[section]
-    return {name: value for name, value in plain.items() if name not in _NAMES.get(section, ())}
+    before = _BEFORE.get(section, {})
+    return {
+        name: value
+        for name, value in plain.items()
+        if name not in _NAMES.get(section, ()) and (name not in before or value != before[name])
+    }
 
 
 def _laid_over(run: RunConfig, names: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,12 @@ CASES = {
         range(11),
         [T_, T_, T_, 0, T_, T_, T_, 1, T_, T_, T_],
     ),
+    "snippets by viewer, empty ones kept": (
+        replace(SPEC, strategy="snippets", empty_snippets="kept"),
+        [7, 8, S, VIE + 1, 11, 12, 13, VIE + 2, 14, 15, VIE + 3, S],
+        range(12),
+        [T_, T_, T_, 0, T_, T_, T_, 1, T_, T_, 2, T_],
+    ),
     "snippets by mean": (
         replace(SPEC, strategy="snippets", readout="snippet_mean"),
         [7, 8, S, VIE + 1, 11, 12, 13, VIE + 2, 14, 15, S],
@@ -152,7 +158,7 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     if spec.strategy == "viewers":
         assert ids[:3] == [VIE + 1, VIE + 2, VIE + 3]
     if spec.strategy == "snippets":
-        assert views == set(range(max(1, len(lengths))))
+        assert views == set(range(3 if spec.empty_snippets == "kept" else max(1, len(lengths))))
         assert [token - VIE - 1 for token in ids if token > VIE] == sorted(views)
     else:
         assert kept == text.ids[: len(kept)]
@@ -169,7 +175,8 @@ def test_a_snippet_lost_to_truncation_has_no_view():
 def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(case):
     spec = CASES[case][0]
     views = LAYOUT.passage(spec, TITLE, Tokens([], []), []).view_T
-    assert set(views.tolist()) - {-1} == ({0, 1, 2} if spec.strategy in ("first_k", "viewers") else {0})
+    every = spec.strategy in ("first_k", "viewers") or spec.empty_snippets == "kept"
+    assert set(views.tolist()) - {-1} == ({0, 1, 2} if every else {0})
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10), data=st.data())
@@ -243,6 +250,12 @@ def test_what_a_backbone_can_express_is_accepted(spec):
         ({"viewer_position": "one"}, "encoder viewer_position is 'one'; known are zero, own"),
         ({"viewer_init": "zeros"}, "encoder viewer_init is 'zeros'; known are random, cls"),
         ({"num_views": 0}, "encoder num_views is 0; a passage has 1 view or more"),
+        (
+            {"strategy": "snippet_means", "empty_snippets": "kept"},
+            "encoder empty_snippets is 'kept', but only viewers can stand before nothing, and strategy 'snippet_means' "
+            "with readout 'viewer' has none; leave it at 'masked'",
+        ),
+        ({"empty_snippets": "zero"}, "encoder empty_snippets is 'zero'; known are masked, kept"),
     ],
 )
 def test_unknown_settings_are_refused(setting, message):

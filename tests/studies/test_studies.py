@@ -92,6 +92,14 @@ def test_equal_steps_of_variants_and_studies_are_one(write):
     assert [step.stage for key, step in longer.steps.items() if key in plan.steps] == ["prepare"]
 
 
+def test_a_setting_that_came_later_leaves_steps_on_file_as_long_as_nothing_else_is_done(write):
+    settings = {"as before": [], "said": ["encoder.empty_snippets=masked"], "other": ["encoder.empty_snippets=kept"]}
+    variants = [{"name": name, "set": ["encoder.strategy=snippets", *some]} for name, some in settings.items()]
+    plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+    before, said, other = (variant.keys for variant in plan.variants)
+    assert before == said and not {*other[1:]} & {*before[1:]}
+
+
 def test_a_step_reads_what_the_steps_before_it_made(write):
     steps = [
         "train",
