@@ -102,8 +102,8 @@ class CrossEncoder(HeadedModel):
         with self.inference():
             if (packed := self.packed()) is not None:
 
-                def read(rows: list[int]) -> None:
-                    scores[rows] = self._packed([tokenized[row] for row in rows], packed).numpy()
+                def read(rows: list[int], whole: bool) -> None:
+                    scores[rows] = self._packed([tokenized[row] for row in rows], packed, whole).numpy()
 
                 over_blocks(lengths, read)
             else:
@@ -113,7 +113,7 @@ class CrossEncoder(HeadedModel):
             raise CrossEncoderError("the cross-encoder's scores are not finite numbers; its weights are damaged")
         return scores
 
-    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: PackedBackbone) -> Tensor:
+    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: PackedBackbone, whole: bool) -> Tensor:
         """scores_B of pairs that are read end to end; heads look at the first token of each."""
         lengths = [len(one["input_ids"]) for one in tokenized]
         ids_N, types_N = (
@@ -122,7 +122,7 @@ class CrossEncoder(HeadedModel):
         )
         assert ids_N is not None, "a tokenizer without input_ids"
         positions_N = torch.cat([torch.arange(length) for length in lengths]) + self.first_position
-        states_ND = packed.states(ids_N, positions_N, lengths, types_N if self.with_types else None)
+        states_ND = packed.states(ids_N, positions_N, lengths, types_N if self.with_types else None, whole)
         first_B1D = states_ND[np.cumsum([0, *lengths[:-1]])][:, None]
         model: Any = self.model
         pooler = getattr(model.base_model, "pooler", None)

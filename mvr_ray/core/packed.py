@@ -27,7 +27,8 @@ from mvr_ray.core.backbones import Tower
 from mvr_ray.core.views import TokenizedPassage
 
 BLOCK_TOKENS = 1024
-FEW_TOKENS = 128
+FEW_TOKENS, FILL_TOKENS = 128, 64
+MANY_BLOCKS = 8
 PACKED_KINDS = ("bert", "roberta", "xlm-roberta")
 """Model types whose layers are those above."""
 
@@ -120,16 +121,24 @@ class PackedBackbone:
         self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
 
     def states(
-        self, ids_N: Tensor, positions_N: Tensor, lengths: Iterable[int], types_N: Tensor | None = None
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        lengths: Iterable[int],
+        types_N: Tensor | None = None,
+        whole: bool = False,
     ) -> Tensor:
-        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side."""
-        filling = filling_tokens(len(ids_N)) if self.filled else 0
+        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side. `whole`:
+        fill the block, as one of many."""
+        filling = filling_tokens(len(ids_N), whole) if self.filled else 0
         ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
         x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
         if types_N is not None:
             x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, filling))]
         x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
-        runs = [*(Run(length, len(list(own))) for length, own in groupby(lengths)), *[Run(filling, 1)] * (filling > 0)]
+        runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
+        runs += [Run(FILL_TOKENS, filling // FILL_TOKENS), Run(filling % FILL_TOKENS, 1)]
+        runs = [run for run in runs if run.length and run.count]
         for layer in self.layers:
             x_ND = layer(x_ND, runs)
         return x_ND[: len(x_ND) - filling].float()
@@ -148,11 +157,11 @@ class PackedTower(PackedBackbone):
         super().__init__(tower.backbone, tower.embed_ids, layers, dtype, filled)
         self.dimension = tower.dimension
 
-    def __call__(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+    def __call__(self, tokenized: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:
         """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
         ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in tokenized]).long()
         positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
-        return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized))
+        return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized), whole=whole)
 
 
 class Means(NamedTuple):
@@ -167,9 +176,9 @@ def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_v
     shape = (len(tokenized), num_views)
     views_PVD, count_PV = torch.empty(*shape, reader.dimension), torch.empty(shape, dtype=torch.long)
 
-    def read(rows: list[int]) -> None:
+    def read(rows: list[int], whole: bool) -> None:
         some = [tokenized[row] for row in rows]
-        views_PVD[rows], count_PV[rows] = view_means(reader(some), some, num_views)
+        views_PVD[rows], count_PV[rows] = view_means(reader(some, whole), some, num_views)
 
     over_blocks([text.num_tokens for text in tokenized], read)
     return Means(views_PVD, count_PV)
@@ -180,8 +189,8 @@ def read_states(reader: PackedTower, tokenized: Sequence[TokenizedPassage]) -> T
     lengths = [text.num_tokens for text in tokenized]
     states_PTD = torch.zeros(len(lengths), max(lengths), reader.dimension)
 
-    def read(rows: list[int]) -> None:
-        own = reader([tokenized[row] for row in rows]).split([lengths[row] for row in rows])
+    def read(rows: list[int], whole: bool) -> None:
+        own = reader([tokenized[row] for row in rows], whole).split([lengths[row] for row in rows])
         for row, states_TD in zip(rows, own):
             states_PTD[row, : lengths[row]] = states_TD
 
@@ -189,17 +198,18 @@ def read_states(reader: PackedTower, tokenized: Sequence[TokenizedPassage]) -> T
     return states_PTD
 
 
-def over_blocks(lengths: Sequence[int], read: Callable[[list[int]], None]) -> None:
-    """Have `read` take every row of texts so long, block by block, without a gradient.
+def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
+    """Have `read` take every row of texts so long, block by block, without a gradient, and tell it whether to fill them.
 
     Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
     waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
     they work on together).
     """
     todo = blocks(lengths)
+    many = len(todo) >= MANY_BLOCKS
     threads = torch.get_num_threads()
     each = map if threads == 1 or len(todo) == 1 else _pool(threads).map
-    for _ in each(torch.no_grad()(read), todo):
+    for _ in each(torch.no_grad()(lambda rows: read(rows, many)), todo):
         pass
 
 
@@ -236,13 +246,15 @@ def view_means(states_ND: Tensor, tokenized: Sequence[TokenizedPassage], num_vie
     return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
 
 
-def filling_tokens(num_tokens: int) -> int:
-    """Of a text of nothing behind a block, which nobody reads: to the next 8 tokens, of longer blocks to the next 64.
+def filling_tokens(num_tokens: int, whole: bool = False) -> int:
+    """Of texts of nothing behind a block, which nobody reads: to the next 8 tokens, of longer blocks to the next 64, of
+    one of many blocks (`whole`) to a full one, so that who reads many sees one number of rows.
 
     oneDNN and torch keep something for each number of rows that they have seen, 0.6 MB a product (1.4 GB after 6,000
     blocks of any number), and take a millisecond to make it.
     """
-    return -num_tokens % (8 if num_tokens <= FEW_TOKENS else 64)
+    step = 8 if num_tokens <= FEW_TOKENS else FILL_TOKENS
+    return -num_tokens % (BLOCK_TOKENS if whole and num_tokens < BLOCK_TOKENS else step)
 
 
 def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:

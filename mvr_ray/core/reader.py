@@ -104,8 +104,8 @@ class Reader(HeadedModel):
         packed = self.packed()
         founds: dict[int, _Found] = {}
 
-        def read(rows: list[int]) -> None:
-            founds.update(zip(rows, self._best([windows[row] for row in rows], packed)))
+        def read(rows: list[int], whole: bool = False) -> None:
+            founds.update(zip(rows, self._best([windows[row] for row in rows], packed, whole)))
 
         with self.inference():
             if packed is not None:
@@ -131,21 +131,21 @@ class Reader(HeadedModel):
         out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
-    def _packed(self, windows: Sequence[Window], packed: PackedBackbone) -> Logits:
+    def _packed(self, windows: Sequence[Window], packed: PackedBackbone, whole: bool) -> Logits:
         """The same of windows that are read end to end; where no token is, 0."""
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(windows))
         types_N = types_FT[real_FT].long() if self.with_types else None
         positions_N = torch.arange(real_FT.shape[1]).expand_as(real_FT)[real_FT] + self.first_position
         lengths = [len(window.input_ids) for window in windows]
-        states_ND = packed.states(ids_FT[real_FT].long(), positions_N, lengths, types_N)
+        states_ND = packed.states(ids_FT[real_FT].long(), positions_N, lengths, types_N, whole)
         model: Any = self.model
         logits_FT2 = torch.zeros(*real_FT.shape, 2)
         logits_FT2[real_FT] = model.qa_outputs(states_ND)
         return Logits(logits_FT2[..., 0], logits_FT2[..., 1], candidate_FT)
 
-    def _best(self, windows: Sequence[Window], packed: PackedBackbone | None) -> Iterator[_Found]:
+    def _best(self, windows: Sequence[Window], packed: PackedBackbone | None, whole: bool) -> Iterator[_Found]:
         text_FT = self.windower.pad(windows).text_FT
-        logits = self(windows) if packed is None else self._packed(windows, packed)
+        logits = self(windows) if packed is None else self._packed(windows, packed, whole)
         start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in logits)
         best = best_spans(start_FT, end_FT, text_FT, self.spec.max_answer_tokens)
         if not np.isfinite(best.score_F).all():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import PackedTower, blocks, filling_tokens, packs, view_means
+from mvr_ray.core.packed import MANY_BLOCKS, PackedTower, blocks, filling_tokens, packs, read_views, view_means
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.types import Passage
 
@@ -65,6 +65,22 @@ def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
     assert 0 <= filling < (8 if num_tokens <= 128 else 64)
     assert (num_tokens + filling) % (8 if num_tokens <= 128 else 64) == 0
     assert len({n + filling_tokens(n) for n in range(1, 1025)}) == 30
+    assert num_tokens > 1024 or num_tokens + filling_tokens(num_tokens, whole=True) == 1024
+
+
+@pytest.mark.parametrize("repeats", [1, 20])
+def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES * repeats)
+    todo = blocks([text.num_tokens for text in tokenized])
+    assert (len(todo) >= MANY_BLOCKS) == (repeats > 1)
+    reader, rows = PackedTower(encoder.passage_tower), []
+    reader.layers = [lambda x, runs, layer=layer: rows.append(len(x)) or layer(x, runs) for layer in reader.layers]
+    views = read_views(reader, tokenized, encoder.num_views).views_PVD
+    assert sum(rows) >= sum(text.num_tokens for text in tokenized) * len(reader.layers)
+    assert repeats == 1 or set(rows) == {1024}
+    alone = torch.cat([read_views(reader, tokenized[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
+    torch.testing.assert_close(views[:9], alone, atol=2e-6, rtol=0)
 
 
 def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
