@@ -128,8 +128,10 @@ class PackedBackbone:
         types_N: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side. `whole`:
-        fill the block, as one of many."""
+        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side.
+
+        `whole`: fill the block, as one of many.
+        """
         filling = filling_tokens(len(ids_N), whole) if self.filled else 0
         ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
         x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
@@ -199,7 +201,7 @@ def read_states(reader: PackedTower, tokenized: Sequence[TokenizedPassage]) -> T
 
 
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
-    """Have `read` take every row of texts so long, block by block, without a gradient, and tell it whether to fill them.
+    """Have `read` take every row of texts so long, block by block, without a gradient, told whether to fill them.
 
     Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
     waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
