@@ -350,11 +350,11 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
         ran.append(step.stage)
         return prepare(step, store, progress)
 
-    def counted(step, progress):
+    def counted(step, info, progress):
         ran.append(step.stage)
         if len(ran) == 3:
             raise ConfigError("as if it had failed")
-        return begun(step, progress)
+        return begun(step, info, progress)
 
     monkeypatch.setattr(execute, "_prepare", prepared)
     monkeypatch.setattr(execute, "_begun", counted)
