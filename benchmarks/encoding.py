@@ -234,7 +234,10 @@ def large(peers: Path) -> Part:
                     samples.setdefault(name, []).append(time.perf_counter() - started)
                 theirs_PD = np.load(folder / f"{name}.npy", allow_pickle=False)
                 apart = max(apart, float(np.abs(theirs_PD - vectors_PD).max()))
-        print(f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in samples.items()))
+        print(
+            f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in samples.items()),
+            flush=True,
+        )
     part = Part("encoding-large", f"Encoding on a CPU: {LARGE:,} SQuAD paragraphs, a fifth a round", "passages")
     part.add(samples, LARGE / ROUNDS)
     part.bars = [

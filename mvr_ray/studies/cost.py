@@ -113,7 +113,7 @@ def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
 ) -> list[_System]:
     folder = str(resolve_path(run.encoder.backbone))
-    spec = encoder_spec(run)
+    spec = replace(encoder_spec(run), empty_snippets="masked")  # no system here can have them
 
     def views(name: str, **changes: Any) -> _System:
         encoder = DualEncoder.from_backbone(folder, replace(spec, **changes)).to(device)
