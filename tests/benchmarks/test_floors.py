@@ -18,6 +18,23 @@ def test_reading_ahead_reads_every_byte(threads):
         assert found == int(np.bitwise_xor.reduce(words))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rounds", [1, 3, 1000])
+def test_products_in_registers_are_done_as_often_as_is_counted(threads, rounds):
+    share = 0.25
+    left = {"float32": (1 - share) ** rounds, "bfloat16": 1.0}
+    given = {"float32": 1 - left["float32"], "bfloat16": 2 * share * rounds}
+    for kind, of_one in (("float32", 2), ("bfloat16", 4)):
+        operations, totals = floors.multiply(kind, share, rounds, threads)
+        if kind == "bfloat16" and operations == 0:
+            assert not floors.has_bfloat16()
+            continue
+        sums = operations / (threads * rounds * 16 * of_one)
+        assert sums >= 5 and sums == int(sums)
+        expected = sum(16 * (given[kind] + left[kind] * share * number) for number in range(int(sums)))
+        assert totals == pytest.approx([expected] * threads, rel=1e-4)
+
+
 def test_the_line_parts_what_always_passes_from_what_each_passage_takes():
     sizes = np.array([10_000, 30_000, 100_000])
     assert line(sizes, 9.5 + 2e-5 * sizes) == pytest.approx((9.5, 2e-5))
