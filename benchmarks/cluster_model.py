@@ -5,7 +5,7 @@
     searcher  one call at a time, first come first served; with `batch` it takes so many waiting calls at once
     work      fixed_s + max(read_s, n query_s) for n queries, times a lognormal factor of mean 1
     host      n jobs at work on C cores run at total speed `speeds[min(n, C) - 1]`, shared equally
-    hedge     as `mvr_ray.distributed.hedging`: after the group's own 95th percentile, at most 5 % more calls
+    hedge     as `mvr_ray.distributed.searching.hedging`: after the group's own 95th percentile, at most 5 % more calls
     refuse    a query for which all replicas of some group have `queue` calls waiting
 
 Times are seconds. Same seed, same result.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.distributed.hedging import HedgeBudget, Latencies
+from mvr_ray.distributed.searching.hedging import HedgeBudget, Latencies
 
 ROUTER, BESIDE = "router", "beside"
 LOOK_AGAIN = 16

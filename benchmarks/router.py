@@ -24,11 +24,11 @@ from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.channel import Channels
-from mvr_ray.distributed.coalesce import Coalescing
-from mvr_ray.distributed.fleet import RemoteSearchers
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searchers import (
+from mvr_ray.distributed.searching.channel import Channels
+from mvr_ray.distributed.searching.coalesce import Coalescing
+from mvr_ray.distributed.searching.fleet import RemoteSearchers
+from mvr_ray.distributed.searching.searchers import (
     Asked,
     Holding,
     LocalFleet,
@@ -36,7 +36,7 @@ from mvr_ray.distributed.searchers import (
     ShardFound,
     Unanswered,
 )
-from mvr_ray.distributed.seats import SeatedSearcher
+from mvr_ray.distributed.searching.seats import SeatedSearcher
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray

@@ -25,7 +25,7 @@ from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.codes import encode
 from mvr_ray.distributed import session
 from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.distributed.scatter import Ask
+from mvr_ray.distributed.searching.scatter import Ask
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest

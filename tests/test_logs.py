@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mvr_ray import logs
-from mvr_ray.distributed.coalesce import Coalescing
-from mvr_ray.distributed.searchers import Gathered
+from mvr_ray.distributed.searching.coalesce import Coalescing
+from mvr_ray.distributed.searching.searchers import Gathered
 
 
 @pytest.fixture

@@ -27,15 +27,15 @@ from ray.exceptions import RayError
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed import session
-from mvr_ray.distributed.canary import Watch
-from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.fleet import LocalSearchers, RemoteSearchers, Searchers, told
-from mvr_ray.distributed.guests import PLACES, REST_S, WAITS, Guest, Openings, leaving
 from mvr_ray.distributed.repeated import repeated
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
-from mvr_ray.distributed.searchers import Fleet
-from mvr_ray.distributed.seats import Usher
+from mvr_ray.distributed.searching.canary import Watch
+from mvr_ray.distributed.searching.coalesce import Coalescing
+from mvr_ray.distributed.searching.fleet import LocalSearchers, RemoteSearchers, Searchers, told
+from mvr_ray.distributed.searching.guests import PLACES, REST_S, WAITS, Guest, Openings, leaving
+from mvr_ray.distributed.searching.searchers import Fleet
+from mvr_ray.distributed.searching.seats import Usher
 from mvr_ray.errors import MvrRayError, RoomError, StorageError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus

@@ -22,7 +22,7 @@ from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import in_order, rows
 from mvr_ray.distributed.router import MatchingSnippet, Router
-from mvr_ray.distributed.searchers import Fleet
+from mvr_ray.distributed.searching.searchers import Fleet
 from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion

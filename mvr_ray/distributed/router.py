@@ -28,8 +28,8 @@ from mvr_ray.core.exact import checked_k, checked_queries, score_views
 from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.fleet import RemoteSearchers
-from mvr_ray.distributed.searchers import (
+from mvr_ray.distributed.searching.fleet import RemoteSearchers
+from mvr_ray.distributed.searching.searchers import (
     Fleet,
     LocalFleet,
     SearcherTask,

@@ -12,9 +12,9 @@ import pytest
 import ray
 from made import D, brute_force, made_index, made_views
 
-from mvr_ray.distributed import channel
-from mvr_ray.distributed.channel import Address, Channel, Channels, Cut, Listener, Turns, wait
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searching import channel
+from mvr_ray.distributed.searching.channel import Address, Channel, Channels, Cut, Listener, Turns, wait
 from mvr_ray.errors import ShardIndexError
 
 SHARDS, K = 3, 7

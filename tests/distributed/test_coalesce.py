@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 
-from mvr_ray.distributed.coalesce import Coalescing
 from mvr_ray.distributed.live import open_live
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.searchers import Gathered, LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.coalesce import Coalescing
+from mvr_ray.distributed.searching.searchers import Gathered, LocalFleet, SearcherTask
 from mvr_ray.errors import CoverageError, OverloadedError
 from mvr_ray.store.files import Store
 

@@ -7,10 +7,10 @@ import pytest
 from made import D, brute_force, made_index, made_views
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed.fleet import LocalSearchers
 from mvr_ray.distributed.insight import Insight
 from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.distributed.searchers import SearcherTask
+from mvr_ray.distributed.searching.fleet import LocalSearchers
+from mvr_ray.distributed.searching.searchers import SearcherTask
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.serving.sampling import RecallSampler

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.distributed.placement import Placement, bounds, fair_shares, moves, place
+from mvr_ray.distributed.searching.placement import Placement, bounds, fair_shares, moves, place
 from mvr_ray.errors import ResourceError
 
 Sizes, Weights = dict[int, int], dict[str, float]

@@ -10,7 +10,7 @@ from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.distributed.refinement.shards import FeedbackSettings, RefinerTask, ShardRefiner
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searchers import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searchers import LocalFleet, SearcherTask
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.files import Store

@@ -14,7 +14,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed import refine, reindex, reshard
 from mvr_ray.distributed.reshard import ReshardTask, deal_one, described, require_all_kept, sources, staging_key
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searchers import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searchers import LocalFleet, SearcherTask
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import layout, manifest

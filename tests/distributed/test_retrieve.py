@@ -15,7 +15,7 @@ from mvr_ray.distributed.evaluate import measured
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.searchers import Gathered, Unanswered
+from mvr_ray.distributed.searching.searchers import Gathered, Unanswered
 from mvr_ray.errors import ConfigError, CoverageError, MissingInputError
 from mvr_ray.store import corpus, layout, manifest
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter

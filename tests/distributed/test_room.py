@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.distributed.room import Room, free_bytes, require_room
+from mvr_ray.distributed.searching.room import Room, free_bytes, require_room
 from mvr_ray.errors import ResourceError
 
 SIZES = {"a": 100, "b": 70, "c": 30, "d": 1}

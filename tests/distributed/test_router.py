@@ -18,9 +18,9 @@ from made import D, V, brute_force, made_index, made_views
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.exact import BlockTable
 from mvr_ray.distributed import router as router_module
-from mvr_ray.distributed.fleet import share_out
 from mvr_ray.distributed.router import Router, open_router, overlaid
-from mvr_ray.distributed.searchers import (
+from mvr_ray.distributed.searching.fleet import share_out
+from mvr_ray.distributed.searching.searchers import (
     Gathered,
     GatheredViews,
     LocalFleet,

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 
-from mvr_ray.distributed.canary import Sign, Watch
-from mvr_ray.distributed.channel import Channels, wait
-from mvr_ray.distributed.fleet import place, share_out
-from mvr_ray.distributed.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.searchers import Pulse
+from mvr_ray.distributed.searching.canary import Sign, Watch
+from mvr_ray.distributed.searching.channel import Channels, wait
+from mvr_ray.distributed.searching.fleet import place, share_out
+from mvr_ray.distributed.searching.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
+from mvr_ray.distributed.searching.searchers import Pulse
 from mvr_ray.errors import CoverageError, OverloadedError
 
 SHARDS, K = 3, 7
@@ -244,7 +244,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         assert counts.hedge_wins < scatter.counts().hedge_wins
         assert scatter.counts().most_waiting == scatter.groups[0][0].waiting <= scatter.counts().waiting
         hedges = scatter.budget.hedges
-        monkeypatch.setattr("mvr_ray.distributed.scatter.CALM_S", 1e9)
+        monkeypatch.setattr("mvr_ray.distributed.searching.scatter.CALM_S", 1e9)
         scatter.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)

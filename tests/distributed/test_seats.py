@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
 
 from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.distributed.placement import Move
 from mvr_ray.distributed.router import searcher_task
-from mvr_ray.distributed.seats import Seat, Usher, seated
+from mvr_ray.distributed.searching.placement import Move
+from mvr_ray.distributed.searching.seats import Seat, Usher, seated
 from mvr_ray.errors import CoverageError
 
 sizes_of = st.dictionaries(st.integers(0, 40), st.integers(1, 1000), min_size=1, max_size=20)

@@ -22,9 +22,9 @@ import ray
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.room import Room, require_room
-from mvr_ray.distributed.scatter import QUEUE, Ask, Scatter
-from mvr_ray.distributed.searchers import (
+from mvr_ray.distributed.searching.room import Room, require_room
+from mvr_ray.distributed.searching.scatter import QUEUE, Ask, Scatter
+from mvr_ray.distributed.searching.searchers import (
     Asked,
     ExactFleet,
     Fleet,
@@ -42,7 +42,7 @@ from mvr_ray.distributed.searchers import (
     gathered_views,
     shard_keys,
 )
-from mvr_ray.distributed.seats import new_searcher, seated, seats
+from mvr_ray.distributed.searching.seats import new_searcher, seated, seats
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts, FloatArray

@@ -21,9 +21,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from mvr_ray import logs
-from mvr_ray.distributed.channel import Channel, Channels, Cut, wait
 from mvr_ray.distributed.failures import unwrapped
-from mvr_ray.distributed.hedging import HedgeBudget, Latencies
+from mvr_ray.distributed.searching.channel import Channel, Channels, Cut, wait
+from mvr_ray.distributed.searching.hedging import HedgeBudget, Latencies
 from mvr_ray.errors import MvrRayError, OverloadedError
 from mvr_ray.types import FleetCounts
 

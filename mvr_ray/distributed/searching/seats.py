@@ -25,13 +25,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed import placement
-from mvr_ray.distributed.channel import Address, Listener, Turns
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.repeated import repeated
-from mvr_ray.distributed.room import Room, require_room
-from mvr_ray.distributed.scatter import Replica, Scatter
-from mvr_ray.distributed.searchers import (
+from mvr_ray.distributed.searching import placement
+from mvr_ray.distributed.searching.channel import Address, Listener, Turns
+from mvr_ray.distributed.searching.room import Room, require_room
+from mvr_ray.distributed.searching.scatter import Replica, Scatter
+from mvr_ray.distributed.searching.searchers import (
     Asked,
     Holding,
     SearcherTask,

@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from mvr_ray.distributed.repeated import repeated
-from mvr_ray.distributed.scatter import Replica, Scatter
-from mvr_ray.distributed.searchers import Pulse
+from mvr_ray.distributed.searching.scatter import Replica, Scatter
+from mvr_ray.distributed.searching.searchers import Pulse
 
 log = logging.getLogger(__name__)
 

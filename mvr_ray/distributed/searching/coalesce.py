@@ -22,7 +22,16 @@ from contextvars import copy_context
 import numpy as np
 
 from mvr_ray import logs
-from mvr_ray.distributed.searchers import Asked, Fleet, Gathered, GatheredViews, Hear, ShardFound, Unanswered, Wanted
+from mvr_ray.distributed.searching.searchers import (
+    Asked,
+    Fleet,
+    Gathered,
+    GatheredViews,
+    Hear,
+    ShardFound,
+    Unanswered,
+    Wanted,
+)
 from mvr_ray.types import FloatArray, ShardHits
 
 AT_ONCE = 2
