@@ -35,8 +35,8 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core import quantized
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding import quantized
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import FloatArray, Passage
 

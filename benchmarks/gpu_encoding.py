@@ -20,8 +20,8 @@ from measure import Bar, Part, interleaved, speedup
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from mvr_ray.core.cuda_packed import Packed, UnpaddedEncoder, filled_batches, pack
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.cuda_packed import Packed, UnpaddedEncoder, filled_batches, pack
 from mvr_ray.core.losses import LossTerms, dpr_loss
 from mvr_ray.core.training import Share, StepSettings, loss_and_gradients
 from mvr_ray.types import FloatArray, Passage

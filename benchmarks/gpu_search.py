@@ -16,11 +16,11 @@ import torch
 from measure import Bar, Part, interleaved, speedup
 from numpy.typing import NDArray
 
-from mvr_ray.core.codes import Codes
-from mvr_ray.core.cuda_scan import FusedKernel, Rows, Tuning
-from mvr_ray.core.exact import BlockTable
-from mvr_ray.core.kernels import GPU_STEP, TorchKernel
-from mvr_ray.core.scan import Scan, cut_steps, score_error
+from mvr_ray.core.searching.codes import Codes
+from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows, Tuning
+from mvr_ray.core.searching.exact import BlockTable
+from mvr_ray.core.searching.kernels import GPU_STEP, TorchKernel
+from mvr_ray.core.searching.scan import Scan, cut_steps, score_error
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 PASSAGES, V, D, K = 21_015_324, 8, 384, 100
@@ -89,7 +89,7 @@ class ViewNumbers:
 
 
 def coded(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Eight-bit codes and scales of some views as `core.codes` has them, and the most that one is away."""
+    """Eight-bit codes and scales of some views as `core.searching.codes` has them, and the most that one is away."""
     wide_ND = views_ND.float()
     scale_N1 = wide_ND.abs().amax(1, keepdim=True) / 127
     codes_ND = (wide_ND / torch.where(scale_N1 > 0, scale_N1, 1)).round_().clamp_(-127, 127)

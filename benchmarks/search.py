@@ -27,8 +27,8 @@ from floors import has_bfloat16, matrix_rate, read_bandwidth
 from measure import Bar, Part, interleaved, speedup, write
 from numpy.typing import NDArray
 
-from mvr_ray.core.codes import encode
-from mvr_ray.core.native import NativeKernel, library
+from mvr_ray.core.searching.codes import encode
+from mvr_ray.core.searching.native import NativeKernel, library
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.types import FloatArray, IntArray
 

@@ -22,7 +22,7 @@ from measure import in_a_row
 from numpy.typing import NDArray
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.core.codes import encode
+from mvr_ray.core.searching.codes import encode
 from mvr_ray.distributed import session
 from mvr_ray.distributed.live import LiveRouter, open_live
 from mvr_ray.distributed.searching.scatter import Ask

@@ -20,7 +20,7 @@ import re
 from typing import Literal, NamedTuple
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
-from mvr_ray.core.native import library
+from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.base import default_factory
 from mvr_ray.store.corpus import Corpus, read_questions

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.backbones import Tower, open_tower
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.core.packed import Means, packs, read_states, read_views
-from mvr_ray.core.precision import FULL, Lowered, Precision, Readers, check
-from mvr_ray.core.quantized import calibrate
-from mvr_ray.core.snapshot import read_snapshot, tower_names, write_snapshot
+from mvr_ray.core.encoding.backbones import Tower, open_tower
+from mvr_ray.core.encoding.packed import Means, packs, read_states, read_views
+from mvr_ray.core.encoding.precision import FULL, Lowered, Precision, Readers, check
+from mvr_ray.core.encoding.quantized import calibrate
+from mvr_ray.core.encoding.snapshot import read_snapshot, tower_names, write_snapshot
 from mvr_ray.core.snippets import PunktParams, Span, equal_splits, find_snippet, load_punkt, snippet_spans
 from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
 from mvr_ray.errors import EncoderError, FingerprintError

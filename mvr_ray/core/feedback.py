@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from mvr_ray.core.exact import distinct
 from mvr_ray.core.pseudo_labels import Labels
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.types import FloatArray, IntArray
 
 SAME_COSINE = 1 - 1e-6

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.core.exact import checked_k
+from mvr_ray.core.searching.exact import checked_k
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from mvr_ray.core import native
 from mvr_ray.core.pseudo_labels import LabelMatrices
+from mvr_ray.core.searching import native
 from mvr_ray.types import FloatArray, IntArray
 
 LIBRARY, INTERFACE = "mvr_ray.core._step", 2

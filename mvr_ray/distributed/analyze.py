@@ -20,8 +20,8 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core import metrics
 from mvr_ray.core.attention import attention_kl_table, view_attention
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.exact import distinct
 from mvr_ray.core.scoring import ShardAnswer, merge_hits, score_blocks
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import EvaluationRow, judged, measured

@@ -5,8 +5,8 @@ Shapes: Q queries, D dimension.
 
 from contextlib import AbstractContextManager
 
-from mvr_ray.core.exact import checked_k, checked_queries
 from mvr_ray.core.scoring import merge_hits
+from mvr_ray.core.searching.exact import checked_k, checked_queries
 from mvr_ray.distributed.live import LiveRouter
 from mvr_ray.distributed.router import Router
 from mvr_ray.types import FleetCounts, FloatArray, Hit

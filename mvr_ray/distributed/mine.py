@@ -14,7 +14,7 @@ import numpy as np
 
 from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.cross_encoder import share_beside
+from mvr_ray.core.reading.cross_encoder import share_beside
 from mvr_ray.distributed.bm25 import BM25Hit, BM25Index
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions

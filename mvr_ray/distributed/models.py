@@ -18,9 +18,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.cross_encoder import CrossEncoder, PairSpec
-from mvr_ray.core.headed import HeadedModel
-from mvr_ray.core.reader import Reader, ReaderSpec
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, PairSpec
+from mvr_ray.core.reading.headed import HeadedModel
+from mvr_ray.core.reading.reader import Reader, ReaderSpec
 from mvr_ray.errors import FingerprintError, MissingInputError
 from mvr_ray.store import layout
 from mvr_ray.store.files import Store

@@ -28,7 +28,7 @@ from ray.data import ActorPoolStrategy
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.answers import exact_match_score, f1_score
 from mvr_ray.core.metrics import bootstrap_interval
-from mvr_ray.core.reader import Reader, ReaderSpec, Span, ToRead, choose
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, Span, ToRead, choose
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import in_order, rows
 from mvr_ray.distributed.models import READERS, ModelAddress, find_model, open_model, reader_spec

@@ -17,7 +17,7 @@ import torch
 from ray.data import ActorPoolStrategy
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.cross_encoder import CrossEncoder, Pair, PairSpec
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, PairSpec
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import in_order, rows
 from mvr_ray.distributed.models import CROSS_ENCODERS, ModelAddress, find_model, open_model, pair_spec

@@ -24,8 +24,8 @@ import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.exact import checked_k, checked_queries, score_views
 from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
+from mvr_ray.core.searching.exact import checked_k, checked_queries, score_views
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mvr_ray.core.codes import Codes, encode
-from mvr_ray.core.exact import checked_k, checked_queries
-from mvr_ray.core.kernels import TorchKernel, make_kernel
-from mvr_ray.core.scan import Scan
+from mvr_ray.core.searching.codes import Codes, encode
+from mvr_ray.core.searching.exact import checked_k, checked_queries
+from mvr_ray.core.searching.kernels import TorchKernel, make_kernel
+from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
 
@@ -23,7 +23,7 @@ CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
 
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Write the eight-bit codes of all vectors in order, and beside them scales and residuals (`core.codes`)."""
+    """Write the eight-bit codes of all vectors in order, and beside them scales and residuals (`searching.codes`)."""
     rows = [block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])] for block in blocks if len(block.ids)]
     count, dimension = sum(map(len, rows)), blocks[0].vectors_ND.shape[1]
     codes_ND = np.lib.format.open_memmap(folder / CODES_FILE, "w+", np.int8, (count, dimension))

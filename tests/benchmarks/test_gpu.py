@@ -10,9 +10,9 @@ import pytest
 import torch
 from gpu_search import V, coded, made, numbers, shelf
 
-from mvr_ray.core.codes import decode
-from mvr_ray.core.cuda_scan import FusedKernel
-from mvr_ray.core.scan import Scan
+from mvr_ray.core.searching.codes import decode
+from mvr_ray.core.searching.cuda_scan import FusedKernel
+from mvr_ray.core.searching.scan import Scan
 from mvr_ray.types import EmbeddingBlock
 
 ROOT = Path(__file__).resolve().parent.parent.parent

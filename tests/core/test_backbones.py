@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mvr_ray.core.backbones import KINDS, open_tower
+from mvr_ray.core.encoding.backbones import KINDS, open_tower
 from mvr_ray.errors import EncoderError
 
 

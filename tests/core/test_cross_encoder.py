@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mvr_ray.core.cross_encoder import CrossEncoder, Pair, PairSpec, listwise_loss, share_beside
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, PairSpec, listwise_loss, share_beside
 from mvr_ray.errors import CrossEncoderError, FingerprintError
 from mvr_ray.types import Passage
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.core.cuda_packed import UnpaddedEncoder, filled_batches, pack
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.cuda_packed import UnpaddedEncoder, filled_batches, pack
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -81,7 +81,7 @@ def test_an_encoder_that_cuts_no_sentences_never_loads_what_cuts_them(tiny):
     script = (
         "import sys\n"
         "from mvr_ray.core.encoder import DualEncoder, EncoderSpec\n"
-        "from mvr_ray.core.cuda_packed import UnpaddedEncoder\n"
+        "from mvr_ray.core.encoding.cuda_packed import UnpaddedEncoder\n"
         "from mvr_ray.index.flat import FlatIndex\n"
         "from mvr_ray.types import Passage\n"
         f"encoder = DualEncoder.from_backbone({tiny('bert')!r}, EncoderSpec(strategy='mean', max_passage_tokens=64))\n"

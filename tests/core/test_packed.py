@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import MANY_BLOCKS, PackedTower, blocks, filling_tokens, packs, read_views, view_means
+from mvr_ray.core.encoding.packed import MANY_BLOCKS, PackedTower, blocks, filling_tokens, packs, read_views, view_means
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.types import Passage
 

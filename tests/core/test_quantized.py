@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.packed import Affine
-from mvr_ray.core.quantized import Bytes, Int8Product, multiplies_bytes
+from mvr_ray.core.encoding.packed import Affine
+from mvr_ray.core.encoding.quantized import Bytes, Int8Product, multiplies_bytes
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from mvr_ray.core.backbones import KINDS
-from mvr_ray.core.reader import Reader, ReaderSpec, Span, ToRead, choose
-from mvr_ray.core.spans import best_spans, log_shares, span_losses, tokens_of
-from mvr_ray.core.windows import Windower
+from mvr_ray.core.encoding.backbones import KINDS
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, Span, ToRead, choose
+from mvr_ray.core.reading.spans import best_spans, log_shares, span_losses, tokens_of
+from mvr_ray.core.reading.windows import Windower
 from mvr_ray.errors import FingerprintError, ReaderError
 
 SMALL = ReaderSpec(max_tokens=40, overlap_tokens=9, max_question_tokens=12, max_answer_tokens=5)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.exact import Scored, best_first, distinct
-from mvr_ray.core.scan import score_error
 from mvr_ray.core.scoring import exact_scores, first_depth, is_exact, merge_hits, needs_second_round
+from mvr_ray.core.searching.exact import Scored, best_first, distinct
+from mvr_ray.core.searching.scan import score_error
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import ShardHits
 

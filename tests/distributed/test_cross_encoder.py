@@ -9,7 +9,7 @@ import yaml
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
-from mvr_ray.core.cross_encoder import CrossEncoder, Pair
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair
 from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.train import open_job, train

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.quantized import multiplies_bytes
+from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed import encode, reindex
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
@@ -205,7 +205,7 @@ WORKER = """
 import gzip, json, resource, sys
 from itertools import islice
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.quantized import multiplies_bytes
+from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import Passage
 encoder = DualEncoder.from_backbone(sys.argv[1], EncoderSpec(max_passage_tokens=128))

@@ -9,7 +9,7 @@ import pytest
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.reader import Reader, Span, ToRead
+from mvr_ray.core.reading.reader import Reader, Span, ToRead
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.models import (
     READERS,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from made import D, V, brute_force, made_index, made_views
 
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.exact import BlockTable
+from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.distributed import router as router_module
 from mvr_ray.distributed.router import Router, open_router, overlaid
 from mvr_ray.distributed.searching.fleet import share_out

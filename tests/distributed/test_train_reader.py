@@ -10,7 +10,7 @@ import yaml
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.batches import Example, strangers
-from mvr_ray.core.reader import Reader, ReaderSpec, ToRead
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, ToRead
 from mvr_ray.distributed.train import train as train_retriever
 from mvr_ray.distributed.training import reader as train_reader
 from mvr_ray.distributed.training.reader import open_job, targets_of

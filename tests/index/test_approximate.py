@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.exact import BlockTable
+from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
 from mvr_ray.index.candidates import ApproximateIndex

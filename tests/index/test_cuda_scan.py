@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mvr_ray.core.codes import encode
-from mvr_ray.core.cuda_scan import FusedKernel, Rows
-from mvr_ray.core.kernels import NumpyKernel
-from mvr_ray.core.scan import Scan, score_error
+from mvr_ray.core.searching.codes import encode
+from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows
+from mvr_ray.core.searching.kernels import NumpyKernel
+from mvr_ray.core.searching.scan import Scan, score_error
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 SHAPES = [("gaussian", True), ("ternary", False), ("nearly equal", True), ("cancelling", False), ("duplicates", True)]
@@ -57,10 +57,10 @@ def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, kee
 
 KERNEL = """
 import numpy as np, torch
-from mvr_ray.core.codes import encode
-from mvr_ray.core.cuda_scan import FusedKernel, Rows, Tuning
-from mvr_ray.core.kernels import TorchKernel
-from mvr_ray.core.scan import score_error
+from mvr_ray.core.searching.codes import encode
+from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows, Tuning
+from mvr_ray.core.searching.kernels import TorchKernel
+from mvr_ray.core.searching.scan import score_error
 
 rng = np.random.default_rng(3)
 CASES = ((16, [8] * 40, 1), (384, [8] * 40, 3), (40, [3, 1, 8, 5] * 9, 17), (64, [1] * 70, 70))
@@ -96,8 +96,8 @@ def test_the_kernel_errs_within_its_bound():
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from mvr_ray.core.cuda_kernel import best_views
-from mvr_ray.core.cuda_scan import Tuning
+from mvr_ray.core.searching.cuda_kernel import best_views
+from mvr_ray.core.searching.cuda_scan import Tuning
 
 tuning, names = Tuning(), best_views.arg_names
 for architecture, product in ((90, "wgmma"), (80, "mma.sync")):

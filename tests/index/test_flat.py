@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.codes import LEVELS, Codes, decode, encode
-from mvr_ray.core.kernels import NumpyKernel, TorchKernel, make_kernel
-from mvr_ray.core.native import library
-from mvr_ray.core.scan import Scan
 from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
+from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
+from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel, make_kernel
+from mvr_ray.core.searching.native import library
+from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, build_index, open_index
 from mvr_ray.index.flat import FlatIndex

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core import native, native_step
-from mvr_ray.core.codes import decode, encode
-from mvr_ray.core.exact import BlockTable, Pairs
-from mvr_ray.core.scan import Scan, score_error
+from mvr_ray.core import native_step
+from mvr_ray.core.searching import native
+from mvr_ray.core.searching.codes import decode, encode
+from mvr_ray.core.searching.exact import BlockTable, Pairs
+from mvr_ray.core.searching.scan import Scan, score_error
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.flat import FlatIndex
 
@@ -277,9 +278,9 @@ def test_without_the_compiled_loops_the_answers_are_the_same(shard, queries, tmp
     program = f"""
 import importlib.util
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "mvr_ray.core._scan" else found(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name == "mvr_ray.core.searching._scan" else found(name, *rest)
 import numpy as np
-from mvr_ray.core import native
+from mvr_ray.core.searching import native
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.types import EmbeddingBlock
 assert native.library() is None

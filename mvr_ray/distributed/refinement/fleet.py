@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from mvr_ray.core.exact import distinct
 from mvr_ray.core.merging import NumberedHits, in_doubt, merge_numbered
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.scoring import first_depth
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.refinement.shards import RefinerTask, ShardRefiner
 from mvr_ray.store.corpus import shard_of

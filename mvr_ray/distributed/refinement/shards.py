@@ -19,8 +19,8 @@ import numpy as np
 
 from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.exact import distinct
 from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index, searches_embeddings

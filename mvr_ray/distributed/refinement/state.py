@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mvr_ray.core.exact import distinct
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 VIEW_BASE = 1 << 16  # above every view number (int16)

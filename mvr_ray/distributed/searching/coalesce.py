@@ -6,8 +6,8 @@
     together  those in line that want the same k are asked as one batch of at most `most` queries
     apart     each has its own rows when all shards have answered; at its own deadline it has what came until then
 
-What a score is depends on its two vectors alone (`core.exact`), so an exact answer is the same to the last bit, however
-many were asked together. Second rounds name queries of one search, and go as they are.
+What a score is depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last
+bit, however many were asked together. Second rounds name queries of one search, and go as they are.
 
 Shapes: Q queries, D dimension.
 """

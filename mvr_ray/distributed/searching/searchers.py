@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mvr_ray import logs
-from mvr_ray.core.exact import distinct
 from mvr_ray.core.scoring import ShardAnswer
+from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.searching.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex, open_index

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.batches import Example, strangers
-from mvr_ray.core.cross_encoder import CrossEncoder, Pair, listwise_loss
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
 from mvr_ray.core.training import chunks, rank, seeded, world_size
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
 from mvr_ray.distributed.training.checkpoints import EpochSums

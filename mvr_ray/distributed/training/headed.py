@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.headed import HeadedModel
+from mvr_ray.core.reading.headed import HeadedModel
 from mvr_ray.distributed.models import Kind, save_model
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.distributed.training.examples import QuestionExamples, input_digests

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.answers import exact_match_score, f1_score
 from mvr_ray.core.batches import Example, strangers
-from mvr_ray.core.reader import Reader, ToRead
-from mvr_ray.core.spans import span_losses, tokens_of
+from mvr_ray.core.reading.reader import Reader, ToRead
+from mvr_ray.core.reading.spans import span_losses, tokens_of
+from mvr_ray.core.reading.windows import Window
 from mvr_ray.core.training import chunks, rank, seeded, world_size
-from mvr_ray.core.windows import Window
 from mvr_ray.distributed.models import READERS, reader_spec
 from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import DevReading, open_answer_dev, open_answer_examples

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.backbones import Tower
+from mvr_ray.core.encoding.backbones import Tower
 from mvr_ray.core.views import TokenizedPassage
 
 BLOCK_TOKENS = 1024

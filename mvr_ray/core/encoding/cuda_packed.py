@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from mvr_ray.core.backbones import Tower
 from mvr_ray.core.encoder import DualEncoder, EmbeddedViews
+from mvr_ray.core.encoding.backbones import Tower
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, IntArray

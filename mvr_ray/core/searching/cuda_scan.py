@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mvr_ray.core.kernels import GPU_STEP, Survivors, TorchKernel
+from mvr_ray.core.searching.kernels import GPU_STEP, Survivors, TorchKernel
 from mvr_ray.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class FusedKernel(TorchKernel):
         halves = rows_ND.dtype in (torch.int8, torch.float16)
         if not self.fused or not halves or rows_ND.shape[1] > LONGEST or most > MOST_VIEWS:
             return self._best_plain(queries_QD, vectors_ND, counts_P, uniform, width)
-        from mvr_ray.core.cuda_kernel import best_views
+        from mvr_ray.core.searching.cuda_kernel import best_views
 
         half_QD, power_Q = _halves(queries_QD)
         best_QP = torch.empty(num_queries, width, device=self.device)

@@ -43,12 +43,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.kernels import Coarse, Survivors
+from mvr_ray.core.searching.kernels import Coarse, Survivors
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core._scan", 2
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 2
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache

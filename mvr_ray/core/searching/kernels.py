@@ -270,7 +270,7 @@ def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None =
     if engine not in ENGINES:
         raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" or (engine == "auto" and device == "cpu"):
-        from mvr_ray.core.native import NativeKernel, library
+        from mvr_ray.core.searching.native import NativeKernel, library
 
         if library() is not None and device == "cpu":
             return NativeKernel(threads)
@@ -292,7 +292,7 @@ def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None =
         torch.set_num_threads(threads)
     kernel = TorchKernel(device)
     if kernel.device.type == "cuda":
-        from mvr_ray.core.cuda_scan import FusedKernel
+        from mvr_ray.core.searching.cuda_scan import FusedKernel
 
         return FusedKernel(device)
     return kernel

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from mvr_ray.core.backbones import Loaded, digest_of, save_model
-from mvr_ray.core.packed import PackedBackbone, packs
+from mvr_ray.core.encoding.backbones import Loaded, digest_of, save_model
+from mvr_ray.core.encoding.packed import PackedBackbone, packs
 from mvr_ray.errors import FingerprintError, MvrRayError
 
 FORMAT_VERSION = 1

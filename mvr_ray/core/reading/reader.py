@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.backbones import Loaded, open_reading
 from mvr_ray.core.batches import token_batches
-from mvr_ray.core.headed import HeadedModel
-from mvr_ray.core.packed import PackedBackbone, over_blocks
-from mvr_ray.core.spans import best_spans, log_shares
-from mvr_ray.core.windows import PassageTokens, ReaderSpec, Window, Windower
+from mvr_ray.core.encoding.backbones import Loaded, open_reading
+from mvr_ray.core.encoding.packed import PackedBackbone, over_blocks
+from mvr_ray.core.reading.headed import HeadedModel
+from mvr_ray.core.reading.spans import best_spans, log_shares
+from mvr_ray.core.reading.windows import PassageTokens, ReaderSpec, Window, Windower
 from mvr_ray.errors import ReaderError
 
 __all__ = ["Reader", "ReaderSpec", "Span", "ToRead", "choose"]
@@ -87,7 +87,7 @@ class Reader(HeadedModel):
         """The best span of every passage of every question; None where a passage has no token.
 
         Equal scores: the earlier start, then the shorter span. Windows are sorted by length; on a CPU they are read end
-        to end (`core.packed`), else in batches of at most so many padded tokens. What is read together, and with it
+        to end (`encoding.packed`), else in batches of at most so many padded tokens. What is read together, and with it
         every last bit, follows from `asked` alone.
         """
         tokens = self.windower.tokenize(text for item in asked for text in item.passages)

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from mvr_ray.core.backbones import Tower
-from mvr_ray.core.packed import PackedTower, packs
-from mvr_ray.core.quantized import Scales, int8_layers, multiplies_bytes
+from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.packed import PackedTower, packs
+from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
 from mvr_ray.errors import EncoderError
 
 Precision = Literal["fp32", "bf16", "int8"]

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mvr_ray.core.backbones import Tower
-from mvr_ray.core.packed import (
+from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.packed import (
     Affine,
     Layer,
     LayerWeights,

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, get_args
 
 from safetensors.numpy import load_file, save_file
 
-from mvr_ray.core.backbones import Tower, open_tower
-from mvr_ray.core.precision import FULL, Lowered, Precision
-from mvr_ray.core.quantized import Scales
+from mvr_ray.core.encoding.backbones import Tower, open_tower
+from mvr_ray.core.encoding.precision import FULL, Lowered, Precision
+from mvr_ray.core.encoding.quantized import Scales
 from mvr_ray.core.snippets import PunktParams
 from mvr_ray.core.views import EncoderSpec
 from mvr_ray.errors import EncoderError

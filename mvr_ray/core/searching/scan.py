@@ -45,9 +45,9 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from mvr_ray.core.codes import Codes
-from mvr_ray.core.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
-from mvr_ray.core.kernels import Array, Kernel, NumpyKernel, Question
+from mvr_ray.core.searching.codes import Codes
+from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
+from mvr_ray.core.searching.kernels import Array, Kernel, NumpyKernel, Question
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
 

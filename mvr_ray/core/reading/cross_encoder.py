@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.backbones import Loaded, open_scoring
 from mvr_ray.core.batches import token_batches
-from mvr_ray.core.headed import HeadedModel
-from mvr_ray.core.packed import PackedBackbone, over_blocks
+from mvr_ray.core.encoding.backbones import Loaded, open_scoring
+from mvr_ray.core.encoding.packed import PackedBackbone, over_blocks
+from mvr_ray.core.reading.headed import HeadedModel
 from mvr_ray.errors import CrossEncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -94,7 +94,7 @@ class CrossEncoder(HeadedModel):
     def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
         """float32 scores of pairs, in their order. What is read together follows from `pairs` alone.
 
-        On a CPU pairs are read end to end (`core.packed`), else padded to so many tokens a batch.
+        On a CPU pairs are read end to end (`encoding.packed`), else padded to so many tokens a batch.
         """
         tokenized = self.tokenize(pairs) if pairs else []
         lengths = [len(one["input_ids"]) for one in tokenized]
