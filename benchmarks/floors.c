@@ -29,8 +29,8 @@ uint64_t read_all(const char *from, int64_t bytes, int64_t ahead) {
     return one;
 }
 
-/* Sums, the first from 0, the second from `share` and so on, lest they be one, that go towards 1 by `share` of what is left, `rounds` times: their total is left in `total`. Returns how
-   many operations that took. */
+/* Sums, the first from 0, the second from `share` and so on, lest they be one, that go towards 1 by `share` of what is
+   left, `rounds` times: their total is left in `total`. Returns how many operations that took. */
 int64_t multiply_float32(float share, int64_t rounds, float *total) {
     const floats none = {0}, keep = 1 - share - none, add = share - none;
     floats sum[SUMS];
@@ -43,8 +43,8 @@ int64_t multiply_float32(float share, int64_t rounds, float *total) {
     return rounds * SUMS * 16 * 2;
 }
 
-/* Sums, begun alike, to which both products of a pair, 1 x `share` each, are added, `rounds` times. Returns how many operations that
-   took, 0 where the processor has no such products. */
+/* Sums, begun alike, to which both products of a pair, 1 x `share` each, are added, `rounds` times. Returns how many
+   operations that took, 0 where the processor has no such products. */
 int64_t multiply_bfloat16(float share, int64_t rounds, float *total) {
 #if defined(__AVX512BF16__)
     const __m512bh ones = _mm512_cvtne2ps_pbh(_mm512_set1_ps(1), _mm512_set1_ps(1));
@@ -57,7 +57,8 @@ int64_t multiply_bfloat16(float share, int64_t rounds, float *total) {
     for (int one = 0; one < SUMS; one++) *total += _mm512_reduce_add_ps(sum[one]);
     return rounds * SUMS * 16 * 4;
 #else
-    *total = share * rounds * 0;
+    (void)share, (void)rounds;
+    *total = 0;
     return 0;
 #endif
 }

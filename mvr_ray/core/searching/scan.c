@@ -6,8 +6,8 @@
 
    A factor x is high + low + rest, high and low being bfloat16. Coarse scores are the product of the high parts, and
    `native.py` bounds what they leave out. Fine ones are sums of float32; or, where the processor has AMX, of three of
-   the four products, and it bounds the fourth and the rests. AMX takes 32 rows and 32 queries at a time, coarse or fine;
-   without it, coarse products of two dimensions go through the vector registers at once.
+   the four products, and it bounds the fourth and the rests. AMX takes 32 rows and 32 queries at a time, coarse or
+   fine; without it, coarse products of two dimensions go through the vector registers at once.
 
    Shapes: Q queries, P passages, N vectors, D dimension, K best lower bounds kept for each query. */
 
@@ -36,7 +36,7 @@
 #define BLOCK 32 /* rows that go through matrix tiles together: two tiles of 16 */
 #define AHEAD_IN_ORDER 8192 /* bytes, into the first cache */
 #define TILE 512 /* two-byte values of a matrix tile */
-#define SLICE 6  /* times 32 dimensions: both parts of a block's rows then stay in the first cache; of one part, twice */
+#define SLICE 6 /* times 32 dimensions: both parts of a block's rows stay in the first cache; twice as long of one */
 #define LARGE 0x1p120f /* beyond, a bfloat16 could be infinite */
 #define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
 
@@ -325,8 +325,8 @@ FAST static void settle_block(Search *s, const float *score, unsigned ends, int6
     }
 }
 
-/* False, and nothing is settled, if a row is too large for bfloat16. Coarse panels need the high parts of the rows, whose
-   slices may then be twice as long: `low` must follow `high`. */
+/* False, and nothing is settled, if a row is too large for bfloat16. Coarse panels need the high parts of the rows,
+   whose slices may then be twice as long: `low` must follow `high`. */
 TILES static inline __attribute__((always_inline)) int float_block(Search *s, int kind, const char *rows, int count,
                                                                    int dimension, const uint16_t *asked, const int fine,
                                                                    uint16_t *high, uint16_t *low, float *score,
@@ -690,7 +690,8 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
     Along moved, *along = NULL;
-    if (alone && mvr_in_order() && move_along(kind, rows, asked, dimension, width, (char *)wide, &moved)) along = &moved;
+    if (alone && mvr_in_order() && move_along(kind, rows, asked, dimension, width, (char *)wide, &moved))
+        along = &moved;
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
     if (tiled) open_tiles();
