@@ -101,7 +101,7 @@ def read_bandwidth(threads: int, num_bytes: int = 1 << 31) -> float:
 
 def matrix_rate(threads: int, size: int = 3072, kind: str = "float32") -> float:
     """Floating-point operations a second of `kind` on `threads`: the best of a square matrix product by torch, which
-    has tiles where there are any, and of products in registers, which no product of matrices by vectors passes."""
+    has tiles where there are any, and of products in registers, which only tiles pass."""
     import torch
 
     with _on(threads):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.batches import token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.core.encoding.backbones import Tower, open_tower
+from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups
 from mvr_ray.core.encoding.packed import Means, packs, read_states, read_views
 from mvr_ray.core.encoding.precision import FULL, Lowered, Precision, Readers, check
 from mvr_ray.core.encoding.quantized import calibrate
@@ -262,18 +262,8 @@ class DualEncoder(nn.Module):
 
     def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        viewers: list[nn.Parameter] = []
-        for name, parameter in self.named_parameters():
-            group = viewers if ".viewers." in name else matrices if parameter.ndim > 1 else vectors
-            group.append(parameter)
-        groups = [
-            {"name": "matrices", "params": matrices, "lr": lr, "weight_decay": weight_decay},
-            {"name": "vectors", "params": vectors, "lr": lr, "weight_decay": 0.0},
-            {"name": "viewers", "params": viewers, "lr": lr * viewer_lr_factor, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        viewers = ("viewers", lambda name: ".viewers." in name, viewer_lr_factor)
+        return parameter_groups(self.named_parameters(), viewers, lr, weight_decay)
 
     def set_dropout(self, share: float) -> None:
         """Set every dropout, attention's too."""

@@ -9,7 +9,7 @@ Shapes: B texts in a batch, T tokens, D dimension.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +265,26 @@ def _lacking(named: str, model_type: str | None, missing: list[str]) -> str:
         f"{named} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
         f"they would be random, so take a complete checkpoint"
     )
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    own: tuple[str, Callable[[str], bool], float],
+    lr: float,
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and those at a rate of their `own`, which
+    is the group's name, which names belong to it, and its factor of `lr`. Empty groups are left out."""
+    special, belongs, factor = own
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"lr": lr, "weight_decay": weight_decay},
+        "vectors": {"lr": lr, "weight_decay": 0.0},
+        special: {"lr": lr * factor, "weight_decay": 0.0},
+    }
+    for name, parameter in named:
+        group = special if belongs(name) else "matrices" if parameter.ndim > 1 else "vectors"
+        groups[group].setdefault("params", []).append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if "params" in group]
 
 
 def _first_line(error: Exception) -> str:

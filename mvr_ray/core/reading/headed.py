@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from mvr_ray.core.encoding.backbones import Loaded, digest_of, save_model
+from mvr_ray.core.encoding.backbones import Loaded, digest_of, parameter_groups, save_model
 from mvr_ray.core.encoding.packed import PackedBackbone, packs
 from mvr_ray.errors import FingerprintError, MvrRayError
 
@@ -157,18 +157,8 @@ class HeadedModel(nn.Module):
 
     def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        head: list[nn.Parameter] = []
-        for name, parameter in self.model.named_parameters():
-            group = head if name in self.new_weights else matrices if parameter.ndim > 1 else vectors
-            group.append(parameter)
-        groups = [
-            {"name": "matrices", "params": matrices, "lr": lr, "weight_decay": weight_decay},
-            {"name": "vectors", "params": vectors, "lr": lr, "weight_decay": 0.0},
-            {"name": "head", "params": head, "lr": lr * head_lr_factor, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        head = ("head", self.new_weights.__contains__, head_lr_factor)
+        return parameter_groups(self.model.named_parameters(), head, lr, weight_decay)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
