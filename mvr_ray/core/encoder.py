@@ -74,7 +74,6 @@ class DualEncoder(nn.Module):
             num_positions=tower.num_positions,
             first_viewer=tower.num_words,
             separators=tower.kind.separators,
-            absolute=tower.kind.absolute,
         )
 
     @classmethod

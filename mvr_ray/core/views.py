@@ -145,7 +145,6 @@ class Layout:
     num_positions: int
     first_viewer: int
     separators: int
-    absolute: bool
 
     def check(self, spec: EncoderSpec, backbone: str) -> None:
         """Raise EncoderError where this backbone cannot express what is asked."""
@@ -157,11 +156,6 @@ class Layout:
                     f"max_{name}_tokens is {tokens}, but backbone {backbone} has {self.num_positions} positions{less}; "
                     f"lower max_{name}_tokens to {self.num_positions - taken} or less"
                 )
-        if spec.strategy == "viewers" and not self.absolute:
-            raise EncoderError(
-                f"strategy 'viewers' puts all viewers at one position, but backbone {backbone} adds a bias by relative "
-                f"order that cannot be set; take strategy 'snippets' or 'snippet_means', or another backbone"
-            )
         wanted = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
         needed = -(-4 * wanted // 3)
         if spec.max_passage_tokens < needed:

@@ -12,7 +12,7 @@ from mvr_ray.core.views import EncoderSpec, Layout, Tokens, shorten, snippet_of_
 from mvr_ray.errors import EncoderError
 
 C, S, VIE = 101, 102, 1000
-LAYOUT = Layout(cls_id=C, sep_id=S, first_position=0, num_positions=64, first_viewer=VIE, separators=1, absolute=True)
+LAYOUT = Layout(cls_id=C, sep_id=S, first_position=0, num_positions=64, first_viewer=VIE, separators=1)
 SPEC = EncoderSpec(strategy="cls", num_views=3, max_query_tokens=8, max_passage_tokens=20)
 TITLE = [7, 8]
 TEXT = Tokens(ids=[11, 12, 13, 14, 15], ends=[2, 5, 6, 9, 12])
@@ -211,12 +211,6 @@ BAD = [
         LAYOUT,
         "max_passage_tokens is 62, but backbone tiny has 64 positions, 3 of them kept for viewers; "
         "lower max_passage_tokens to 61 or less",
-    ),
-    (
-        replace(SPEC, strategy="viewers"),
-        replace(LAYOUT, absolute=False),
-        "strategy 'viewers' puts all viewers at one position, but backbone tiny adds a bias by relative order that "
-        "cannot be set; take strategy 'snippets' or 'snippet_means', or another backbone",
     ),
     (
         replace(SPEC, strategy="snippets", num_views=8),

@@ -58,19 +58,19 @@ class BackboneKind:
     """How one model type counts positions.
 
     `offset`: the table's first rows that no token uses. `separators`: how many stand between the two texts of a pair.
-    `absolute`: order enters by position ids alone, so that several tokens can share a position.
+    `relative`: attention has a bias by the distance between two tokens, beside the table.
     """
 
     offset: bool = False
     separators: int = 1
-    absolute: bool = True
+    relative: bool = False
     pooler: bool = True
 
 
 KINDS = {
     "bert": BackboneKind(),
     "distilbert": BackboneKind(pooler=False),
-    "mpnet": BackboneKind(offset=True, separators=2, absolute=False),
+    "mpnet": BackboneKind(offset=True, separators=2, relative=True),
     "roberta": BackboneKind(offset=True, separators=2),
     "xlm-roberta": BackboneKind(offset=True, separators=2),
 }
@@ -128,8 +128,23 @@ class Tower(nn.Module):
         return torch.where((ids >= self.num_words)[..., None], viewers, words(ids.clamp(max=self.num_words - 1)))
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
-        inputs_BTD, mask_BT = self.embed_ids(ids_BT), real_BT.long()
-        return self.backbone(inputs_embeds=inputs_BTD, attention_mask=mask_BT, position_ids=positions_BT, **options)
+        inputs_BTD = self.embed_ids(ids_BT)
+        mask = self._moved_bias(positions_BT, real_BT) if self.kind.relative else real_BT.long()
+        return self.backbone(inputs_embeds=inputs_BTD, attention_mask=mask, position_ids=positions_BT, **options)
+
+    def _moved_bias(self, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
+        """What attention takes besides MPNet's own bias, [B, heads, T, T], so that distances are those of the position
+        ids: transformers counts them by place in the row, where viewers at position 0 have one each. Nothing is added
+        where ids run with the row; keys on padding get the least number."""
+        encoder: Any = self.backbone.encoder
+        places_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
+
+        def bias(ids: Tensor) -> Tensor:
+            distances = ids[..., None, :] - ids[..., :, None]
+            return encoder.relative_attention_bias(encoder.relative_position_bucket(distances))
+
+        moved_BHTT = (bias(positions_BT) - bias(places_T)).permute(0, 3, 1, 2)
+        return moved_BHTT.masked_fill(~real_BT[:, None, None, :].bool(), torch.finfo(moved_BHTT.dtype).min)
 
     def save(self, folder: Path) -> None:
         save_model(self.backbone, self.tokenizer, folder)
