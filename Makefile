@@ -31,6 +31,7 @@ chaos: $(STAMP)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)
+	$(BIN)/python benchmarks/base_model.py
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
 
 # Speed and memory beside peers, which get an environment of their own under .peers/.
