@@ -36,6 +36,8 @@ class StepConfig(Section):
     set: list[str] = Field(default_factory=list)
     sizes: dict[str, list[str]] = Field(default_factory=dict)
     """Further overrides of this step, of one size only."""
+    only: list[str] = Field(default_factory=list)
+    """The sizes that take this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
     """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`)."""
 
@@ -111,6 +113,11 @@ class Study(NamedTuple):
     def run_file(self) -> Path:
         return self.file.parent / self.config.run
 
+    def steps(self, variant: VariantConfig) -> list[StepConfig]:
+        """What a variant takes in this size, in order."""
+        every = variant.steps or self.config.steps
+        return [step for step in every if not step.only or self.size in step.only]
+
     def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
         seeded = [f"train.seed={seed}", f"encoder.seed={seed}"]
         asked = ["evaluate.questions=[" + self.config.questions + "]"]
@@ -144,15 +151,17 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
                 raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:
-        steps = variant.steps or config.steps
-        for where, part in [("", variant), *((f", step {step.stage}", step) for step in steps)]:
-            unknown = sorted(set(part.sizes) - set(config.sizes))
+        asked = {"": {*variant.sizes}}
+        for step in variant.steps or config.steps:
+            asked.setdefault(f", step {step.stage}", set()).update(step.sizes, step.only)
+        for where, sizes in asked.items():
+            unknown = sorted(sizes - set(config.sizes))
             if unknown:
                 raise ConfigError(
                     f"{file}: variant {variant.name!r}{where}: no size {unknown[0]!r}; there are "
                     f"{', '.join(config.sizes)}"
                 )
-        for step in steps:
+        for step in study.steps(variant):
             try:
                 study.resolve(study.overrides(variant, step, study.seeds[0]))
             except ConfigError as error:

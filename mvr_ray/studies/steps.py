@@ -101,7 +101,7 @@ def plan_study(study: Study) -> StudyPlan:
     for variant in study.config.variants:
         for seed in study.seeds if variant.seeds else study.seeds[:1]:
             chain = _Chain(study, variant, seed)
-            keys = [chain.add(plan, step) for step in variant.steps or study.config.steps]
+            keys = [chain.add(plan, step) for step in study.steps(variant)]
             plan.variants.append(PlannedVariant(variant, seed, tuple(keys)))
     return plan
 

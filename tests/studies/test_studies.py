@@ -190,6 +190,15 @@ def test_a_variant_and_a_step_may_be_set_otherwise_in_one_size(write):
         assert not made.run.train.siblings
 
 
+def test_a_step_may_belong_to_some_sizes_alone(write):
+    steps = [{"stage": "train", "only": ["large"]}, "index"]
+    file = write({}, variants=[{"name": "a"}], steps=steps, sizes={"quick": {}, "large": {}})
+    for size, stages, encoder in (("quick", ["index"], "untrained"), ("large", ["train", "index"], "trained")):
+        _, *own = plan_study(load_study(file, size)).steps.values()
+        assert [step.stage for step in own] == stages
+        assert own[-1].run.index.encoder == encoder
+
+
 def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     def refused(told: str, run: dict | None = None, size: str = "quick", **more) -> None:
         with pytest.raises(ConfigError, match=told):
@@ -202,6 +211,8 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     refused("variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}])
     elsewhere = {"stage": "train", "sizes": {"gigantic": ["train.lr=1"]}}
     refused("variant 'a', step train: no size 'gigantic'; there are", variants=[{"name": "a", "steps": [elsewhere]}])
+    nowhere = {"stage": "train", "only": ["vast"]}
+    refused("variant 'a', step train: no size 'vast'; there are", variants=[{"name": "a", "steps": [nowhere]}])
     refused("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
     with pytest.raises(ConfigError, match="unknown field 'betta'"):
         list(expanded([{"betta": 1}]))
