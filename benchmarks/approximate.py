@@ -26,9 +26,10 @@ import synthetic
 import torch
 from measure import FOLDER, Bar, Part, interleaved, write
 
-from mvr_ray.index.base import IndexParams, ShardIndex, build_index, default_factory, measured_recall, open_index
+from mvr_ray.index.base import IndexParams, ShardIndex, default_factory, measured_recall
 from mvr_ray.index.candidates import ApproximateIndex
 from mvr_ray.index.hnsw_index import HNSW_FILE, LEVEL_SEED
+from mvr_ray.index.kinds import build_index, open_index
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
 matplotlib.use("Agg")

@@ -1,8 +1,9 @@
 """Encoding on a GPU without padding, beside sentence-transformers' encode, and training steps in half precision.
 
-Ours: texts are tokenised and packed by other processes, batches hold so many tokens and no padding, and a batch is
-fetched while the next one is computed. Peer: sentence-transformers, batches of 32 as it comes; where it is not
-installed, its loop (longest first, padded to the longest of the batch), and the name of the case says so.
+Ours, as `mvr-ray index` does it with `index.precision: bf16`: texts are tokenised by other processes, batches hold so
+many tokens and no padding, and a batch is fetched while the next one is computed. Peer: sentence-transformers, batches
+of 32 as it comes; where it is not installed, its loop (longest first, padded to the longest of the batch), and the name
+of the case says so.
 """
 
 import importlib.util
@@ -21,10 +22,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.cuda_packed import Packed, UnpaddedEncoder, filled_batches, pack
+from mvr_ray.core.encoding.cuda_packed import UnpaddedTower
 from mvr_ray.core.losses import LossTerms, dpr_loss
 from mvr_ray.core.training import Share, StepSettings, loss_and_gradients
-from mvr_ray.types import FloatArray, Passage
+from mvr_ray.core.views import TokenizedPassage, pack_tokens, unpack_tokens
+from mvr_ray.types import FloatArray, IntArray, Passage
 
 MAX_TOKENS, PEER_BATCH, WINDOW = 256, 32, 1024
 SPEC = EncoderSpec(strategy="mean", num_views=1, use_title=False, max_passage_tokens=MAX_TOKENS)
@@ -69,11 +71,9 @@ def open_helper(folder: str) -> None:
     _helper = DualEncoder.from_backbone(folder, SPEC)
 
 
-def packed_window(texts: Sequence[str], budget: int) -> list[Packed]:
+def tokenised(texts: Sequence[str]) -> dict[str, IntArray]:
     assert _helper is not None
-    tokenized = _helper.tokenize_passages([Passage(str(number), "", text) for number, text in enumerate(texts)])
-    batches = filled_batches([one.num_tokens for one in tokenized], budget)
-    return [pack(_helper, [tokenized[row] for row in rows]) for rows in batches]
+    return pack_tokens(_helper.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts)]))
 
 
 @contextmanager
@@ -85,20 +85,21 @@ def helpers(folder: str, count: int) -> Iterator[Executor]:
         ProcessPoolExecutor(count, get_context("spawn"), open_helper, (folder,)) if count else ThreadPoolExecutor(1)
     )
     with pool:
-        [one.result() for one in [pool.submit(packed_window, ["w1"], 64) for _ in range(4 * max(count, 1))]]
+        [one.result() for one in [pool.submit(tokenised, ["w1"]) for _ in range(4 * max(count, 1))]]
         yield pool
 
 
-def ahead(pool: Executor, load: Load) -> Iterator[Packed]:
-    """Batches of all texts in order, made by the pool while earlier ones are computed."""
+def ahead(encoder: DualEncoder, pool: Executor, load: Load) -> Iterator[list[TokenizedPassage]]:
+    """Batches of all texts in order, tokenised by the pool while earlier ones are computed."""
     windows = [load.texts[at : at + WINDOW] for at in range(0, len(load.texts), WINDOW)]
-    coming = [pool.submit(packed_window, window, load.tokens_per_batch) for window in windows]
-    for one in coming:
-        yield from one.result()
+    for one in [pool.submit(tokenised, window) for window in windows]:
+        texts = unpack_tokens(one.result())
+        for rows in encoder.passage_batches([text.num_tokens for text in texts], load.tokens_per_batch):
+            yield [texts[row] for row in rows]
 
 
-def ours(encoder: UnpaddedEncoder, pool: Executor, load: Load) -> FloatArray:
-    return np.concatenate([batch.views_PVD[:, 0] for batch in encoder.embed(ahead(pool, load))])
+def ours(encoder: DualEncoder, pool: Executor, load: Load) -> FloatArray:
+    return np.concatenate([batch.views_PVD[:, 0] for batch in encoder.embed_batches(ahead(encoder, pool, load))])
 
 
 def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callable[[list[str]], FloatArray]]:
@@ -147,10 +148,11 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
     plain = DualEncoder.from_backbone(folder, SPEC).to(device)
     some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
     padded = plain.embed_passages(some).views_PVD[:, 0]
-    exact = UnpaddedEncoder(plain, torch.float32, device).embed_passages(some)
-    away = float(np.abs(exact.views_PVD[:, 0] - padded).max())
+    exact = UnpaddedTower(plain.passage_tower, torch.float32).views(some, 1).views_PVD[:, 0]
+    away = float(np.abs(torch.nn.functional.normalize(exact, dim=-1).cpu().numpy() - padded).max())
     part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
-    encoder = UnpaddedEncoder(plain, torch.bfloat16, device)
+    halved = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    encoder = plain.lower("bf16" if halved else "fp32")
     low = encoder.embed_passages(some)
     cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
     part.facts["least cosine of a bf16 embedding with fp32"] = cosine
@@ -168,9 +170,10 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
             cases[name] = lambda run=run: (run(load.texts), machine.sync())
         samples = interleaved(cases, rounds=rounds, warm=1)
         part.add(samples, len(load.texts))
-        ready = list(ahead(pool, load))
+        ready = list(ahead(encoder, pool, load))
         part.add(
-            interleaved({"ours, batches ready": lambda: list(encoder.embed(ready))}, rounds=rounds), len(load.texts)
+            interleaved({"ours, batches ready": lambda: list(encoder.embed_batches(ready))}, rounds=rounds),
+            len(load.texts),
         )
     flops = work_flops(plain, lengths)
     part.floors[mine] = part.floors["ours, batches ready"] = flops / machine.matrix_flops

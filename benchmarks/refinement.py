@@ -36,7 +36,8 @@ from mvr_ray.distributed.refinement.publish import describe
 from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
 from mvr_ray.distributed.refinement.shards import RefinerTask, ShardViews, state_path
 from mvr_ray.distributed.refinement.state import ShardState
-from mvr_ray.index.base import IndexParams, open_index
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import open_index
 from mvr_ray.store import corpus, layout, manifest, prepare
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store

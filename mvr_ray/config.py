@@ -130,8 +130,9 @@ class IndexConfig(Section):
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
     precision: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What passages are embedded in on a CPU; questions are always in fp32. Another precision is another encoder, with
-    a fingerprint of its own; int8 finds its scales once, from passages of the corpus."""
+    """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
+    fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
+    the corpus."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
@@ -147,9 +148,9 @@ class IndexConfig(Section):
     hnsw_ef_search: Count = 128
     dtype: Literal["fp16", "fp32"] = "fp16"
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
-    """Padded tokens an encoding batch."""
+    """Tokens an encoding batch, padding counted where there is any."""
     sort_window: Count = 2048
-    """Passages sorted by length together."""
+    """Passages of a chunk: what is batched together, and encoded again after a crash."""
     recall_sample: Annotated[int, Field(ge=0)] = 100
     """Passage views used as queries to measure recall against exact search."""
     keep_versions: Count = 5

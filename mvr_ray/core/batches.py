@@ -174,3 +174,17 @@ def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
             width = lengths[row]
         batches[-1].append(row)
     return batches
+
+
+def filled_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Texts in their order, in batches of at most `budget` tokens; a longer text has a batch of its own."""
+    batches: list[list[int]] = []
+    start = taken = 0
+    for row, length in enumerate(lengths):
+        if row > start and taken + length > budget:
+            batches.append(list(range(start, row)))
+            start, taken = row, 0
+        taken += length
+    if lengths:
+        batches.append(list(range(start, len(lengths))))
+    return batches

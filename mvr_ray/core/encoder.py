@@ -8,7 +8,7 @@ Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.batches import token_batches
+from mvr_ray.core.batches import filled_batches, token_batches
 from mvr_ray.core.collapse import Collapse, collapse_report
 from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups
-from mvr_ray.core.encoding.packed import Means, packs, read_states, read_views
+from mvr_ray.core.encoding.packed import Means, PackedTower, packs
+from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.precision import FULL, Lowered, Precision, Readers, check
 from mvr_ray.core.encoding.quantized import calibrate
 from mvr_ray.core.encoding.snapshot import read_snapshot, tower_names, write_snapshot
@@ -130,11 +131,6 @@ class DualEncoder(nn.Module):
         return next(self.parameters()).device
 
     @property
-    def packs_passages(self) -> bool:
-        """Whether `embed_passages` makes batches of its own, so that any number can be given at once."""
-        return packs(self.passage_tower.backbone)
-
-    @property
     def fingerprint(self) -> str:
         """16 hex digits over all that changes an embedding. Reads every weight (about a second a gigabyte): keep it."""
         hasher = hashlib.blake2b(digest_size=8)
@@ -146,10 +142,11 @@ class DualEncoder(nn.Module):
         hasher.update(self.lowered.digest())
         return hasher.hexdigest()
 
-    def lower(self, precision: Precision, passages: Sequence[Passage] = ()) -> "DualEncoder":
+    def lower(self, precision: Precision, passages: Sequence[Passage] = (), gpu: bool | None = None) -> "DualEncoder":
         """This encoder, its weights shared, embedding passages in another precision, hence by another fingerprint.
-        Questions and training stay in float32. int8 finds its scales from `passages`."""
-        check(self.passage_tower, precision)
+        Questions and training stay in float32. int8 finds its scales from `passages`. `gpu`: whether passages will be
+        embedded on one; absent: where the encoder is now. Raises EncoderError where that cannot be."""
+        check(self.passage_tower, precision, gpu)
         scales = calibrate(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
         towers = [_tower(tower) for tower in self.towers.values()]
         return DualEncoder(self.spec, towers, self.splitter.params, Lowered(precision, scales)).eval()
@@ -218,14 +215,16 @@ class DualEncoder(nn.Module):
         """states_PTD of the passage tower, and which tokens are real (the others are padding). Packed, as views are,
         where nothing is to be learned and that can be."""
         tower = self.passage_tower
-        padded = _pad(tower, tokenized)
+        padded = pad(tower, tokenized)
         if self._learns() or self.lowered.precision != "fp32" or not packs(tower.backbone):
             return tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
-        return read_states(self._readers.of(tower, self.lowered), tokenized), padded.real_PT
+        reader = self._readers.of(tower, self.lowered)
+        assert isinstance(reader, PackedTower)
+        return reader.padded_states(tokenized), padded.real_PT
 
     def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
         """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""
-        padded = _pad(self.passage_tower, tokenized)
+        padded = pad(self.passage_tower, tokenized)
         return self.passage_tower.attentions(padded.ids_PT, padded.positions_PT, padded.real_PT)
 
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
@@ -253,11 +252,29 @@ class DualEncoder(nn.Module):
             batches = [self.encode_queries(texts[at : at + batch_size]) for at in range(0, len(texts), batch_size)]
         return torch.cat(batches).cpu().numpy()
 
+    def passage_batches(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
+        """Rows of passages so long, in batches for `embed_batches` of at most `budget` tokens: as they come where
+        nothing is padded, else by length, padding counted; all at once where reading makes blocks of its own."""
+        if packs(self.passage_tower.backbone):
+            return [list(range(len(lengths)))] if lengths else []
+        return filled_batches(lengths, budget) if self.lowered.precision != "fp32" else token_batches(lengths, budget)
+
+    def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
+        """`embed_passages` of each. What a GPU made of a batch is fetched when it has been handed the next one."""
+        before: _Fetch | None = None
+        for tokenized in batches:
+            with _Inference(self):
+                coming = _Fetch(self.encode_passages(tokenized))
+            if before is not None:
+                yield before.arrived()
+            before = coming
+        if before is not None:
+            yield before.arrived()
+
     def embed_passages(self, tokenized: Sequence[TokenizedPassage]) -> EmbeddedViews:
         """Views of one batch as float32, for indexing."""
-        with _Inference(self):
-            views = self.encode_passages(tokenized)
-        return EmbeddedViews(views.views_PVD.cpu().numpy(), views.mask_PV.cpu().numpy())
+        [embedded] = self.embed_batches([tokenized])
+        return embedded
 
     def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
@@ -300,11 +317,11 @@ class DualEncoder(nn.Module):
     def _states(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, lowered: Lowered) -> Means:
         """Packed where that can be; else padded, on a CPU to the longest of few texts of about one length."""
         if not self._learns() and (lowered.precision != "fp32" or packs(tower.backbone)):
-            return read_views(self._readers.of(tower, lowered), tokenized, num_views)
+            return self._readers.of(tower, lowered).views(tokenized, num_views)
         if self.device.type != "cpu" or len(tokenized) == 1:
-            return self._padded(tower, tokenized, num_views)
+            return padded_views(tower, tokenized, num_views)
         groups = token_batches([passage.num_tokens for passage in tokenized], PADDED_TOKENS)
-        parts = [self._padded(tower, [tokenized[row] for row in rows], num_views) for rows in groups]
+        parts = [padded_views(tower, [tokenized[row] for row in rows], num_views) for rows in groups]
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
         return Means(views_PVD, count_PV)
@@ -312,15 +329,6 @@ class DualEncoder(nn.Module):
     def _learns(self) -> bool:
         """Whether a gradient may be asked for, or torch is to choose the precision: packed weights are as they were."""
         return self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
-
-    def _padded(self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
-        padded = _pad(tower, tokenized)
-        states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
-        member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=self.device)[:, None]
-        count_PV = member_PVT.sum(-1)
-        with torch.autocast(self.device.type, enabled=False):
-            weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
-            return Means(torch.bmm(weights_PVT, states_PTD.float()), count_PV)
 
     def _mean_pool(self, tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
         plain = []
@@ -331,30 +339,9 @@ class DualEncoder(nn.Module):
             positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
             plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
         with _Inference(self):
-            padded = _pad(tower, plain)
+            padded = pad(tower, plain)
             states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT).float()
             return (states_PTD * padded.real_PT[..., None]).sum(1) / padded.real_PT.sum(1, keepdim=True)
-
-
-class _Padded(NamedTuple):
-    ids_PT: Tensor
-    positions_PT: Tensor
-    views_PT: Tensor
-    real_PT: Tensor
-
-
-def _pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> _Padded:
-    shape = (len(tokenized), max(passage.num_tokens for passage in tokenized))
-    ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
-    positions = np.full(shape, max(0, tower.first_position - 1), np.int64)
-    views = np.full(shape, -1, np.int64)
-    real = np.zeros(shape, bool)
-    for row, passage in enumerate(tokenized):
-        end = passage.num_tokens
-        ids[row, :end], positions[row, :end], views[row, :end] = passage
-        real[row, :end] = True
-    device = next(tower.parameters()).device
-    return _Padded(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[Tokens]:
@@ -367,6 +354,23 @@ def _tokens(tower: Tower, texts: Sequence[str]) -> list[Tokens]:
 def _tower(module: nn.Module) -> Tower:
     assert isinstance(module, Tower)
     return module
+
+
+class _Fetch:
+    """Views on their way from the device to the host."""
+
+    def __init__(self, views: PassageViews) -> None:
+        self._views, self._event = views, None
+        if views.views_PVD.is_cuda:
+            pinned = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in views]
+            self._views = PassageViews(*(host.copy_(one, non_blocking=True) for host, one in zip(pinned, views)))
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> EmbeddedViews:
+        if self._event is not None:
+            self._event.synchronize()
+        return EmbeddedViews(self._views.views_PVD.cpu().numpy(), self._views.mask_PV.cpu().numpy())
 
 
 class _Inference:

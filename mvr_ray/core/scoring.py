@@ -21,8 +21,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import checked_k, checked_queries, exact_scores
-from mvr_ray.core.searching.kernels import make_kernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, ShardHits

@@ -25,8 +25,8 @@ import torch
 from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.core.batches import token_batches
 from mvr_ray.core.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import rows
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
@@ -42,7 +42,6 @@ __all__ = ["Chunk", "EncodeTask", "LocalEncoder", "encode_corpus", "encode_task"
 log = logging.getLogger(__name__)
 
 MAX_BLOCKS = 4096
-_ARRAYS = {"input_ids": np.int32, "position_ids": np.int32, "view_T": np.int16}
 
 
 class Chunk(NamedTuple):
@@ -177,23 +176,9 @@ def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
         packed = pack_tokens(encoder.tokenize_passages(passages))
         packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
     columns = {name: pa.array([row[name] for row in packed_rows]) for name in ("shard", "start", "stop", "ids")}
-    for name, dtype in {"lengths": np.int32, **_ARRAYS}.items():
+    for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([row[name] for row in packed_rows], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
-
-
-def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, np.ndarray]:
-    packed = {
-        name: np.concatenate([getattr(passage, name) for passage in tokenized] or [np.zeros(0)]).astype(dtype)
-        for name, dtype in _ARRAYS.items()
-    }
-    return {**packed, "lengths": np.array([passage.num_tokens for passage in tokenized], np.int32)}
-
-
-def unpack_tokens(packed: dict[str, np.ndarray]) -> list[TokenizedPassage]:
-    ends = np.cumsum(packed["lengths"])[:-1]
-    pieces = [np.split(np.asarray(packed[name], dtype), ends) for name, dtype in _ARRAYS.items()]
-    return [TokenizedPassage(*arrays) for _, *arrays in zip(packed["lengths"], *pieces)]
 
 
 class ChunkEncoder:
@@ -223,7 +208,7 @@ class ChunkEncoder:
         shard, start, stop = (batch.column(name)[at].as_py() for name in Chunk._fields)
         path = self.task.staged(Chunk(shard, start, stop))
         if not self.store.exists(path):
-            packed = {name: batch.column(name)[at].values.to_numpy() for name in ("lengths", *_ARRAYS)}
+            packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
             ids = batch.column("ids")[at].as_py()
             try:
                 block = embed_chunk(
@@ -257,9 +242,9 @@ def embed_chunk(
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
     lengths = [passage.num_tokens for passage in tokenized]
-    batches = [list(range(len(lengths)))] if encoder.packs_passages else token_batches(lengths, tokens_per_batch)
-    for together in batches:
-        embedded = encoder.embed_passages([tokenized[row] for row in together])
+    batches = encoder.passage_batches(lengths, tokens_per_batch)
+    coming = encoder.embed_batches([tokenized[row] for row in rows] for rows in batches)
+    for together, embedded in zip(batches, coming):
         with np.errstate(over="ignore"):
             views_PVD[together] = embedded[0]
         mask_PV[together] = embedded[1]

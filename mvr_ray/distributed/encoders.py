@@ -154,7 +154,8 @@ def _lowered(run: RunConfig, full: LocalEncoder, corpus: Corpus | None) -> Local
         texts: list[Passage] = []
         if precision == "int8":
             texts = spread(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
-        held = save_encoder(store, name, encoder.lower(precision, texts))
+        gpu = run.resources.gpus_per_encoder > 0
+        held = save_encoder(store, name, encoder.lower(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, held.fingerprint, precision)
         with suppress(FileExistsError):
             store.create_once(record, json.dumps({"fingerprint": held.fingerprint}).encode())

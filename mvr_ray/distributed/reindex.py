@@ -38,7 +38,8 @@ from mvr_ray.distributed.shards import (
     write_note,
 )
 from mvr_ray.errors import RowsLostError
-from mvr_ray.index.base import IndexParams, check_params
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
-from mvr_ray.index.base import IndexParams, build_index
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import build_index
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta

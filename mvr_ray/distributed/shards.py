@@ -14,14 +14,8 @@ import numpy as np
 
 from mvr_ray.config import IndexConfig
 from mvr_ray.core.collapse import Collapse, collapse_report
-from mvr_ray.index.base import (
-    IndexParams,
-    build_index,
-    default_factory,
-    measured_recall,
-    open_index,
-    searches_embeddings,
-)
+from mvr_ray.index.base import IndexParams, default_factory, measured_recall
+from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store

@@ -1,26 +1,11 @@
-"""The views of one shard, searchable: what every kind of index is, and the doors to the three kinds.
+"""The views of one shard, searchable: how a shard is indexed, and what every kind of index is."""
 
-    flat    exact and certified; the vectors are the index, or with `scan: int8` codes of a quarter of float32's size
-            that are scanned in their place, what they cannot exclude being scored with the vectors
-    faiss   any Faiss factory string; approximate
-    hnsw    hnswlib graph; approximate
-
-An approximate index finds candidates; each is then scored exactly with all its views, so a returned score is always the
-true one. What may be missing is a passage, never a digit.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
-
-KINDS = ("flat", "faiss", "hnsw")
-SCANS = ("vectors", "int8")
+from mvr_ray.types import FloatArray, Searched, ShardHits
 
 
 @dataclass(frozen=True)
@@ -61,71 +46,6 @@ def default_factory(dimension: int, on_gpu: bool = False) -> str:
     return f"IVF256,PQ{dimension // 2}x4fs" if dimension % 2 == 0 and not on_gpu else "IVF256,SQ8"
 
 
-def check_params(params: IndexParams, dimension: int) -> None:
-    """ShardIndexError if no index could be built so, before any work is done."""
-    if params.kind not in KINDS:
-        raise ShardIndexError(f"index kind {params.kind!r} is unknown; it is one of {', '.join(KINDS)}")
-    if params.scan not in SCANS:
-        raise ShardIndexError(f"index scan {params.scan!r} is unknown; it is one of {', '.join(SCANS)}")
-    if dimension < 1:
-        raise ShardIndexError(f"embeddings have dimension {dimension}; at least 1 is needed")
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import check_faiss
-
-        check_faiss(params, dimension)
-    elif params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import check_hnsw
-
-        check_hnsw(params)
-
-
-def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Build the index files into `folder`; gives the names written, none for plain flat. Same blocks, same bytes."""
-    check_params(params, _dimension(blocks))
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import build_faiss
-
-        return build_faiss(params, blocks, folder)
-    if params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import build_hnsw
-
-        return build_hnsw(params, blocks, folder)
-    if params.scan == "int8":
-        from mvr_ray.index.flat import build_codes
-
-        return build_codes(blocks, folder)
-    return []
-
-
-def searches_embeddings(params: IndexParams) -> bool:
-    """Whether the embeddings are all that a search reads: there is no index file."""
-    return params.kind == "flat" and params.scan == "vectors"
-
-
-def open_index(
-    params: IndexParams,
-    blocks: Sequence[EmbeddingBlock],
-    folder: Path,
-    *,
-    device: str = "cpu",
-    threads: int | None = None,
-) -> ShardIndex:
-    """Open what `build_index` wrote to `folder`, over the same blocks. The blocks must stay mapped while it is used."""
-    check_params(params, _dimension(blocks))
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import FaissIndex
-
-        return FaissIndex(params, blocks, folder, device=device, threads=threads)
-    if params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import HnswIndex
-
-        return HnswIndex(params, blocks, folder, threads=threads)
-    from mvr_ray.index.flat import FlatIndex, open_codes
-
-    codes = open_codes(folder) if params.scan == "int8" and any(len(block.ids) for block in blocks) else None
-    return FlatIndex(blocks, codes=codes, device=device, threads=threads)
-
-
 def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:
     """The share of the exact top-k passages that `index` found, over all queries (1 where there is nothing to find).
 
@@ -136,9 +56,3 @@ def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray
     kth_Q1 = np.where(truth.rows_QK >= 0, truth.scores_QK, np.inf).min(axis=1, keepdims=True, initial=np.inf)
     num_found = int(((found.rows_QK >= 0) & (found.scores_QK >= kth_Q1)).sum())
     return num_found / num_true if num_true else 1.0
-
-
-def _dimension(blocks: Sequence[EmbeddingBlock]) -> int:
-    if not blocks:
-        raise ShardIndexError("a shard without blocks cannot be indexed: its dimension is unknown")
-    return int(blocks[0].vectors_ND.shape[1])

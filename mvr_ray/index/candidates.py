@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, checked_k, checked_queries, distinct
-from mvr_ray.core.searching.kernels import make_kernel
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from mvr_ray.core.searching.codes import Codes, encode
+from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import checked_k, checked_queries
-from mvr_ray.core.searching.kernels import TorchKernel, make_kernel
+from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits

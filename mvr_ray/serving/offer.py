@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mvr_ray.errors import MvrRayError
-from mvr_ray.index.base import IndexParams, check_params
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params
 from mvr_ray.sections import Name
 from mvr_ray.serving.wire import RequestError, WireModel
 from mvr_ray.store import layout

@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvr_ray.core.batches import filled_batches
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.cuda_packed import UnpaddedEncoder, filled_batches, pack
+from mvr_ray.core.encoding import precision
+from mvr_ray.core.encoding.cuda_packed import UnpaddedTower
+from mvr_ray.core.encoding.padded import padded_views
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -35,35 +38,65 @@ PASSAGES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert"])
+KINDS = ["bert", "roberta", "xlm-roberta", "distilbert"]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """This machine's CPU is taken for a GPU: the same code, without its kernels."""
+    monkeypatch.setattr(precision, "_on_gpu", lambda tower: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_views_are_those_of_the_padded_encoder(tiny, kind, name):
+def test_views_are_those_of_the_padded_pass(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    views_PVD, mask_PV = encoder.embed_passages(tokenized)
-    packed = UnpaddedEncoder(encoder, torch.float32, "cpu")
-    for batches in ([range(5)], [range(0, 2), range(2, 3), range(3, 5)]):
-        parts = list(packed.embed(pack(encoder, [tokenized[row] for row in rows]) for rows in batches))
-        np.testing.assert_allclose(np.concatenate([part.views_PVD for part in parts]), views_PVD, atol=1e-5)
-        assert (np.concatenate([part.mask_PV for part in parts]) == mask_PV).all()
+    reader = UnpaddedTower(encoder.passage_tower, torch.float32)
+    texts = encoder.tokenize_passages(PASSAGES)
+    if encoder.spec.has_pieces:
+        texts = [row for passage in texts for row in encoder.layout.rows(passage)]
+    wanted = padded_views(encoder.passage_tower, texts, encoder.num_views)
+    for batches in ([texts], [texts[:2], texts[2:3], texts[3:]]):
+        parts = [reader.views(batch, encoder.num_views) for batch in batches]
+        torch.testing.assert_close(torch.cat([part.views_PVD for part in parts]), wanted.views_PVD, atol=1e-5, rtol=0)
+        assert torch.equal(torch.cat([part.count_PV for part in parts]), wanted.count_PV)
 
 
-def test_half_the_bits_turn_a_view_by_little_and_the_encoder_stays_as_it_was(tiny):
-    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    before = encoder.fingerprint
-    packed = UnpaddedEncoder(encoder, torch.bfloat16, "cpu")
-    low = packed.embed_passages(tokenized)
-    plain = encoder.embed_passages(tokenized)
-    cosine_PV = (low.views_PVD * plain.views_PVD).sum(-1)[plain.mask_PV]
-    assert cosine_PV.min() > 0.999 and not np.array_equal(low.views_PVD, plain.views_PVD)
-    assert encoder.fingerprint == before
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_gpu_embeds_passages_in_bf16_without_padding_and_questions_as_ever(tiny, on_gpu, name):
+    full = DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name])
+    tokenized = full.tokenize_passages(PASSAGES)
+    plain, questions = full.embed_passages(tokenized), full.embed_queries(["the river"])
+    lowered = full.lower("bf16")
+    assert lowered.fingerprint != full.fingerprint
+    batches = [[0, 1], [2], [3, 4]]
+    low = list(lowered.embed_batches([tokenized[row] for row in rows] for rows in batches))
+    reader = lowered._readers.of(lowered.passage_tower, lowered.lowered)
+    assert isinstance(reader, UnpaddedTower)
+    assert {parameter.dtype for parameter in reader.tower.parameters()} == {torch.bfloat16}
+    views_PVD, mask_PV = (np.concatenate(parts) for parts in zip(*low))
+    assert (mask_PV == plain.mask_PV).all() and not np.array_equal(views_PVD, plain.views_PVD)
+    lengths = np.linalg.norm(views_PVD, axis=-1) * np.linalg.norm(plain.views_PVD, axis=-1)
+    assert ((views_PVD * plain.views_PVD).sum(-1)[mask_PV] > 0.999 * lengths[mask_PV]).all()
+    assert (lowered.embed_queries(["the river"]) == questions).all()
 
 
-def test_a_backbone_with_an_attention_of_its_own_is_refused(tiny):
-    encoder = DualEncoder.from_backbone(tiny("mpnet"), SPEC)
-    with pytest.raises(EncoderError, match="'mpnet' cannot be read without padding"):
-        UnpaddedEncoder(encoder, torch.float32, "cpu")
+def test_what_a_gpu_cannot_do_is_told_by_whoever_lowers_for_it(tiny, monkeypatch):
+    bert, mpnet = (DualEncoder.from_backbone(tiny(kind), SPEC) for kind in ("bert", "mpnet"))
+    with pytest.raises(EncoderError, match=r"need a CPU, and encoders have GPUs here .* bf16 is for GPUs"):
+        bert.lower("int8", PASSAGES, gpu=True)
+    with pytest.raises(EncoderError, match="whose attention can be told where texts end, and this is a mpnet"):
+        mpnet.lower("bf16", gpu=True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(EncoderError, match="a processor that multiplies bfloat16"):
+        bert.lower("bf16")
+    distil = DualEncoder.from_backbone(tiny("distilbert"), SPEC)
+    assert distil.lower("bf16", gpu=True).fingerprint != distil.fingerprint
+    monkeypatch.setattr(precision, "_on_gpu", lambda tower: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(EncoderError, match="a GPU that multiplies bfloat16"):
+        bert.lower("bf16")
 
 
 @given(st.lists(st.integers(1, 30)), st.integers(1, 60))
@@ -74,14 +107,14 @@ def test_batches_are_all_rows_in_order_and_none_could_take_the_next(lengths, bud
         tokens = sum(lengths[row] for row in batch)
         assert len(batch) >= 1 and (tokens <= budget or len(batch) == 1)
         if number + 1 < len(batches):
-            assert tokens + lengths[batch.stop] > budget
+            assert tokens + lengths[batch[-1] + 1] > budget
 
 
 def test_an_encoder_that_cuts_no_sentences_never_loads_what_cuts_them(tiny):
     script = (
         "import sys\n"
         "from mvr_ray.core.encoder import DualEncoder, EncoderSpec\n"
-        "from mvr_ray.core.encoding.cuda_packed import UnpaddedEncoder\n"
+        "from mvr_ray.core.encoding.cuda_packed import UnpaddedTower\n"
         "from mvr_ray.index.flat import FlatIndex\n"
         "from mvr_ray.types import Passage\n"
         f"encoder = DualEncoder.from_backbone({tiny('bert')!r}, EncoderSpec(strategy='mean', max_passage_tokens=64))\n"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.packed import MANY_BLOCKS, PackedTower, blocks, filling_tokens, packs, read_views, view_means
+from mvr_ray.core.encoding.packed import MANY_BLOCKS, PackedTower, blocks, filling_tokens, packs, view_means
 from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.types import Passage
 
@@ -76,10 +76,10 @@ def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
     assert (len(todo) >= MANY_BLOCKS) == (repeats > 1)
     reader, rows = PackedTower(encoder.passage_tower), []
     reader.layers = [lambda x, runs, layer=layer: rows.append(len(x)) or layer(x, runs) for layer in reader.layers]
-    views = read_views(reader, tokenized, encoder.num_views).views_PVD
+    views = reader.views(tokenized, encoder.num_views).views_PVD
     assert sum(rows) >= sum(text.num_tokens for text in tokenized) * len(reader.layers)
     assert repeats == 1 or set(rows) == {1024}
-    alone = torch.cat([read_views(reader, tokenized[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
+    alone = torch.cat([reader.views(tokenized[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
     torch.testing.assert_close(views[:9], alone, atol=2e-6, rtol=0)
 
 

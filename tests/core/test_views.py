@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.views import EncoderSpec, Layout, Tokens, shorten, snippet_of_token
+from mvr_ray.core.views import (
+    EncoderSpec,
+    Layout,
+    TokenizedPassage,
+    Tokens,
+    pack_tokens,
+    shorten,
+    snippet_of_token,
+    unpack_tokens,
+)
 from mvr_ray.errors import EncoderError
 
 C, S, VIE = 101, 102, 1000
@@ -256,3 +265,19 @@ def test_unknown_settings_are_refused(setting, message):
     with pytest.raises(EncoderError) as caught:
         EncoderSpec(**setting)
     assert str(caught.value) == message
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_packing_keeps_every_token(data):
+    ids = data.draw(st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=9), max_size=5))
+    tokenized = [
+        TokenizedPassage(
+            np.array(row, np.int32), np.arange(len(row), dtype=np.int32), np.array([i % 3 - 1 for i in row], np.int16)
+        )
+        for row in ids
+    ]
+    again = unpack_tokens(pack_tokens(tokenized))
+    assert len(again) == len(tokenized)
+    for before, after in zip(tokenized, again):
+        assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after))

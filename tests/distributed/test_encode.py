@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
@@ -20,22 +18,6 @@ from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Passage
-
-
-@given(st.data())
-@settings(max_examples=20)
-def test_packing_keeps_every_token(data):
-    ids = data.draw(st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=9), max_size=5))
-    tokenized = [
-        encode.TokenizedPassage(
-            np.array(row, np.int32), np.arange(len(row), dtype=np.int32), np.array([i % 3 - 1 for i in row], np.int16)
-        )
-        for row in ids
-    ]
-    again = encode.unpack_tokens(encode.pack_tokens(tokenized))
-    assert len(again) == len(tokenized)
-    for before, after in zip(tokenized, again):
-        assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after))
 
 
 @pytest.fixture(scope="module")

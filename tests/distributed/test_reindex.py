@@ -12,7 +12,8 @@ from mvr_ray.distributed import encode, reindex
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.shards import RECALL_DEPTH, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError
-from mvr_ray.index.base import IndexParams, open_index
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import open_index
 from mvr_ray.store import layout, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter

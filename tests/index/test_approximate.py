@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import IndexParams, build_index, check_params, measured_recall, open_index
+from mvr_ray.index.base import IndexParams, measured_recall
 from mvr_ray.index.candidates import ApproximateIndex
+from mvr_ray.index.kinds import build_index, check_params, open_index
 
 KINDS = [
     IndexParams("hnsw", hnsw_m=8, hnsw_ef_construction=40, hnsw_ef_search=16),

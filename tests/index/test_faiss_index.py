@@ -8,7 +8,8 @@ import pytest
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import faiss_index
-from mvr_ray.index.base import IndexParams, build_index, open_index
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import build_index, open_index
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF8,SQfp16", "IVF8,PQ4x4fs", "HNSW8", "PCA8,SQ8"])

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
-from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel, make_kernel
+from mvr_ray.core.searching.engines import make_kernel
+from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import IndexParams, build_index, open_index
+from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import FlatIndex
+from mvr_ray.index.kinds import build_index, open_index
 from mvr_ray.types import EmbeddingBlock
 
 ENGINES = ["numpy", "torch", *(["native"] if library() else [])]
@@ -270,7 +272,8 @@ for name in ("torch", "ray", "pydantic", "faiss", "hnswlib", "pyarrow", "transfo
     sys.modules[name] = None
 from pathlib import Path
 import numpy as np
-from mvr_ray.index.base import IndexParams, build_index, open_index
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import build_index, open_index
 from mvr_ray.types import EmbeddingBlock
 block = EmbeddingBlock(["a", "b"], np.array([0, 2, 3]), np.array([0, 1, 0]), np.eye(3, dtype=np.float16))
 assert build_index(IndexParams(), [block], Path()) == []

@@ -6,13 +6,13 @@
     view      mean over its tokens' states       tokens sorted by view on the host, then one segmented sum in float32
 
 Nothing is multiplied that is not a token, so the cost follows the tokens and texts need no sorting by length. The
-result is `DualEncoder.embed_passages` up to rounding: 1e-5 in float32, and what half the bits cost in bfloat16.
+views are those of the padded pass up to rounding: 1e-5 in float32, and what half the bits cost in bfloat16.
 
-Shapes: T tokens of a batch, B texts, P passages, V views per passage, D dimension, H heads.
+Shapes: T tokens of a batch, B = P texts, V views of each, D dimension, H heads.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from mvr_ray.core.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.packed import Means
 from mvr_ray.core.views import TokenizedPassage
-from mvr_ray.errors import EncoderError
-from mvr_ray.types import FloatArray, IntArray
+from mvr_ray.types import IntArray
 
 ATTENTION = "mvr_ray_packed"
 """The name by which transformers knows this attention."""
@@ -50,52 +49,41 @@ class Packed(NamedTuple):
     count_PV: IntArray
 
 
-def pack(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> Packed:
-    """One batch, at least one passage, of an encoder's `tokenize_passages`."""
-    texts: Sequence[TokenizedPassage] = tokenized
-    if encoder.spec.has_pieces:
-        texts = [row for passage in tokenized for row in encoder.layout.rows(passage)]
-    view_T = np.concatenate([passage.view_T for passage in tokenized]).astype(np.int64)
-    passage_T = np.repeat(np.arange(len(tokenized)), [passage.num_tokens for passage in tokenized])
-    slot_T = np.where(view_T < 0, -1, passage_T * encoder.num_views + view_T)
+def pack(tokenized: Sequence[TokenizedPassage], num_views: int) -> Packed:
+    """One batch of at least one text."""
+    view_T = np.concatenate([text.view_T for text in tokenized]).astype(np.int64)
+    text_T = np.repeat(np.arange(len(tokenized)), [text.num_tokens for text in tokenized])
+    slot_T = np.where(view_T < 0, -1, text_T * num_views + view_T)
     order_M = np.argsort(slot_T, kind="stable")[int((slot_T < 0).sum()) :]
-    count = np.bincount(slot_T[order_M], minlength=len(tokenized) * encoder.num_views)
+    count = np.bincount(slot_T[order_M], minlength=len(tokenized) * num_views)
     return Packed(
-        np.concatenate([passage.input_ids for passage in tokenized]).astype(np.int64),
-        np.concatenate([passage.position_ids for passage in tokenized]).astype(np.int64),
-        np.cumsum([0, *(text.num_tokens for text in texts)]).astype(np.int32),
+        np.concatenate([text.input_ids for text in tokenized]).astype(np.int64),
+        np.concatenate([text.position_ids for text in tokenized]).astype(np.int64),
+        np.cumsum([0, *(text.num_tokens for text in tokenized)]).astype(np.int32),
         order_M,
-        count.reshape(len(tokenized), encoder.num_views),
+        count.reshape(len(tokenized), num_views),
     )
 
 
-class UnpaddedEncoder:
-    """The passage side of an encoder, for indexing. A copy of its weights in `precision` on `device`."""
+def reads_unpadded(backbone: Any) -> bool:
+    """Whether its attention can be told where texts end."""
+    return getattr(backbone, "_supports_attention_backend", False)
 
-    def __init__(self, encoder: DualEncoder, precision: torch.dtype = torch.bfloat16, device: str = "cuda") -> None:
-        """Raises EncoderError for a backbone whose attention cannot be told where texts end."""
-        tower = encoder.passage_tower
-        backbone: Any = tower.backbone
-        if not getattr(backbone, "_supports_attention_backend", False):
-            raise EncoderError(
-                f"backbone type {backbone.config.model_type!r} cannot be read without padding: its attention is its "
-                f"own; embed with DualEncoder.embed_passages"
-            )
-        self.encoder, self.normalize = encoder, encoder.spec.normalize
-        self.num_views, self.dimension = encoder.num_views, encoder.dimension
-        self.device, self.precision = torch.device(device), precision
-        self.tower: Tower = copy.deepcopy(tower).to(device=self.device, dtype=precision).eval()
-        own: Any = self.tower.backbone
-        own.set_attn_implementation(ATTENTION)
 
-    def embed_passages(self, tokenized: Sequence[TokenizedPassage]) -> EmbeddedViews:
-        """Views of one batch, as `DualEncoder.embed_passages` gives them."""
-        [embedded] = self.embed([pack(self.encoder, tokenized)])
-        return embedded
+class UnpaddedTower:
+    """A copy of a tower's weights of this moment, in `precision`, where the tower is."""
 
-    @torch.inference_mode()
-    def encode(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """views_PVD float32 on the device, zero where missing, and mask_PV. Returns before a GPU is done."""
+    def __init__(self, tower: Tower, precision: torch.dtype = torch.bfloat16) -> None:
+        self.tower: Tower = copy.deepcopy(tower).to(dtype=precision).eval()
+        self.device = next(self.tower.parameters()).device
+        backbone: Any = self.tower.backbone
+        assert reads_unpadded(backbone), f"{backbone.config.model_type} has an attention of its own"
+        backbone.set_attn_implementation(ATTENTION)
+
+    @torch.no_grad()
+    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+        """The means of the states of each view's tokens, on the device, in float32. Returns before a GPU is done."""
+        packed = pack(tokenized, num_views)
         ids_T, positions_T, bounds, order_M, count_PV = map(self._put, packed)
         states_TD = self.tower(
             ids_T[None],
@@ -108,39 +96,11 @@ class UnpaddedEncoder:
         members_MD = states_TD.index_select(0, order_M).float()
         flat_count = count_PV.flatten()
         sums = torch.segment_reduce(members_MD, "sum", lengths=flat_count, axis=0, unsafe=True, initial=0)
-        views_PVD = (sums / flat_count.clamp(min=1)[:, None]).view(*count_PV.shape, -1)
-        if self.normalize:
-            views_PVD = F.normalize(views_PVD, dim=-1)
-        return views_PVD, count_PV > 0
+        return Means((sums / flat_count.clamp(min=1)[:, None]).view(*count_PV.shape, -1), count_PV)
 
     def _put(self, array: IntArray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def embed(self, batches: Iterable[Packed]) -> Iterator[EmbeddedViews]:
-        """The views of each batch on the host. A batch is fetched when the next one has been handed to the device."""
-        before: tuple[Tensor, Tensor] | None = None
-        for packed in batches:
-            current = self.encode(packed)
-            if before is not None:
-                yield _fetched(before)
-            before = current
-        if before is not None:
-            yield _fetched(before)
-
-
-def filled_batches(lengths: Sequence[int], budget: int) -> list[range]:
-    """Texts in their order, in batches of at most `budget` tokens; a longer text has a batch of its own."""
-    batches: list[range] = []
-    start = taken = 0
-    for row, length in enumerate(lengths):
-        if row > start and taken + length > budget:
-            batches.append(range(start, row))
-            start, taken = row, 0
-        taken += length
-    if lengths:
-        batches.append(range(start, len(lengths)))
-    return batches
 
 
 def packed_attention(
@@ -169,12 +129,6 @@ def packed_attention(
         of = slice(low, high)
         parts.append(F.scaled_dot_product_attention(query[:, :, of], key[:, :, of], value[:, :, of], scale=scaling))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
-
-
-def _fetched(views: tuple[Tensor, Tensor]) -> EmbeddedViews:
-    views_PVD, mask_PV = views
-    as_numpy: FloatArray = views_PVD.cpu().numpy()
-    return EmbeddedViews(as_numpy, mask_PV.cpu().numpy())
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

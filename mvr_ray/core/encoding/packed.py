@@ -146,6 +146,13 @@ class PackedBackbone:
         return x_ND[: len(x_ND) - filling].float()
 
 
+class Means(NamedTuple):
+    """views_PVD, zero where no token is read, and count_PV, how many tokens each is the mean of."""
+
+    views_PVD: Tensor
+    count_PV: Tensor
+
+
 class PackedTower(PackedBackbone):
     """A tower, so laid out."""
 
@@ -165,39 +172,30 @@ class PackedTower(PackedBackbone):
         positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
         return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized), whole=whole)
 
+    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+        """The means of the states of each view's tokens."""
+        shape = (len(tokenized), num_views)
+        views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
-class Means(NamedTuple):
-    """views_PVD, zero where no token is read, and count_PV, how many tokens each is the mean of."""
+        def read(rows: list[int], whole: bool) -> None:
+            some = [tokenized[row] for row in rows]
+            views_PVD[rows], count_PV[rows] = view_means(self(some, whole), some, num_views)
 
-    views_PVD: Tensor
-    count_PV: Tensor
+        over_blocks([text.num_tokens for text in tokenized], read)
+        return Means(views_PVD, count_PV)
 
+    def padded_states(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+        """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
+        lengths = [text.num_tokens for text in tokenized]
+        states_PTD = torch.zeros(len(lengths), max(lengths), self.dimension)
 
-def read_views(reader: PackedTower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
-    """The means of the states of each view's tokens."""
-    shape = (len(tokenized), num_views)
-    views_PVD, count_PV = torch.empty(*shape, reader.dimension), torch.empty(shape, dtype=torch.long)
+        def read(rows: list[int], whole: bool) -> None:
+            own = self([tokenized[row] for row in rows], whole).split([lengths[row] for row in rows])
+            for row, states_TD in zip(rows, own):
+                states_PTD[row, : lengths[row]] = states_TD
 
-    def read(rows: list[int], whole: bool) -> None:
-        some = [tokenized[row] for row in rows]
-        views_PVD[rows], count_PV[rows] = view_means(reader(some, whole), some, num_views)
-
-    over_blocks([text.num_tokens for text in tokenized], read)
-    return Means(views_PVD, count_PV)
-
-
-def read_states(reader: PackedTower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
-    """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
-    lengths = [text.num_tokens for text in tokenized]
-    states_PTD = torch.zeros(len(lengths), max(lengths), reader.dimension)
-
-    def read(rows: list[int], whole: bool) -> None:
-        own = reader([tokenized[row] for row in rows], whole).split([lengths[row] for row in rows])
-        for row, states_TD in zip(rows, own):
-            states_PTD[row, : lengths[row]] = states_TD
-
-    over_blocks(lengths, read)
-    return states_PTD
+        over_blocks(lengths, read)
+        return states_PTD
 
 
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:

@@ -2,18 +2,21 @@
 
 `fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
 belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
-gradient is lowered; training and questions never are.
+gradient is lowered; training and questions never are. A GPU reads bf16 without padding, and has no int8.
 """
 
 import hashlib
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from mvr_ray.core.encoding.backbones import Tower
-from mvr_ray.core.encoding.packed import PackedTower, packs
+from mvr_ray.core.encoding.cuda_packed import UnpaddedTower, reads_unpadded
+from mvr_ray.core.encoding.packed import Means, PackedTower, packs
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
+from mvr_ray.core.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
 Precision = Literal["fp32", "bf16", "int8"]
@@ -38,18 +41,24 @@ class Lowered(NamedTuple):
 FULL = Lowered("fp32")
 
 
+class Reader(Protocol):
+    """A tower laid out for reading without a gradient."""
+
+    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means: ...
+
+
 class Readers:
     """The packed form of towers, made when it is first asked for and again when a weight has changed since. It is never
     copied nor shipped: who gets the encoder lays its weights out anew."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._kept: dict[tuple[int, Precision], tuple[object, PackedTower]] = {}
+        self._kept: dict[tuple[int, Precision], tuple[object, Reader]] = {}
 
     def __reduce__(self) -> tuple[type["Readers"], tuple[()]]:
         return Readers, ()
 
-    def of(self, tower: Tower, lowered: Lowered) -> PackedTower:
+    def of(self, tower: Tower, lowered: Lowered) -> Reader:
         """Raises EncoderError where this tower, torch or processor has no such products."""
         parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
@@ -59,29 +68,51 @@ class Readers:
         return kept[1]
 
 
-def lay_out(tower: Tower, lowered: Lowered) -> PackedTower:
+def lay_out(tower: Tower, lowered: Lowered) -> Reader:
     """The tower's weights of this moment in the order and precision in which they are multiplied."""
     check(tower, lowered.precision)
+    dtype = torch.bfloat16 if lowered.precision == "bf16" else torch.float32
+    if _on_gpu(tower):
+        return UnpaddedTower(tower, dtype)
     if lowered.precision == "int8":
         assert lowered.scales is not None, "int8 without scales"
         return PackedTower(tower, int8_layers(tower, lowered.scales))
-    return PackedTower(tower, dtype=torch.bfloat16 if lowered.precision == "bf16" else torch.float32)
+    return PackedTower(tower, dtype=dtype)
 
 
-def check(tower: Tower, precision: Precision) -> None:
-    """Raise EncoderError unless this machine embeds passages with this tower in this precision."""
+def check(tower: Tower, precision: Precision, gpu: bool | None = None) -> None:
+    """Raise EncoderError unless this machine embeds passages with this tower in this precision. `gpu`: where it will be
+    done; absent: where the tower is."""
     if precision == "fp32":
         return
-    lacking = ""
-    if not packs(tower.backbone):
-        backbone: Any = tower.backbone
-        device = next(tower.parameters()).device.type
-        lacking = (
-            f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type} on {device}"
-        )
-    elif precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        lacking = "a processor that multiplies bfloat16, and this one does not"
-    elif precision == "int8" and not multiplies_bytes():
-        lacking = "a processor that multiplies bytes (VNNI), and this one does not"
+    here = _on_gpu(tower)
+    lacking = _gpu_lacks(tower, precision, here) if (here if gpu is None else gpu) else _cpu_lacks(tower, precision)
     if lacking:
         raise EncoderError(f"passages in {precision} need {lacking}; set index.precision to fp32 and index again")
+
+
+def _on_gpu(tower: Tower) -> bool:
+    return next(tower.parameters()).device.type != "cpu"
+
+
+def _cpu_lacks(tower: Tower, precision: Precision) -> str:
+    backbone: Any = tower.backbone
+    if not packs(backbone):
+        return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
+    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "a processor that multiplies bfloat16, and this one does not"
+    if precision == "int8" and not multiplies_bytes():
+        return "a processor that multiplies bytes (VNNI), and this one does not"
+    return ""
+
+
+def _gpu_lacks(tower: Tower, precision: Precision, here: bool) -> str:
+    backbone: Any = tower.backbone
+    if precision == "int8":
+        return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
+    if not reads_unpadded(backbone):
+        kind = backbone.config.model_type
+        return f"a backbone on a GPU whose attention can be told where texts end, and this is a {kind}"
+    if here and not torch.cuda.is_bf16_supported():
+        return "a GPU that multiplies bfloat16, and this one does not"
+    return ""

@@ -6,7 +6,6 @@ err by a known bound; what it lets through is scored exactly elsewhere (`exact`)
 Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array")
-
-ENGINES = ("auto", "native", "torch", "numpy")
 
 CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them then costs no memory traffic
 GPU_STEP = 131072
@@ -262,40 +259,6 @@ class TorchKernel:
 
     def restart(self, asked: "PlainAsked[torch.Tensor]", low_QK: FloatArray) -> None:
         asked.low_QK = self.put(low_QK)
-
-
-def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
-    """`engine`: native, torch, numpy, or auto: on a CPU native where it was built and this processor can run it; then
-    torch where it is installed."""
-    if engine not in ENGINES:
-        raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
-    if engine == "native" or (engine == "auto" and device == "cpu"):
-        from mvr_ray.core.searching.native import NativeKernel, library
-
-        if library() is not None and device == "cpu":
-            return NativeKernel(threads)
-        if engine == "native":
-            raise ShardIndexError(
-                f"engine 'native' cannot search on {device!r} here; it needs a CPU with AVX-512 and VNNI and mvr_ray "
-                f"installed with a C compiler; use engine 'auto'"
-            )
-    has_torch = importlib.util.find_spec("torch") is not None
-    if engine == "numpy" or (engine == "auto" and not has_torch):
-        if device != "cpu":
-            raise ShardIndexError(f"cannot search on device {device!r} without torch; install torch or use 'cpu'")
-        return NumpyKernel()
-    if not has_torch:
-        raise ShardIndexError("engine is 'torch', and torch is not installed; install it or use engine 'numpy'")
-    import torch
-
-    if threads is not None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    kernel = TorchKernel(device)
-    if kernel.device.type == "cuda":
-        from mvr_ray.core.searching.cuda_scan import FusedKernel
-
-        return FusedKernel(device)
-    return kernel
 
 
 def _torch_input_rounding() -> float:

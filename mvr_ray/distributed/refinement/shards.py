@@ -23,7 +23,8 @@ from mvr_ray.core.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
 from mvr_ray.distributed.shards import build_shard, shard_recall
-from mvr_ray.index.base import IndexParams, ShardIndex, open_index, searches_embeddings
+from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.kinds import open_index, searches_embeddings
 from mvr_ray.store import embeddings, layout
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store

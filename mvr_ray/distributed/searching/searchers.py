@@ -24,7 +24,8 @@ from mvr_ray.core.scoring import ShardAnswer
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed.searching.room import Room, free_bytes, node_name
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
-from mvr_ray.index.base import IndexParams, ShardIndex, open_index
+from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store

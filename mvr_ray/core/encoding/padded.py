@@ -1,0 +1,51 @@
+"""A tower over texts that are padded to the longest: with a gradient, on any device, and what other ways are tested
+against.
+
+Shapes: P texts, T tokens of the longest, V views of each, D dimension.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.packed import Means
+from mvr_ray.core.views import TokenizedPassage
+
+
+class Padded(NamedTuple):
+    """Token ids, position ids, the view that reads each token (-1: none), and which are no padding."""
+
+    ids_PT: Tensor
+    positions_PT: Tensor
+    views_PT: Tensor
+    real_PT: Tensor
+
+
+def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Padded:
+    """On the tower's device."""
+    shape = (len(tokenized), max(passage.num_tokens for passage in tokenized))
+    ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
+    positions = np.full(shape, max(0, tower.first_position - 1), np.int64)
+    views = np.full(shape, -1, np.int64)
+    real = np.zeros(shape, bool)
+    for row, passage in enumerate(tokenized):
+        end = passage.num_tokens
+        ids[row, :end], positions[row, :end], views[row, :end] = passage
+        real[row, :end] = True
+    device = next(tower.parameters()).device
+    return Padded(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
+
+
+def padded_views(tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """The means of the states of each view's tokens, differentiable."""
+    padded = pad(tower, tokenized)
+    states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
+    member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=states_PTD.device)[:, None]
+    count_PV = member_PVT.sum(-1)
+    with torch.autocast(states_PTD.device.type, enabled=False):
+        weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
+        return Means(torch.bmm(weights_PVT, states_PTD.float()), count_PV)
