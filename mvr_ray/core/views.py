@@ -141,9 +141,9 @@ def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
 
 
 def unpack_tokens(packed: Mapping[str, IntArray]) -> list[TokenizedPassage]:
-    """The texts again, as views of the same memory."""
+    """The texts again, over one copy, which torch may take for its own."""
     ends = np.cumsum(packed["lengths"]).tolist()
-    whole = [np.asarray(packed[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
+    whole = [np.array(packed[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
     starts = [0, *ends[:-1]]
     return [TokenizedPassage(*(array[start:end] for array in whole)) for start, end in zip(starts, ends)]
 

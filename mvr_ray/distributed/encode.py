@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,9 +158,19 @@ def _pipeline(task: EncodeTask, chunks: Sequence[Chunk], resources: ResourcesCon
             },
             num_cpus=resources.cpus_per_encoder,
             num_gpus=resources.gpus_per_encoder,
-            compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
+            compute=ActorPoolStrategy(
+                min_size=resources.encoders_min,
+                max_size=resources.encoders_max,
+                max_concurrent_calls_per_actor=chunks_at_once(resources.gpus_per_encoder > 0),
+                enable_true_multi_threading=True,
+            ),
         )
     )
+
+
+def chunks_at_once(gpu: bool) -> int:
+    """How many one encoder has in hand: a GPU embeds the next chunk while the one before is written."""
+    return 2 if gpu else 1
 
 
 def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
@@ -189,6 +200,7 @@ class ChunkEncoder:
         self.store = Store(task.store)
         self.threads = threads
         self.gpu = gpu
+        self.turn = Lock()
 
     @cached_property
     def encoder(self) -> DualEncoder:
@@ -209,11 +221,10 @@ class ChunkEncoder:
         path = self.task.staged(Chunk(shard, start, stop))
         if not self.store.exists(path):
             packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
-            ids = batch.column("ids")[at].as_py()
+            ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
             try:
-                block = embed_chunk(
-                    self.encoder, ids, unpack_tokens(packed), self.task.tokens_per_batch, self.task.dtype
-                )
+                with self.turn:
+                    block = embed_chunk(self.encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
             except torch.OutOfMemoryError as error:
                 raise ResourceError(
                     f"the GPU has no room for a batch of {self.task.tokens_per_batch} tokens ({error}); "

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
@@ -111,6 +114,46 @@ def test_an_error_of_ours_in_a_worker_reaches_the_caller_as_itself(empty_store, 
 
 def digests(store: Path) -> list[str]:
     return [entry.digest for entry in manifest.read(Store(str(store)), "index").shards]
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_two_chunks_at_once_in_an_encoder_give_the_bytes_of_one(
+    empty_store, small_index, run_over, ray_session, monkeypatch
+):
+    monkeypatch.setattr(encode, "chunks_at_once", lambda gpu: 2)
+    reindex.index(run_over(empty_store))
+    assert digests(empty_store) == digests(small_index)
+
+
+@pytest.mark.data
+def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_over, monkeypatch):
+    run = run_over(empty_store)
+    corpus = Corpus.open(Store(str(empty_store)), run.prepare.corpus)
+    task = encode.encode_task(run, corpus, resolve_encoder(run))
+    chunks = [encode.chunks_of(task, corpus, shard)[0] for shard in (0, 1)]
+    encoder, embedding, written = encode.ChunkEncoder(task), Event(), []
+    embed, write = encode.embed_chunk, encode.ChunkEncoder._write
+
+    def told(*asked):
+        if written:
+            embedding.set()
+        return embed(*asked)
+
+    def slow(self, block, path):
+        written.append(path)
+        if len(written) == 1:
+            assert embedding.wait(60), "nothing was embedded while a chunk was written"
+        write(self, block, path)
+
+    monkeypatch.setattr(encode, "embed_chunk", told)
+    monkeypatch.setattr(encode.ChunkEncoder, "_write", slow)
+    rows = [encode.tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task) for chunk in chunks]
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.column("passages").to_pylist() for one in pool.map(encoder, rows)] == [
+            [chunk.stop - chunk.start] for chunk in chunks
+        ]
+    assert encode.staged_chunks(task, chunks) == set(chunks)
 
 
 @pytest.mark.chaos("encoder killed", "the index is the undisturbed one to the byte")
