@@ -15,18 +15,21 @@ Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes
 """
 
 import json
+import logging
 import math
 import re
 from typing import Literal, NamedTuple
 
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.core.searching.native import library
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import ConfigError, MissingInputError, StorageError
 from mvr_ray.index.base import default_factory
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.overlay import MOST_SHARE
+
+log = logging.getLogger(__name__)
 
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus has been counted yet."""
@@ -107,9 +110,10 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     refined_index = index_bytes(run.index, vectors + added, model.hidden, on_gpu)
     refined_file = at_rest + added * (model.hidden * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
-    encode = 4 * model.parameters + 2 * layer_bytes(
-        model, run.index.tokens_per_batch, run.encoder.max_passage_tokens, half=False
-    )
+    unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
+    length = 0 if unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
+    encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=unpadded)
+    encode += 2 * model.parameters * unpadded
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
     changed = min(added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
@@ -163,7 +167,8 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         ),
     ]
     if per_gpu_encoder:
-        lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, "weights and one batch"))
+        note = "weights, again in bf16, and one batch" if unpadded else "weights and one batch"
+        lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, note))
     if per_gpu_trainer:
         lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
     if resources.gpus_per_searcher > 0:
@@ -194,10 +199,13 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
 
 
 def passage_bytes(run: RunConfig) -> float:
-    """What a passage takes at rest, as `prepare` wrote it; 700 bytes where there is no corpus yet."""
+    """What a passage takes at rest, as `prepare` wrote it; 700 bytes where there is no corpus yet, or no store."""
     try:
         info = Corpus.open(Store(run.store.path), run.prepare.corpus).info
     except MissingInputError:
+        return TEXT_BYTES
+    except StorageError as error:
+        log.warning("plan: %s; a passage is taken to have %d bytes", error, TEXT_BYTES)
         return TEXT_BYTES
     return sum(part.num_bytes for part in info.parts) / max(info.num_passages, 1)
 
@@ -214,7 +222,7 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
         return most
     try:
         asked = read_questions(Store(run.store.path), refine.questions)
-    except MissingInputError:
+    except (MissingInputError, StorageError):
         return most
     return min(most, len(asked) if first else sum(len(question.positive_ids) for question in asked))
 

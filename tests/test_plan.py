@@ -3,17 +3,21 @@
 import numpy as np
 import pytest
 
+from mvr_ray import plan as planning
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, StorageError
 from mvr_ray.index.base import default_factory
 from mvr_ray.plan import (
     HELD_ROW_BYTES,
+    TEXT_BYTES,
     Backbone,
     backbone_sizes,
+    corpus_size,
     faiss_bytes,
     index_bytes,
     links_bytes,
     most_feedback_views,
+    passage_bytes,
     plan,
     touched_share,
 )
@@ -139,6 +143,20 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
         assert three == 3 * one > 0
 
 
+def test_a_gpu_that_encodes_has_both_towers_and_in_bf16_less_of_each_batch() -> None:
+    def asked(tokens: int, precision: str = "fp32", tied: bool = True) -> int:
+        data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tied}}
+        run = RunConfig.model_validate({**data, "index": {"tokens_per_batch": tokens, "precision": precision}})
+        (line,) = (line for line in plan(run, 1000).lines if (line.kind, line.what) == ("gpu", "encoder"))
+        return line.bytes_each
+
+    parameters = backbone_sizes(RunConfig().encoder.backbone).parameters
+    assert asked(8192, tied=False) - asked(8192) == 4 * parameters
+    (full, half) = (asked(65_536, kind) - asked(8192, kind) for kind in ("fp32", "bf16"))
+    assert 2 * half < full
+    assert asked(64, "bf16") - asked(64) > parameters
+
+
 def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
     def grown(method: str) -> int:
         run = RunConfig.model_validate({"refine": {"method": method}})
@@ -208,3 +226,17 @@ def test_feedback_views_are_bounded_by_clusters_and_by_positive_labels(tmp_path,
     )
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "refine": refine})
     assert most_feedback_views(run, 5) == most
+
+
+def test_a_store_that_cannot_be_reached_stops_no_plan_for_so_many_passages(monkeypatch, caplog) -> None:
+    def unreachable(path: str) -> Store:
+        raise StorageError(f"cannot open the store {path}")
+
+    monkeypatch.setattr(planning, "Store", unreachable)
+    run = RunConfig.model_validate({"store": {"path": "s3://bucket/store"}, "refine": {"questions": "asked"}})
+    with pytest.raises(StorageError):
+        corpus_size(run)
+    assert corpus_size(run, 1000) == 1000
+    assert passage_bytes(run) == TEXT_BYTES
+    assert "cannot open the store s3://bucket/store; a passage is taken to have 700 bytes" in caplog.text
+    assert most_feedback_views(run, 1000) == 1000 * run.refine.feedback_clusters
