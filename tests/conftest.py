@@ -15,8 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mvr_ray.config import RunConfig
+
+settings.register_profile("laws", deadline=None)  # a law holds however long an example takes
+settings.load_profile("laws")
 
 ROOT = Path(__file__).resolve().parent.parent
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
     shared=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_query_is_served_or_refused_and_no_answer_comes_before_its_work(
     groups, replicas, batch, queue, rate, shared, seed
 ):
@@ -44,7 +44,7 @@ def test_one_searcher_waits_as_the_pollaczek_khinchine_formula_says(load):
 
 
 @given(rate=st.floats(1, 60), seed=st.integers(0, 999))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_more_nodes_for_the_same_index_are_never_slower(rate, seed):
     arrival_Q = poisson(rate, 150, seed)
     before = np.full(150, np.inf)

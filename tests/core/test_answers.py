@@ -114,14 +114,14 @@ def test_an_apostrophe_cuts_a_word_into_three_tokens():
 ODD = "aAbΣσς İıßﬁé\u0301\u200b\u00ad\u2028\u00a0\t\n.,'’-_1²٣日👍\ufeff\U000e0001"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.text(alphabet=ODD, max_size=30), st.lists(st.text(alphabet=ODD, max_size=5), max_size=3))
 def test_odd_texts_match_as_the_slow_transcription_says(text: str, answers: list[str]):
     assert tokenize(text) == slow_tokens(text)
     assert has_answer(text, answers) == slow_has_answer(text, answers)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.text(max_size=40), st.data())
 def test_any_unicode_text_matches_as_the_slow_transcription_says(text: str, data: st.DataObject):
     assert tokenize(text) == slow_tokens(text)
@@ -238,7 +238,7 @@ def test_pattern_answers_search_the_raw_text_and_broken_ones_never_match(text: s
     assert AnswerMatcher("regex").has_answer(text, [pattern]) is expected
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(alphabet="a()[]{}*+?|\\^$.-,:<>=!P1x2&~#\u0301pL", max_size=10))
 def test_no_pattern_however_broken_raises(pattern: str):
     assert has_answer("", [pattern], match="regex") in (True, False)
@@ -291,7 +291,7 @@ def test_exact_match_ignores_case_punctuation_articles_and_blanks_only(predictio
     assert (normalize_answer(prediction) == normalize_answer(answer)) is equal
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(["a", "An", "THE", "cat", "'s", ",", "the-a", "U.S.", "theme", "\t"]), max_size=8))
 def test_normalising_word_by_word_gives_the_same_words(words: list[str]):
     text = " ".join(words)
@@ -362,7 +362,7 @@ WORDS = st.lists(st.sampled_from(["a", "An", "the", "red", "Red,", "red-hot", "1
 
 
 @given(WORDS, st.lists(WORDS, max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_f1_is_the_slow_transcription_and_never_below_exact_match(prediction, answers):
     text, wanted = " ".join(prediction), [" ".join(answer) for answer in answers]
     assert f1_score(text, wanted) == pytest.approx(slow_f1(text, wanted))

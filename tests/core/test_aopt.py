@@ -208,7 +208,7 @@ def test_labels_go_to_the_view_that_won_and_other_views_of_the_passage_stay():
     assert np.array_equal(together.vectors_MD, alone.vectors_MD)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1))
 def test_taking_vectors_in_parts_changes_nothing(part: int, seed: int):
     rng = np.random.default_rng(seed)
@@ -279,7 +279,7 @@ def transcribed(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int,
 
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.sampled_from([1, 7, 16, 40, 131]))
 def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, seed: int, part: int, dimension: int):
     """Against the equations in double, of partners as rounded: who moves, the counts, and the vectors within what the
@@ -302,7 +302,7 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, s
     assert single.loss == pytest.approx(double.loss, abs=1e-4, nan_ok=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 16, 40, 384]), st.integers(1, 9),
     st.sampled_from([2.0**-112, 2.0**-110, 2.0**-30, 1.0, 2.0**125]),

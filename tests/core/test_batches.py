@@ -15,7 +15,7 @@ from mvr_ray.types import Passage
 collections = st.lists(st.integers(0, 9), min_size=8, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(passages=collections, batch=st.integers(2, 8), per_passage=st.integers(1, 4), siblings=st.booleans())
 def test_an_epoch_brings_every_example_once_and_fills_its_last_batch(passages, batch, per_passage, siblings):
     passage_E = np.array(passages)
@@ -28,7 +28,7 @@ def test_an_epoch_brings_every_example_once_and_fills_its_last_batch(passages, b
     assert all(len(set(row)) == batch for row in plan_SB.tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(passages=collections, per_passage=st.integers(2, 4))
 def test_questions_of_a_passage_stand_together_up_to_the_limit(passages, per_passage):
     passage_E = np.array(passages)

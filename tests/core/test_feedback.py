@@ -35,7 +35,7 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_the_pas
     assert made.num_cancelled == 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.floats(0.1, 1.0))
 def test_every_feedback_view_has_weight_times_the_norm_of_its_passage_and_the_direction_of_a_loop(seed, weight):
     rng = np.random.default_rng(seed)
@@ -95,7 +95,7 @@ def slow_clusters(unit_ND: np.ndarray, most: int) -> list[set[int]]:
     return [{rows[at] for at in own} for own in sorted(positions, key=lambda own: (-len(own), own[0]))]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 14), st.integers(1, 5))
 def test_clusters_are_those_of_a_slow_transcription(seed, num, most):
     vectors = unit(seed, num)
@@ -103,7 +103,7 @@ def test_clusters_are_those_of_a_slow_transcription(seed, num, most):
     assert [set(np.flatnonzero(found == c).tolist()) for c in range(found.max() + 1)] == slow_clusters(vectors, most)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 6), st.integers(1, 3))
 def test_clusters_part_all_questions_none_is_empty_and_the_largest_comes_first(seed, num, most, copies):
     vectors = np.tile(unit(seed, num), (copies, 1))
@@ -138,7 +138,7 @@ def test_bundles_of_questions_get_a_view_each_and_the_view_of_the_larger_bundle_
     assert len(more.passage_F) == 6, "no more views than distinct questions"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.booleans())
 def test_neither_the_order_of_questions_nor_how_passages_are_spread_changes_a_byte(seed, clusters, double):
     """As questions are asked in another order, and as each passage is refined alone, in a shard of its own."""
@@ -163,7 +163,7 @@ def test_neither_the_order_of_questions_nor_how_passages_are_spread_changes_a_by
     assert whole.vectors_FD.dtype == np.float32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_each_of_several_views_is_that_of_its_cluster_alone(seed, clusters):
     rng = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ def test_a_passage_that_a_list_lacks_has_the_lists_lowest_score():
 
 
 @given(first=scores, second=scores, weight=st.floats(0, 5), k=st.integers(1, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fusion_is_the_sorted_sum_with_ties_by_id(first, second, weight, k):
     low_first, low_second = min(first.values(), default=0.0), min(second.values(), default=0.0)
     total = {p: first.get(p, low_first) + weight * second.get(p, low_second) for p in {*first, *second}}
@@ -23,7 +23,7 @@ def test_fusion_is_the_sorted_sum_with_ties_by_id(first, second, weight, k):
 
 
 @given(first=scores)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_weight_zero_ranks_as_the_first_list_does(first):
     found = [one.passage_id for one in fuse(first, {"a": 1.0}, 0.0, 9) if one.passage_id in first]
     assert found == sorted(first, key=lambda p: (-first[p], p))

@@ -77,7 +77,7 @@ def run(loss, batch: Batch, **kwargs):
     scale=st.sampled_from([1.0, 5.0]),
     weight=st.sampled_from([0.0, 0.01, 1.0]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_loss_is_the_papers_equation(loss, seed, tau, scale, weight):
     batch = Batch(seed)
     terms = run(loss, batch, tau=tau, scale=scale, local_weight=weight)
@@ -160,7 +160,7 @@ def test_temperature_falls_from_one_to_its_floor(epoch, expected):
 
 
 @given(seed=st.integers(0, 50), share=st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
     batch = Batch(seed)
     given_to_all = (batch.queries, batch.views, batch.mask, batch.positive)
@@ -171,7 +171,7 @@ def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
         torch.testing.assert_close(now, share * one + (1 - share) * other)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000))
 def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_scored(seed):
     """Transcribed one question at a time; questions with fewer than two scores take no part."""

@@ -31,7 +31,7 @@ def random_shards(seed: int, num_queries: int, k: int, levels: int) -> list[tupl
 
 
 @given(st.integers(0, 10_000), st.integers(0, 4), st.integers(1, 9), st.sampled_from([1, 3, 1000]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_merging_as_arrays_equals_merging_hit_by_hit(seed, num_queries, k, levels):
     shards = random_shards(seed, num_queries, k, levels)
     starts = np.cumsum([0, *(len(ids) for ids, _ in shards)])
@@ -49,7 +49,7 @@ def test_merging_as_arrays_equals_merging_hit_by_hit(seed, num_queries, k, level
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3, 1000]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_not_in_doubt_is_what_whole_lists_merge_to(seed, k, depth, levels):
     """The same shards asked for `depth` rows and for k; the frontier is the first score left out."""
     whole = random_shards(seed, 4, 12, levels)

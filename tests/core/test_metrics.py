@@ -34,7 +34,7 @@ def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first
     assert found_within(ranks, 2).tolist() == [1, 0, 1, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_mrr_and_ndcg_equal_ir_measures(data: st.DataObject):
     names = [f"d{n}" for n in range(9)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mvr_ray.core.pruning import hull_distance, prune_block, prune_views
 from mvr_ray.types import EmbeddingBlock
 
-SLOW = settings(max_examples=60, deadline=None)
+SLOW = settings(max_examples=60)
 
 
 def drawn_views(seed: int, kind: str, num_views: int, dimension: int) -> np.ndarray:

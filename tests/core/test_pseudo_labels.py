@@ -51,7 +51,7 @@ def test_the_first_relevant_hit_alone_is_positive_and_later_ones_are_not_negativ
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(["all", "first"]))
 def test_labels_equal_a_loop_over_hits_and_stand_in_order(data: st.DataObject, positives: str):
     questions, depth = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 6))

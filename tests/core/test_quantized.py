@@ -23,7 +23,7 @@ needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="this processor 
 
 @needs_bytes
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 90))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_product_of_bytes_is_the_float_product_but_for_the_halves_that_rounding_takes(seed, outputs, inputs):
     rng = np.random.default_rng(seed)
     width_D = rng.lognormal(0, 2, inputs)

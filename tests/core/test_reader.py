@@ -36,7 +36,7 @@ def windows_of_logits(draw):
 
 
 @given(st.lists(windows_of_logits(), min_size=1, max_size=4), st.integers(1, 6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_best_span_is_the_best_of_all_spans(drawn, most):
     width = max(len(start) for start, *_ in drawn)
     start_FT, end_FT = np.full((2, len(drawn), width), 9.0)  # what is not text would win

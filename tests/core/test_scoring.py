@@ -126,7 +126,7 @@ def doubt(depth: int, sizes: list[int], k: int) -> float:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(1, 120), st.sampled_from([1, 16, 256]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_first_depth_is_the_least_that_leaves_one_doubt_in_a_hundred_calls(sizes, k, num_queries):
     depth = first_depth(k, sizes, num_queries)
     assert 1 <= depth <= k

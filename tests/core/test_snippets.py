@@ -50,7 +50,7 @@ def test_fewer_than_one_snippet_is_refused():
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=30), num=st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merging_keeps_every_sentence_in_order_and_makes_as_many_pieces_as_it_can(lengths, num):
     ranges = merge_snippets(lengths, num)
     assert [at for first, last in ranges for at in range(first, last)] == list(range(len(lengths)))
@@ -58,7 +58,7 @@ def test_merging_keeps_every_sentence_in_order_and_makes_as_many_pieces_as_it_ca
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12), num=st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_one_piece_fewer_is_one_merge_of_a_shortest_piece(lengths, num):
     more, fewer = merge_snippets(lengths, num + 1), merge_snippets(lengths, num)
     if len(more) <= num:
@@ -71,7 +71,7 @@ def test_one_piece_fewer_is_one_merge_of_a_shortest_piece(lengths, num):
 
 
 @given(text=st.text(alphabet='ab .?!\n\t\u00a0Z"é漢', max_size=120), num=st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @pytest.mark.parametrize("cut", [lambda text, num: snippet_spans(text, num, SPLITTER), equal_splits])
 def test_snippets_are_ordered_disjoint_never_blank_and_hold_all_that_is_not_space(cut, text, num):
     spans = cut(text, num)

@@ -147,7 +147,7 @@ def test_a_backbone_with_two_separators_puts_both_after_the_title():
     title=st.integers(0, 40),
     lengths=st.lists(st.integers(1, 30), max_size=3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     spec = CASES[case][0]
     bounds = np.cumsum([0, *lengths]).tolist()
@@ -189,7 +189,7 @@ def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=10), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_shortening_fills_the_budget_and_cuts_only_the_longest(lengths, data):
     budget = data.draw(st.integers(len(lengths), 200))
     kept = shorten(lengths, budget)

@@ -78,7 +78,7 @@ def in_line(together: Coalescing, count: int) -> None:
     st.integers(3, 12),
     st.integers(1, 2),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_answers_put_together_are_the_answers_of_searches_alone(indexed, searches, most, at_once):
     """All searches stand behind `at_once` calls at a gate; what is in line then goes in as few calls as may be."""
     root, described = indexed

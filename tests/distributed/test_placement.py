@@ -39,7 +39,7 @@ def check_whole(sizes: Sizes, weights: Weights, replicas: int, placed: Placement
 
 
 @given(sizes_of, weights_of, replicas_of, st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_shard_is_held_within_the_bound_in_whatever_order_things_are_named(sizes, weights, replicas, rng):
     placed = place(sizes, weights, replicas)
     check_whole(sizes, weights, replicas, placed)
@@ -50,7 +50,6 @@ def test_every_shard_is_held_within_the_bound_in_whatever_order_things_are_named
 
 
 @given(sizes_of, weights_of, replicas_of)
-@settings(deadline=None)
 def test_nothing_moves_when_nothing_changes(sizes, weights, replicas):
     placed = place(sizes, weights, replicas)
     if fill(sizes, placed, weights, replicas) <= 1:
@@ -59,7 +58,7 @@ def test_nothing_moves_when_nothing_changes(sizes, weights, replicas):
 
 
 @given(sizes_of, weights_of.filter(lambda weights: len(weights) > 1), replicas_of, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replicas, data):
     placed = place(sizes, weights, replicas)
     gone = data.draw(st.sampled_from(sorted(weights)))
@@ -72,7 +71,7 @@ def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replica
 
 
 @given(sizes_of, weights_of, replicas_of, st.floats(0.1, 10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(sizes, weights, replicas, weight):
     before = place(sizes, weights, replicas)
     grown = {**weights, "newcomer": weight}
@@ -86,7 +85,7 @@ def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(si
 
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_one_copy_moves_to_who_kept_something_only_where_no_newcomer_has_room(sizes, weights, weight):
     before = place(sizes, weights)
     grown = {**weights, "newcomer": weight}
@@ -99,7 +98,6 @@ def test_one_copy_moves_to_who_kept_something_only_where_no_newcomer_has_room(si
 
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
-@settings(deadline=None)
 def test_without_a_bound_the_memory_of_what_was_is_not_needed(sizes, weights, weight):
     """Pure rendezvous: a newcomer takes what prefers it, and gives all of it back."""
     free = {"slack": 1e12}
@@ -125,7 +123,6 @@ def test_a_placement_is_the_same_on_every_machine_and_in_every_release():
 
 
 @given(st.integers(0, 10_000), weights_of, replicas_of)
-@settings(deadline=None)
 def test_fair_shares_sum_to_all_copies_and_none_is_over_all_shards_once(total, weights, replicas):
     shares = fair_shares(total, weights, replicas)
     assert math.fsum(shares.values()) == pytest.approx(total * min(replicas, len(weights)))
@@ -138,7 +135,6 @@ def test_fair_shares_sum_to_all_copies_and_none_is_over_all_shards_once(total, w
 
 
 @given(st.integers(0, 2**20))
-@settings(deadline=None)
 def test_moves_lead_from_one_placement_to_the_other(seed):
     rng = random.Random(seed)
     sizes = {shard: rng.randint(1, 9) for shard in range(12)}

@@ -46,7 +46,7 @@ def as_dicts(blocks: list[EmbeddingBlock]) -> list[dict[int, bytes]]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000))
 def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed):
     rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
         assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in stored))) == expected[row]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000))
 def test_a_state_survives_the_disk_and_later_moves_win(seed):
     rng = np.random.default_rng(seed)
@@ -195,7 +195,7 @@ def test_a_bad_feedback_line_is_named(tmp_path, line, told):
         read_feedback(file, [])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.dictionaries(st.integers(0, 60), st.booleans(), max_size=20), max_size=5))
 def test_the_label_cache_equals_a_dictionary(batches):
     cache, known = LabelCache(), {}

@@ -56,7 +56,6 @@ def stored(root: Path, version: Manifest) -> Stored:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10_000))
-@settings(deadline=None)
 def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(before, after, seed):
     for number in range(30):
         passage_id = f"{seed}-{number}"
@@ -64,7 +63,7 @@ def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(bef
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_path, data):
     seed, num_passages = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 70))
     before, after = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 13))

@@ -53,7 +53,7 @@ def local(root: Path, described: Manifest, **options) -> Router:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
     seed, num_shards = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     num_passages = data.draw(st.integers(1, 60))
@@ -356,7 +356,7 @@ def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names(tmp_path, data):
     """Feedback views (numbers from V on) are among them; scores of few distinct values tie often."""
     seed, num_shards = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 4))

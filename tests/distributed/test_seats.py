@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made import D, brute_force, made_index, made_views
 from ray.cluster_utils import Cluster
@@ -31,7 +31,6 @@ seats_of = st.dictionaries(
 
 
 @given(sizes_of, seats_of, st.integers(1, 3))
-@settings(deadline=None)
 def test_no_node_gets_more_searchers_than_it_has_cpus_for_and_replicas_sit_apart(sizes, nodes, replicas):
     placed = seated(sizes, nodes, replicas)
     assert placed.keys() == sizes.keys()
@@ -44,7 +43,6 @@ def test_no_node_gets_more_searchers_than_it_has_cpus_for_and_replicas_sit_apart
 
 
 @given(sizes_of, seats_of, st.data())
-@settings(deadline=None)
 def test_a_node_that_goes_takes_its_own_searchers_along_and_no_other(sizes, nodes, data):
     roomy = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
     before = seated(sizes, roomy, 1)
@@ -56,7 +54,6 @@ def test_a_node_that_goes_takes_its_own_searchers_along_and_no_other(sizes, node
 
 
 @given(sizes_of, seats_of)
-@settings(deadline=None)
 def test_who_is_seated_already_has_the_first_claim(sizes, nodes):
     full = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
     before = seated(sizes, full, 1)

@@ -128,7 +128,7 @@ class Stingy(ApproximateIndex):
 
 
 @given(known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 50), num_queries=st.integers(0, 3))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, known, largest, k, num_queries):
     blocks = shard(6, 40)
     index = Stingy(blocks)
@@ -148,7 +148,7 @@ def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, know
     known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 20), beam=st.integers(0, 50),
     first_fetch=st.integers(1, 12),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_a_beam_holds_as_many_passages_as_it_shall_or_all_within_reach(
     shard, queries, known, largest, k, beam, first_fetch
 ):

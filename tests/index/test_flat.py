@@ -23,7 +23,7 @@ from mvr_ray.types import EmbeddingBlock
 
 ENGINES = ["numpy", "torch", *(["native"] if library() else [])]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
 def as_bytes(hits) -> list[bytes]:

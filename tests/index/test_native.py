@@ -18,7 +18,7 @@ from mvr_ray.core.searching.scan import Scan, score_error
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.flat import FlatIndex
 
-SLOW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 SEEDS = st.integers(0, 2**20)
 built = pytest.mark.skipif(native.library() is None, reason="not compiled, or a processor without AVX-512 and VNNI")
 
@@ -221,7 +221,7 @@ def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shar
 
 @short
 @given(seed=SEEDS, dimension=st.sampled_from([1, 31, 384]), tiny=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_what_rounding_takes_off_is_measured(queries, palette, seed, dimension, tiny):
     vectors_ND = queries(seed, 20, dimension, palette) * np.float32(1e-20 if tiny else 1)
     kernel = native.NativeKernel(1)

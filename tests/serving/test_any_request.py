@@ -19,7 +19,7 @@ from mvr_ray.serving.tokens import read_tokens
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
 LIMITS = ServeConfig(max_batch=4, max_k=20, max_query_chars=50, max_body_bytes=4000)
-once = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+once = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 numbers = st.integers() | st.integers(-3, 30) | st.floats() | st.sampled_from([10**400, -(10**400), 1e308, 5e-324])
 leaves = st.none() | st.booleans() | numbers | st.text() | st.sampled_from(["nile", "p1", "f" * 16])

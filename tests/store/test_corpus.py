@@ -38,7 +38,7 @@ def test_a_passages_shard_depends_on_its_id_alone_and_never_changes():
     assert all(880 < count < 1120 for count in counts)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(names, st.tuples(texts, texts), max_size=30), names)
 def test_a_part_gives_back_its_passages_by_row_and_by_id(tmp_path: Path, content: dict, other: str):
     passages = [Passage(name, *content[name]) for name in sorted(content)]
@@ -72,7 +72,7 @@ def questions(draw: st.DrawFn) -> Question:
     return Question(draw(names), draw(worded), answers, draw(ids), draw(ids), starts)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(questions(), max_size=10))
 def test_questions_come_back_as_they_were(tmp_path: Path, rows: list[Question]):
     store = Store(tmp_path)

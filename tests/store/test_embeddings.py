@@ -60,7 +60,7 @@ def write(path: Path, blocks: list[EmbeddingBlock], dtype: str = "fp16") -> Embe
     return shard
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 40), min_size=0, max_size=5), st.integers(0, 99), st.sampled_from(["fp16", "fp32"]))
 def test_rows_come_back_as_they_were_however_they_came(tmp_path: Path, sizes: list[int], seed: int, dtype: str):
     rows = make_rows(sum(sizes), seed, dtype={"fp16": np.float16, "fp32": np.float32}[dtype])
@@ -98,7 +98,7 @@ def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path):
     assert write(tmp_path / "empty.arrow", []).find(["a"]) == {}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 60), st.integers(0, 99), st.data())
 def test_rewriting_rows_equals_writing_the_changed_rows(tmp_path: Path, num: int, seed: int, data: st.DataObject):
     rows = make_rows(num, seed)

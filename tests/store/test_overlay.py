@@ -49,7 +49,7 @@ def content(shard: EmbeddingShard) -> list[tuple[str, list[int], bytes]]:
     ]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 40), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 10_000))
 def test_changes_laid_over_read_as_the_shard_rewritten(tmp_path_factory, count, generations, seed):
     root = tmp_path_factory.mktemp("overlay")

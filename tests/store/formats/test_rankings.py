@@ -101,7 +101,7 @@ scores = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scores, st.integers(0, 9))
 def test_trec_evals_order_is_ours_whatever_ties(tmp_path: Path, values: list[float], seed: int):
     names = [f"d{i}" for i in range(len(values))]

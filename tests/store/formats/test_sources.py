@@ -118,7 +118,7 @@ def test_squad_rows_that_are_wrong_are_named(write: Write):
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), min_size=1, max_size=30)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(texts.filter(str.strip), texts.map(lambda text: text.replace("\t", " "))), max_size=8))
 def test_dpr_tsv_reads_what_pythons_csv_writes(write: Write, rows: list[tuple[str, str]]):
     rows = [(text.replace("\t", " "), title) for text, title in rows if text.replace("\t", " ").strip()]
