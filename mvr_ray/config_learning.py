@@ -28,7 +28,7 @@ class TrainConfig(Section):
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
     absent: the backbone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
-    """auto: camvr for snippets, mvr for several other views, dpr for one."""
+    """auto: camvr where views stand for snippets, mvr for several other views, dpr for one."""
     epochs: Annotated[int, Field(ge=0)] = 1
     max_steps: Annotated[int, Field(ge=0)] = 0
     """Stop after this many steps; 0: after the epochs."""
@@ -65,8 +65,9 @@ class TrainConfig(Section):
     distil_weight: Annotated[float, Field(ge=0)] = 0.0
     """Times the divergence from a cross-encoder's scores of each question's passage and mined negatives, which
     `mine.cross_encoder` keeps with them."""
-    warm_start_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps without labels that distil the readout towards the backbone's own mean pooling."""
+    warm_start_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps without labels, before the others, that distil the readout towards the backbone's own mean pooling; absent:
+    30 for viewers that start from a backbone, which was never read by them, and none for any other readout."""
     cloze_keep_share: Share = 0.1
     """Inverse cloze: how often the sentence also stays in its passage."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

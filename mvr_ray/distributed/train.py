@@ -65,7 +65,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> EncoderSnapshot:
         finished = job.checkpoints.finished()
         if finished and store.exists(layout.encoder_dir(run.encoder.name, json.loads(finished)["fingerprint"])):
             return _announce(run, store, finished)
-        total = make_schedule(run, len(job.examples)).total
+        total = make_schedule(run, job.model, len(job.examples)).total
         loss = loss_name(run, job.model)
         log.info("training: examples=%d steps=%d workers=%d loss=%s", len(job.examples), total, workers, loss)
         state = on_workers(run, _learn, progress) if workers else run_loop(job, progress, own_device(run))

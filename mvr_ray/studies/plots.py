@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mvr_ray.studies.definition import Study
+from mvr_ray.studies.refinement_tables import MANY_ROUNDS
 from mvr_ray.studies.tables import Measured
 
 _DEPTHS = ("1", "5", "20", "100")
@@ -130,7 +131,7 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
     """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that the gate keeps."""
-    tried = [one for one in report["tried"] if len(one["rounds"]) > 3]
+    tried = [one for one in report["tried"] if len(one["rounds"]) > MANY_ROUNDS]
     for one in tried:
         figure, (left, right, drift) = plt.subplots(1, 3, figsize=(14, 3.6))
         rounds = one["rounds"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.refine_policy import RefineState, Stop, next_action
+from mvr_ray.core.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.core.workbench import Asked, Round, Setting, Workbench
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.errors import ConfigError, MissingInputError
@@ -27,15 +27,28 @@ from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
 MOST_VECTORS = 2_000_000
 
 
+Heldout = tuple[tuple[float, ...], ...]
+"""heldout_RG, as `RefineState` has it."""
+
+
+class Ending(NamedTuple):
+    """The round after which the rule stops, and what it restores, 0 where every round cost the gate too much."""
+
+    stopped: int
+    restored: int
+
+
 class TriedSetting(NamedTuple):
-    """`label` says what differs between the settings. `chosen` is the round that the stopping rule restores: the best
-    on the gate, 0 where every round cost the gate more than `refine.max_heldout_loss` points. `lowest_loss` is the
-    round that the paper's rule, which looks at the loss, would keep.
+    """`label` says what differs between the settings. `chosen` is the best round on the gate, 0 where every round cost
+    it more than `refine.max_heldout_loss` points. `refine` would have stopped after round `stopped`, for want of
+    patience, and restored round `restored`; the paper's rule, which looks at the loss, would keep `lowest_loss`.
     """
 
     label: str
     setting: dict[str, Any]
     chosen: int
+    stopped: int
+    restored: int
     lowest_loss: int
     rounds: list[Round]
 
@@ -97,8 +110,11 @@ def refinement_grid(
         setting = Setting(**fields)
         rounds = bench.try_out(setting, labelled, others, run.evaluate.k)
         gate = [name for name in refine.gate if setting.method != "query"] or [refine.questions]
-        chosen = _chosen(rounds, gate, refine.max_heldout_loss, by="gold" if setting.labels == "gold" else "answer")
-        tried.append(TriedSetting(_label(fields, settings), setting._asdict(), chosen, _lowest_loss(rounds), rounds))
+        heldout = _heldout(rounds, gate, by="gold" if setting.labels == "gold" else "answer")
+        last, most = len(rounds) - 1, refine.max_heldout_loss
+        ends = [stopping(heldout, patience, most) for patience in (last, refine.patience)]
+        told = (ends[0].restored, *ends[1], _lowest_loss(rounds))
+        tried.append(TriedSetting(_label(fields, settings), setting._asdict(), *told, rounds))
         progress("settings", number + 1, len(settings))
     return GridReport(
         described.index,
@@ -131,13 +147,21 @@ def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> 
     return ", ".join(f"{name} {fields[name]}" for name in varying) or str(fields.get("method", "feedback_views"))
 
 
-def _chosen(rounds: Sequence[Round], gate: Sequence[str], max_loss: float, by: str) -> int:
-    """What `refine_policy` would restore after all rounds."""
-    heldout = tuple(
+def stopping(heldout: Heldout, patience: int, max_loss: float) -> Ending:
+    """Where `refine_policy` would have ended these rounds, told one after the other, and what it restores."""
+    last = len(heldout) - 1
+    for done in range(last + 1):
+        action = next_action(RefineState(heldout[: done + 1], last, max(1, patience), max_loss))
+        if not isinstance(action, Continue):
+            return Ending(done, action.best_round if isinstance(action, Stop) else 0)
+    raise AssertionError("the last round ends it")
+
+
+def _heldout(rounds: Sequence[Round], gate: Sequence[str], by: str) -> Heldout:
+    """Top-1 of each gate set after each round, in points."""
+    return tuple(
         tuple(100 * getattr(measured, by)[1] for measured in each.sets if measured.questions in gate) for each in rounds
     )
-    end = next_action(RefineState(heldout, len(rounds) - 1, len(rounds), max_loss))
-    return end.best_round if isinstance(end, Stop) else 0
 
 
 def _lowest_loss(rounds: Sequence[Round]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from mvr_ray.studies import tables
+from mvr_ray.studies import refinement_tables, tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import DoneStep, code_version
 from mvr_ray.studies.plots import Plot, plots_of
@@ -48,9 +48,11 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             tables.training_table(found),
             tables.teacher_table(found),
             tables.mining_table(found),
-            tables.refinement_table(found),
-            tables.depth_table(found),
-            tables.motion_table(found),
+            refinement_tables.refinement_table(found),
+            refinement_tables.stopping_table(found),
+            refinement_tables.depth_table(found),
+            refinement_tables.motion_table(found),
+            tables.reader_table(found),
             tables.reading_table(found),
             tables.cost_table(found),
         )

@@ -17,7 +17,7 @@ from mvr_ray.studies.execute import DoneStep
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 
 Value = str | float | int | None
-CROSS_ENCODER = "cross-encoder training"
+CROSS_ENCODER, READER = "cross-encoder training", "reader training"
 
 
 class Cell(NamedTuple):
@@ -80,7 +80,7 @@ def _kind(step: DoneStep) -> str:
     """The step's stage; training a cross-encoder or a reader is told apart from training a retriever."""
     if step.stage != "train" or "view_pair_cosine" in (step.report.get("epochs") or [{}])[-1]:
         return step.stage
-    return CROSS_ENCODER if "dev_top1" in (step.report.get("epochs") or [{}])[-1] else "reader"
+    return CROSS_ENCODER if "dev_top1" in (step.report.get("epochs") or [{}])[-1] else READER
 
 
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
@@ -131,18 +131,18 @@ def retrieval_table(study: Study, found: Sequence[Measured]) -> Table:
         if any(metric in one.cells for metric in metrics):
             pairs = [(one.paper.get(metric), one.cells.get(metric)) for metric in metrics]
             seeds = max(cell.seeds for _, cell in pairs if cell)
-            told = [shown for paper, cell in pairs for shown in (_percent(paper), _spoken(cell))]
+            told = [shown for paper, cell in pairs for shown in (percent(paper), spoken(cell))]
             rows.append([f"{one.name} ({one.setting})" if one.setting else one.name, *told, seeds])
     kept = [0, *(at for at in range(1, len(columns)) if any(row[at] not in ("", None) for row in rows))]
     note = "Percent, with 95 % intervals: over seeds where there are several, else over questions."
     return Table("Retrieval", note, [columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
 
-def _spoken(cell: Cell | None) -> str:
+def spoken(cell: Cell | None) -> str:
     return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
@@ -183,9 +183,9 @@ def view_table(found: Sequence[Measured]) -> Table | None:
         most = _mean([max(report["win_shares"]) for report in reports])
         row: list[Value] = [one.name]
         for name in names:
-            row += [_number(one.paper.get(name))] if name in known else []
-            row.append(_number(_mean([report[name] for report in reports])))
-        rows.append([*row, _number(most)])
+            row += [number(one.paper.get(name))] if name in known else []
+            row.append(number(_mean([report[name] for report in reports])))
+        rows.append([*row, number(most)])
     heads = [
         told for name, column in zip(names, columns) for told in ([f"paper {column}"] * (name in known) + [column])
     ]
@@ -207,7 +207,7 @@ def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
     for one in found:
         alone = [one.cells.get(f"view {view + 1}{suffix}") for view in range(most)]
         if any(alone):
-            told = (_percent(cell.value) if cell else "" for cell in (*alone, one.cells.get(f"{ALL_VIEWS}{suffix}")))
+            told = (percent(cell.value) if cell else "" for cell in (*alone, one.cells.get(f"{ALL_VIEWS}{suffix}")))
             rows.append([one.name, *told])
     note = f"{metric}, percent, of the questions that were analysed."
     return Table("Each view alone", note, ["variant", *map(str, range(1, most + 1)), "all"], rows)
@@ -223,7 +223,7 @@ def training_table(found: Sequence[Measured]) -> Table | None:
             told = [_mean([end[name] for end in ends]) for name in ("loss", "loss_local", "view_pair_cosine", "lv")]
             limit = math.log(views) if views > 1 else None
             collapsed = f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"
-            rows.append([one.name, ends[0]["step"], *map(_number, told), _number(limit), collapsed])
+            rows.append([one.name, ends[0]["step"], *map(number, told), number(limit), collapsed])
     columns = ["variant", "steps", "loss", "local loss", "view-pair cosine", "LV", "ln V", "collapsed"]
     note = "Of the last epoch. A local loss of ln V means equal views."
     return Table("Training", note, columns, rows) if rows else None
@@ -235,102 +235,37 @@ def teacher_table(found: Sequence[Measured]) -> Table | None:
     for one in found:
         for report in one.reports.get(CROSS_ENCODER, [])[:1]:
             metrics = report["metrics"]
-            told = [_percent(metrics.get(name)) for name in ("dev_top1_before", "dev_top1")]
-            rows.append([one.name, int(metrics["steps"]), _number(metrics.get("loss")), *told])
+            told = [percent(metrics.get(name)) for name in ("dev_top1_before", "dev_top1")]
+            rows.append([one.name, int(metrics["steps"]), number(metrics.get("loss")), *told])
     note = "Top-1, percent: a dev question's own passage among eight, most of them of the same article."
     return Table("Cross-encoders", note, ["variant", "steps", "loss", "top-1 before", "top-1"], rows) if rows else None
+
+
+def reader_table(found: Sequence[Measured]) -> Table | None:
+    """How the readers of variants were trained."""
+    rows: list[list[Value]] = []
+    for one in found:
+        for report in one.reports.get(READER, [])[:1]:
+            metrics = report["metrics"]
+            told = [percent(metrics.get(name)) for name in ("dev_f1_before", "dev_exact_match", "dev_f1")]
+            rows.append([one.name, int(metrics["steps"]), number(metrics.get("loss")), *told])
+    note = "Percent by SQuAD's rules, of dev questions read in their own passage; of the best epoch."
+    columns = ["variant", "steps", "loss", "F1 before", "exact match", "F1"]
+    return Table("Readers", note, columns, rows) if rows else None
 
 
 def mining_table(found: Sequence[Measured]) -> Table | None:
     """What each filter of mining took, in shares of the hits looked at."""
     rows: list[list[Value]] = []
     for one in found:
-        for number, report in enumerate(one.reports.get("mine", [])):
+        for pass_, report in enumerate(one.reports.get("mine", [])):
             dropped = ("dropped_gold", "dropped_answer_bearing", "dropped_by_cross_encoder")
-            told = [_percent(report.get(name, 0) / max(1, report["hits"])) for name in dropped]
-            row = [one.name, number + 1, report["method"], report["questions"], report["hits"], *told]
+            told = [percent(report.get(name, 0) / max(1, report["hits"])) for name in dropped]
+            row = [one.name, pass_ + 1, report["method"], report["questions"], report["hits"], *told]
             rows.append([*row, report["negatives"], report["without"]])
     columns = ["variant", "pass", "search", "questions", "hits", "gold", "answer-bearing", "by the cross-encoder"]
     note = "Hits that each filter dropped, in percent of those looked at (first seed first); what was kept."
     return Table("Mining", note, [*columns, "kept", "questions without"], rows) if rows else None
-
-
-def refinement_table(found: Sequence[Measured]) -> Table | None:
-    """Every setting after its last round and the one that the gate keeps: gain on known questions, cost on others."""
-    rows: list[list[Value]] = [[*told, *_accuracies(each)] for *told, _, each in _told_rounds(found)]
-    names = _sets(found)
-    columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
-    note = (
-        "Top-1 in percent, by answers and by gold passages, after the last round and the one that the gate keeps "
-        "(refused: every round cost the gate too much, and nothing would be published). "
-        f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out. "
-        "For the query side, where nothing held out can change, the kept round is the best on the labelled questions."
-    )
-    return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
-
-
-def depth_table(found: Sequence[Measured]) -> Table | None:
-    """The same at every depth, transductive and on the articles that were never labelled (AOpt table 3)."""
-    shown = sorted({0, len(_sets(found)) - 1})
-    rows: list[list[Value]] = []
-    ks: list[str] = []
-    for *told, _, each in _told_rounds(found):
-        sets = [each["sets"][at] for at in shown]
-        ks = list(sets[0]["answer"])
-        rows.append(
-            [*told, *(" / ".join(_percent(one[kind][k]) for k in ks) for one in sets for kind in ("answer", "gold"))]
-        )
-    columns = [f"{name} {kind}" for at, name in enumerate(_sets(found)) if at in shown for kind in ("answer", "gold")]
-    note = f"Top-{' / '.join(ks)} in percent."
-    return Table("Refinement at every depth", note, ["index", "setting", "round", *columns], rows) if rows else None
-
-
-def motion_table(found: Sequence[Measured]) -> Table | None:
-    """What a setting moved, what it skipped, how far norms drifted, and how passages crowd into foreign lists."""
-    rows: list[list[Value]] = []
-    for *told, setting, each in _told_rounds(found):
-        moved = "" if setting["method"] in ("linear", "feedback_views") else setting["step_size"] * each["number"]
-        counts = [each[name] for name in ("num_moved", "skipped_domain", "skipped_no_positive")]
-        norms = [_number(each[name]) for name in ("norm_mean", "norm_max")]
-        hubs = [each["sets"][at]["hubs"] for at in (0, -1)]
-        crowds = [value for one in hubs for value in (one["most"], _number(one["skewness"]))]
-        rows.append([*told, moved if isinstance(moved, str) else _number(moved), *counts, *norms, *crowds])
-    names = [name for at in (0, -1) for name in _sets(found)[at:][:1]]
-    columns = ["step size x rounds", "moved", "no domain", "no positive", "mean norm", "largest norm"]
-    columns += [f"{name} {what}" for name in names for what in ("largest hub", "hub skewness")]
-    note = (
-        "Of that round: vectors that moved (of feedback views, passages that got any); vectors left because a sum of "
-        "scores lies outside the ratio form's domain, and those labelled without a positive. Norms of moved views over "
-        "those at the start. A hub's size is the number of top-10 lists of questions that it does not answer."
-    )
-    return Table("What moved", note, ["index", "setting", "round", *columns], rows) if rows else None
-
-
-def _sets(found: Sequence[Measured]) -> list[str]:
-    """The question sets of a refinement grid: the labelled ones first, those of other articles last."""
-    for one in found:
-        for report in one.reports.get("refinement_grid", []):
-            return [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
-    return []
-
-
-def _told_rounds(found: Sequence[Measured]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """Index, setting, which round and why it is told, the setting's fields, and what was measured after that round."""
-    for one in found:
-        for report in one.reports.get("refinement_grid", []):
-            tried = report["tried"][0]
-            yield one.name, "before", "0", tried["setting"] | {"step_size": 0.0}, tried["rounds"][0]
-            for tried in report["tried"]:
-                rounds, chosen = tried["rounds"], tried["chosen"]
-                last = len(rounds) - 1
-                if 0 < chosen < last:
-                    yield one.name, tried["label"], f"{chosen}, kept", tried["setting"], rounds[chosen]
-                told = f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last)
-                yield one.name, tried["label"], told, tried["setting"], rounds[last]
-
-
-def _accuracies(each: Mapping[str, Any]) -> list[Value]:
-    return [_percent(measured[kind]["1"]) for measured in each["sets"] for kind in ("answer", "gold")]
 
 
 def reading_table(found: Sequence[Measured]) -> Table | None:
@@ -342,7 +277,7 @@ def reading_table(found: Sequence[Measured]) -> Table | None:
                 told = {(row["passages"], row["metric"]): row for row in asked["rows"]}
                 for k in sorted({passages for passages, _ in told}):
                     both = [
-                        _spoken(Cell(row["value"], row["low"], row["high"], 1))
+                        spoken(Cell(row["value"], row["low"], row["high"], 1))
                         for row in (told[k, "exact_match"], told[k, "f1"])
                     ]
                     rows.append([one.name, asked["questions"], asked["asked"], k, *both])
@@ -370,8 +305,8 @@ def cost_table(found: Sequence[Measured]) -> Table | None:
                 for name in _COST:
                     paper = [one.paper.get(f"{name.replace('_ratio', '_ms')}/{of}") for of in (method, "DPR")]
                     ratio = paper[0] / paper[1] if paper[0] and paper[1] else None
-                    row += [_number(ratio)] if name.endswith("_ratio") else []
-                    row.append(_number(line[name]))
+                    row += [number(ratio)] if name.endswith("_ratio") else []
+                    row.append(number(line[name]))
                 rows.append(row)
     told = "one thread" if threads == {1} else f"{', '.join(map(str, sorted(threads)))} threads"
     used = " and ".join(told if device == "cpu" else device for device in sorted(devices))
@@ -387,5 +322,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(there)) if there else None
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"

@@ -127,6 +127,43 @@ def test_the_closed_gradient_equals_central_differences(step):
         assert gradient_D[axis] == pytest.approx((above - below) / (2 * width), abs=1e-8)
 
 
+class Closed(torch.autograd.Function):
+    """The loss of a step as a function of the vectors that it moves, with the step's own gradient."""
+
+    @staticmethod
+    def forward(ctx, vectors_ND, step):
+        result = step(vectors_ND.detach().numpy(), step_size=1.0)
+        ctx.gradient_ND = torch.zeros_like(vectors_ND)
+        moved_MD = torch.from_numpy(result.vectors_MD)
+        ctx.gradient_ND[result.moved_M] = (vectors_ND.detach()[result.moved_M] - moved_MD) / result.num_moved
+        return torch.tensor(result.loss, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] * ctx.gradient_ND, None
+
+
+@pytest.mark.parametrize("step", ["passage", "query", "softmax"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradcheck_finds_the_closed_gradients_of_all_vectors_at_once(step, seed):
+    """Eqs. 11 and 13, whose steps are 7 and 14; labels of several questions a vector, and vectors that stay."""
+    rng = np.random.default_rng(seed)
+    views, queries = near(rng, 5, 4), near(rng, 6, 4)
+    signs = rng.integers(-1, 2, (5, 6))
+    signs[0], signs[:, 0] = [1, -1, 0, 0, 1, 0], [1, -1, 0, 1, 0]
+    labels = matrices(signs)
+    moved, take = {
+        "passage": (views, lambda x, step_size: passage_step(x, queries, labels, step_size=step_size)),
+        "query": (queries, lambda x, step_size: query_step(x, views, labels, step_size=step_size)),
+        "softmax": (
+            views,
+            lambda x, step_size: softmax_step(x, queries, labels, step_size=step_size, temperature=0.7),
+        ),
+    }[step]
+    x = torch.from_numpy(moved).requires_grad_()
+    assert torch.autograd.gradcheck(lambda vectors: Closed.apply(vectors, take), (x,))
+
+
 def test_a_small_step_lowers_the_loss_and_its_gradient_is_orthogonal_so_norms_grow():
     rng = np.random.default_rng(2)
     vectors, queries = near(rng, 20, 8), near(rng, 30, 8)

@@ -23,7 +23,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import DoneStep, run_plan
-from mvr_ray.studies.refinement import _load, expanded, refinement_grid
+from mvr_ray.studies.refinement import _load, expanded, refinement_grid, stopping
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
@@ -269,12 +269,14 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     plan = plan_study(study)
     rounds = [refined_round(number, 0.1 * number, 10 * number) for number in range(5)]
     setting = {"method": "passage", "step_size": 0.02}
-    kept = {"label": "kept", "setting": setting, "chosen": 3, "lowest_loss": 4, "rounds": rounds}
+    kept = {"label": "kept", "setting": setting, "chosen": 3, "stopped": 4, "restored": 2, "lowest_loss": 1}
+    kept["rounds"] = rounds
     refused = {
         **kept,
         "label": "refused",
         "setting": {**setting, "method": "linear", "beta": 0.6, "gamma": -0.1},
         "chosen": 0,
+        "restored": 0,
     }
     done = {
         key: DoneStep(key, step.stage, step.command, 1.0, {"passages_written": 9, "tried": [kept, refused]})
@@ -290,7 +292,26 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     moved = [row[3:] for row in tables["What moved"].rows]
     assert moved[1] == ["0.06", 30, 3, 4, "1.25", "2", 7, "1.5", 9, "1.5"]
     assert [row[0] for row in moved] == ["0", "0.06", "0.08", ""], "the linear form takes no step size"
+    ends = [row[1:] for row in tables["When to stop"].rows]
+    assert ends[0] == ["kept", "4: 40.0 / 40.0", 4, "2: 20.0 / 20.0", "1: 10.0 / 10.0", "4: 40.0 / 40.0"]
+    assert ends[1][3] == "nothing"
     assert {"rounds-a-kept.png", "rounds-a-refused.png", "trade-off.png"} <= set(report.files)
+
+
+@pytest.mark.parametrize(
+    "heldout, patience, ending",
+    [
+        ([70, 71, 74, 73, 73, 75], 2, (4, 2)),
+        ([70, 71, 74, 73, 73, 75], 3, (5, 5)),
+        ([70, 74, 74, 74, 60, 60], 2, (3, 1)),
+        ([70, 69.5, 60, 50], 1, (2, 1)),
+        ([70, 60, 69, 50], 1, (3, 2)),
+        ([70, 60, 50, 40], 1, (2, 0)),
+    ],
+)
+def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(heldout, patience, ending):
+    """The best of those seen, of equals the first; none where each lost more than a point."""
+    assert stopping(tuple((float(value),) for value in heldout), patience, 1.0) == ending
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])

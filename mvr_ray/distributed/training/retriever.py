@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _LOSSES = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}
 COLLAPSE_PASSAGES = 64
+WARM_START_STEPS = 30
+"""Of viewers that no training has seen; what the study ingredients measured."""
 
 
 class EpochReport(NamedTuple):
@@ -68,14 +70,18 @@ class TrainingJob(NamedTuple):
     checkpoints: Checkpoints
 
 
-def make_schedule(run: RunConfig, num_examples: int) -> Schedule:
-    return plan_steps(run.train, num_examples, run.train.warm_start_steps)
+def make_schedule(run: RunConfig, model: DualEncoder, num_examples: int) -> Schedule:
+    warm, spec = run.train.warm_start_steps, model.spec
+    if warm is None:
+        by_viewers = spec.has_viewers and spec.readout == "viewer"
+        warm = WARM_START_STEPS if by_viewers and run.train.init_from is None else 0
+    return plan_steps(run.train, num_examples, warm)
 
 
 def loss_name(run: RunConfig, model: DualEncoder) -> str:
     """Which loss `train.loss` means for this encoder. Raises ConfigError where it does not fit."""
     if run.train.loss == "auto":
-        if model.spec.strategy == "snippets":
+        if model.spec.has_snippets:
             return "camvr"
         return "mvr" if model.num_views > 1 else "dpr"
     if run.train.loss == "camvr" and not model.spec.has_snippets:
@@ -93,7 +99,7 @@ def run_loop(job: TrainingJob, progress: Progress, device: torch.device) -> Trai
 
 class Loop(StepLoop):
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
-        schedule = make_schedule(job.run, len(job.examples))
+        schedule = make_schedule(job.run, job.model, len(job.examples))
         super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
         self.job = job
         self.model: DualEncoder
