@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mvr_ray.core.batches import rank_share
-from mvr_ray.core.losses import camvr_loss, dpr_loss, mvr_loss
+from mvr_ray.core.encoder import DualEncoder, PassageViews
+from mvr_ray.core.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss
 from mvr_ray.core.training import (
     Share,
     StepSettings,
@@ -23,9 +25,18 @@ from mvr_ray.core.training import (
     lr_factor,
     winning_views,
 )
+from mvr_ray.core.views import EncoderSpec
+from mvr_ray.types import Passage
+
+TEXT = [
+    "The river rises in the hills. It runs to the sea! Where does the river end?",
+    "Dr. Smith of the city wrote of the old bridge. The bridge was built in 1801.",
+    "Salt and trade made the town rich. Boats came every day; later they did not.",
+]
 
 QUESTIONS, PASSAGES, VIEWS, DIM = 8, 11, 3, 4
-LOSSES = ("dpr", "mvr", "camvr", "distil")
+PAIRS = [(one, two) for one in TEXT for two in TEXT] + [(TEXT[0], ""), ("", TEXT[1])]
+LOSSES = ("dpr", "mvr", "camvr", "half by the best view", "taught", "distil")
 
 
 class ToyViews(NamedTuple):
@@ -59,12 +70,21 @@ def joined_loss(name: str):
     positive_Q = torch.tensor(rng.integers(0, PASSAGES, QUESTIONS))
     answer_QV = torch.tensor(rng.random((QUESTIONS, VIEWS)) < 0.4)
     known_QP = torch.tensor(rng.random((QUESTIONS, PASSAGES)) < 0.15)
-    loss = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}[name]
+    teacher_QP = torch.tensor(
+        np.where(rng.random((QUESTIONS, PASSAGES)) < 0.5, rng.normal(size=(QUESTIONS, PASSAGES)), np.nan)
+    )
+    loss = {
+        "dpr": dpr_loss,
+        "mvr": mvr_loss,
+        "camvr": camvr_loss,
+        "half by the best view": partial(camvr_loss, answer_share=0.5),
+        "taught": mvr_loss,
+    }[name]
 
     def of(queries_QD, views_PVD, mask_PV):
         padded = torch.zeros(QUESTIONS, len(views_PVD), dtype=torch.bool)
         padded[:, :PASSAGES] = known_QP
-        return loss(
+        terms = loss(
             queries_QD,
             views_PVD,
             mask_PV,
@@ -75,6 +95,11 @@ def joined_loss(name: str):
             answer_QV=answer_QV,
             known_QP=padded,
         )
+        if name != "taught":
+            return terms
+        asked = torch.full(padded.shape, torch.nan, dtype=torch.float64)
+        asked[:, :PASSAGES] = teacher_QP
+        return terms._replace(total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, asked, scale=2.0))
 
     return of
 
@@ -150,7 +175,7 @@ def _distil_reference(encoder: ToyEncoder) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, tmp_path):
     files = [tmp_path / f"{rank}.npz" for rank in range(world)]
     command = [sys.executable, __file__, str(world), str(tmp_path / "meet")]
@@ -169,7 +194,58 @@ def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_
                 assert_same({key: torch.tensor(found[f"{name} {chunk} {key}"]) for key in expected}, expected)
 
 
-@pytest.mark.parametrize("name", ["dpr", "mvr", "camvr"])
+class WithTokens:
+    """A dual encoder over a list of passages, which are given by their numbers."""
+
+    def __init__(self, backbone: str) -> None:
+        spec = EncoderSpec(strategy="snippets", num_views=3, max_passage_tokens=48, max_query_tokens=24)
+        self.encoder = DualEncoder.from_backbone(backbone, spec)
+        texts = [f"{one} {two} Nobody knew number {number}." for number, (one, two) in enumerate(PAIRS)]
+        self.tokenized = self.encoder.tokenize_passages([Passage(str(n), "", text) for n, text in enumerate(texts)])
+        self.encode_queries = self.encoder.encode_queries
+
+    def encode_passages(self, numbers) -> PassageViews:
+        return self.encoder.encode_passages([self.tokenized[number] for number in numbers])
+
+
+def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, backbone: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    both = WithTokens(backbone)
+    encoded = loss_and_gradients(both, share_of(rank, world), joined_loss("camvr"), StepSettings(chunk=3))
+    average_gradients(both.encoder.parameters())
+    np.savez(out, loss=encoded.terms.total, **{key: g.numpy() for key, g in gradients(both.encoder).items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_train_a_real_encoder_as_one_process_does(tmp_path, tiny):
+    """Viewers before snippets, gradients in chunks, float32: every parameter's gradient, to rounding."""
+    files = [tmp_path / f"{rank}.npz" for rank in range(2)]
+    command = [sys.executable, __file__, "2", str(tmp_path / "meet")]
+    backbone = tiny("bert")
+    ranks = [subprocess.Popen([*command, str(rank), str(file), backbone]) for rank, file in enumerate(files)]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    both = WithTokens(backbone)
+    views = both.encode_passages(range(PASSAGES))
+    queries = both.encode_queries([str(q) for q in range(QUESTIONS)])
+    terms = joined_loss("camvr")(queries, views.views_PVD, views.mask_PV)
+    terms.total.backward()
+    expected = gradients(both.encoder)
+    assert any("viewer" in name for name in expected)
+    for file in files:
+        found = np.load(file, allow_pickle=False)
+        assert math.isclose(found["loss"], terms.total.item(), rel_tol=1e-5)
+        for name, gradient in expected.items():
+            most = float(gradient.abs().max())
+            np.testing.assert_allclose(found[name], gradient.numpy(), rtol=0, atol=1e-4 * most + 1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", LOSSES[:-1])
 @pytest.mark.parametrize("chunk", [0, 1, 3, 100])
 def test_one_process_in_any_chunks_is_plain_autograd(name, chunk):
     loss, expected = reference(name)
@@ -237,5 +313,6 @@ def test_the_rate_climbs_to_one_and_falls_in_straight_lines(total, share, factor
 
 
 if __name__ == "__main__":
-    world, meeting, own_rank, out = sys.argv[1:]
-    _on_rank(int(own_rank), int(world), Path(meeting), Path(out))
+    world, meeting, own_rank, out, *backbone = sys.argv[1:]
+    of = partial(_encoder_on_rank, backbone=backbone[0]) if backbone else _on_rank
+    of(int(own_rank), int(world), Path(meeting), Path(out))

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import yaml
 
-from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.distributed.encoders import latest_fingerprint
+from mvr_ray.core.views import EncoderSpec
+from mvr_ray.distributed.encoders import encoder_spec, latest_fingerprint
 from mvr_ray.distributed.train import train
+from mvr_ray.distributed.training.retriever import loss_name, make_schedule
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
 from mvr_ray.store.corpus import read_questions, write_questions
 from mvr_ray.store.files import Store
@@ -99,7 +102,11 @@ def stop_at(step: int):
     ("name", "encoder", "settings"),
     [
         ("warm", {"strategy": "snippets", **QUICK}, {"warm_start_steps": 3, "dev_questions": "dev"}),
-        ("fp", {"strategy": "viewers", **QUICK}, {"cache_chunk": 3, "questions_per_passage": 2, "siblings": True}),
+        (
+            "fp",
+            {"strategy": "viewers", **QUICK},
+            {"cache_chunk": 3, "questions_per_passage": 2, "siblings": True, "warm_start_steps": 0},
+        ),
         ("cloze", {"strategy": "snippet_means", "tied": False, **QUICK}, {"questions": None}),
     ],
 )
@@ -148,6 +155,7 @@ def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
         "lr": 1e-4,
         "dropout": 0.0,
         "max_passage_tokens": 96,
+        "warm_start_steps": 0,
     }
     encoder = {"name": "learns", "strategy": "snippets", "num_views": 4, "max_query_tokens": 32}
     made = train(configured(store_path, settings, encoder))
@@ -167,13 +175,55 @@ def test_a_training_that_does_not_help_says_so(store_path, caplog):
 
 @pytest.mark.data
 def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
-    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "warm_start_steps": 0}
     made = train(configured(store_path, settings, {"name": "collapsed", "strategy": "viewers", **QUICK}))
     assert made.epochs[-1].collapsed
     assert "views have collapsed" in caplog.text
     spread = train(configured(store_path, settings, {"name": "spread", "strategy": "snippet_means", **QUICK}))
     assert not spread.epochs[-1].collapsed
     assert sum(spread.epochs[-1].view_shares) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "train", "steps"),
+    [
+        ({"strategy": "viewers"}, {}, 30),
+        ({"strategy": "snippets", "empty_snippets": "kept"}, {}, 30),
+        ({"strategy": "snippets", "readout": "snippet_mean"}, {}, 0),
+        ({"strategy": "snippet_means"}, {}, 0),
+        ({"strategy": "first_k"}, {}, 0),
+        ({"strategy": "viewers"}, {"init_from": "earlier"}, 0),
+        ({"strategy": "viewers"}, {"warm_start_steps": 0}, 0),
+        ({"strategy": "snippet_means"}, {"warm_start_steps": 7}, 7),
+    ],
+)
+def test_viewers_that_no_training_has_seen_are_warmed_up_unless_told_otherwise(tmp_path, encoder, train, steps):
+    run = configured(tmp_path, {"max_steps": 5, **train}, encoder)
+    schedule = make_schedule(run, SimpleNamespace(spec=EncoderSpec(**encoder)), 100)
+    assert (schedule.warm, schedule.total) == (steps, steps + 5)
+
+
+@pytest.mark.parametrize("preset", ["mvr", "camvr"])
+def test_what_is_as_published_has_no_warm_start(preset):
+    run = load_run(f"configs/presets/{preset}.yaml")
+    assert make_schedule(run, SimpleNamespace(spec=encoder_spec(run)), 100).warm == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "views", "loss"),
+    [
+        ("snippet_means", 8, "camvr"),
+        ("snippets", 8, "camvr"),
+        ("splits", 8, "camvr"),
+        ("viewers", 8, "mvr"),
+        ("first_k", 4, "mvr"),
+        ("mean", 1, "dpr"),
+    ],
+)
+def test_a_loss_that_is_not_named_follows_what_views_stand_for(tmp_path, strategy, views, loss):
+    spec = EncoderSpec(strategy=strategy, num_views=views)
+    model = SimpleNamespace(spec=spec, num_views=spec.effective_views)
+    assert loss_name(configured(tmp_path, {}), model) == loss
 
 
 @pytest.mark.data
