@@ -27,7 +27,8 @@ _QUERIES_AT_ONCE = 256
 HUB_DEPTH = 10
 CLICK_RELEVANT, CLICK_OTHER, CLICK_RANK = 0.9, 0.1, 0.9
 AGES = 4
-"""Labelled questions are taken to have come in so many equal waves, the first of the set being the oldest."""
+"""Labelled questions are taken to have come in so many waves, dealt in turn: those of a passage stand side by side in a
+set, and in several waves. The last one is the newest, of age 0."""
 
 Method = Literal["linear", "passage", "query", "hybrid", "softmax", "feedback_views"]
 
@@ -86,7 +87,8 @@ class Measured(NamedTuple):
 
 
 class Round(NamedTuple):
-    """After `number` steps. `norm_mean` is that of the views that moved, over what they began with."""
+    """After `number` steps. `norm_mean` is that of the views that moved, over what they began with; `newest` is top-1
+    by answers of the labelled questions' newest wave, which is what decay is for."""
 
     number: int
     loss: float
@@ -95,6 +97,7 @@ class Round(NamedTuple):
     skipped_no_positive: int
     norm_mean: float
     norm_max: float
+    newest: float
     sets: list[Measured]
 
 
@@ -277,6 +280,8 @@ class Workbench:
         self, number: int, state: _State, labelled: Asked, others: Sequence[Asked], hits: Hits, ks: Sequence[int]
     ) -> Round:
         sets = [self._measured(labelled, hits, ks)]
+        newest_Q = ages(len(labelled.queries_QD)) == 0
+        newest = float(self.bears_answer(labelled, hits)[newest_Q, 0].mean()) if newest_Q.any() else float("nan")
         for asked in others:
             sets.append(self._measured(asked, self.search(state, asked.queries_QD, max(ks)), ks))
         touched = sorted(state.touched)
@@ -289,6 +294,7 @@ class Workbench:
             state.skipped_no_positive,
             float(grown.mean()) if len(grown) else 1.0,
             float(grown.max(initial=1.0)),
+            newest,
             sets,
         )
 
@@ -329,11 +335,15 @@ def clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
     return Clicks(clicked_QK, rank_K <= last_Q[:, None])
 
 
+def ages(num_questions: int) -> IntArray:
+    """How many waves have come since each labelled question's."""
+    return AGES - 1 - np.arange(num_questions) % AGES
+
+
 def feedback_of(
     setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray
 ) -> feedback.FeedbackViews:
     """Feedback views as `refine` makes them, from positive questions that fade with age less `push` x the negatives."""
-    age_Q = AGES - 1 - np.arange(len(queries_QD)) * AGES // max(len(queries_QD), 1)
     negative = labels.take(~labels.positive_L)
     return feedback.feedback_views(
         queries_QD,
@@ -341,7 +351,7 @@ def feedback_of(
         norms_P,
         weight=setting.weight,
         clusters=setting.clusters,
-        share_Q=setting.decay**age_Q,
+        share_Q=setting.decay ** ages(len(queries_QD)),
         away_PD=setting.push * _means(negative, queries_QD, len(norms_P)) if setting.push else None,
     )
 

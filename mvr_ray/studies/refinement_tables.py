@@ -11,14 +11,19 @@ MANY_ROUNDS = 3
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:
     """Every setting after its last round and the one that the gate keeps: gain on known questions, cost on others."""
-    rows: list[list[Value]] = [[*told, *_accuracies(each)] for *told, _, each in _told_rounds(found)]
-    names = _sets(found)
+    names, newest = _sets(found), _decays(found)
+    rows: list[list[Value]] = [
+        [*told, *_accuracies(each), *([percent(each["newest"])] if newest else [])]
+        for *told, _, each in _told_rounds(found)
+    ]
     columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
+    columns += [f"{name} newest answer" for name in names[:1] if newest]
     note = (
         "Top-1 in percent, by answers and by gold passages, after the last round and the one that the gate keeps "
         "(refused: every round cost the gate too much, and nothing would be published). "
         f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out. "
         "For the query side, where nothing held out can change, the kept round is the best on the labelled questions."
+        + (" The newest are a quarter of the labelled questions, the last wave of four." if newest else "")
     )
     return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
 
@@ -90,6 +95,12 @@ def _known(measured: Mapping[str, Any]) -> float:
 
 def _after(rounds: Sequence[Mapping[str, Any]], at: int) -> str:
     return f"{at}: {' / '.join(percent(rounds[at]['sets'][which]['answer']['1']) for which in (0, -1))}"
+
+
+def _decays(found: Sequence[Measured]) -> bool:
+    """Whether some setting lets old questions fade, so that the newest wave is worth a column."""
+    tried = [one for each in found for report in each.reports.get("refinement_grid", []) for one in report["tried"]]
+    return any(one["setting"].get("decay", 1.0) != 1.0 for one in tried)
 
 
 def _sets(found: Sequence[Measured]) -> list[str]:

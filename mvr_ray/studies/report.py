@@ -43,6 +43,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
         for table in (
             tables.retrieval_table(study, found),
             tables.contrast_table(study.config.contrasts, found),
+            tables.index_table(found),
             tables.view_table(found),
             tables.alone_table(study, found),
             tables.training_table(found),

@@ -56,6 +56,9 @@ _NAMES = {
 _BEFORE = {"encoder": {"empty_snippets": "masked"}}
 """What was done before a setting came, so that steps on file stay those of the setting that they had."""
 
+_TELLS_MORE = {"refinement_grid": "when rules stop, the newest questions"}
+"""What a measure's report has come to tell: one on file without it is made again."""
+
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
 
@@ -124,7 +127,8 @@ class _Chain:
         stage = step.stage
         made = run.train.task if stage == "train" and run.train.task != "retriever" else stage
         needs = [self.latest[name] for name in self._needs(made, run) if name in self.latest]
-        key = _digest([stage, *_decides(made, stage, run), step.options, *needs])
+        more = [_TELLS_MORE[stage]] if stage in _TELLS_MORE else []
+        key = _digest([stage, *_decides(made, stage, run), step.options, *needs, *more])
         names = self._names(made, run, key)
         if key not in plan.steps:
             named = RunConfig.model_validate(_laid_over(run, names))

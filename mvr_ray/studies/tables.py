@@ -146,6 +146,20 @@ def spoken(cell: Cell | None) -> str:
     return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
+def index_table(found: Sequence[Measured]) -> Table | None:
+    """What each variant's index holds."""
+    rows: list[list[Value]] = []
+    for one in found:
+        for report in (one.reports.get("index") or [])[-1:]:
+            shards = report.get("shards") or []
+            passages, vectors = (sum(shard[name] for shard in shards) for name in ("num_passages", "num_vectors"))
+            if passages:
+                each = number(vectors / passages)
+                rows.append([one.name, passages, vectors, each, report["dimension"], report["dtype"]])
+    columns = ["variant", "passages", "vectors", "vectors a passage", "dimension", "stored as"]
+    return Table("Index", "Of the last seed; before any refinement.", columns, rows) if rows else None
+
+
 def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured]) -> Table | None:
     """Differences over the same seeds. One seed has no interval."""
     by_name = {one.name: one for one in found}

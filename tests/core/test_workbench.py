@@ -8,10 +8,12 @@ import pytest
 from mvr_ray.core.metrics import first_ranks
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.workbench import (
+    AGES,
     Asked,
     Setting,
     Workbench,
     _State,
+    ages,
     clicks,
     feedback_of,
     hubs,
@@ -108,6 +110,11 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answ
         ranked = [slow_ranking(views, query)[:5] for query in sets.queries_QD]
         ranks = first_ranks([[row in own for row in rows] for rows, own in zip(ranked, sets.gold_Q)])
         assert measured.gold == {k: np.mean((ranks >= 0) & (ranks < k)) for k in (1, 5)}
+    newest = [
+        f"word{slow_ranking(views, query)[0] % 7}" == answers[0]
+        for query, answers in list(zip(known.queries_QD, known.answers_Q))[AGES - 1 :: AGES]
+    ]
+    assert after.newest == np.mean(newest)
     assert after.num_moved == len(answered)
     assert after.norm_max == before.norm_max == 1.0, "the passage's own views stay"
 
@@ -211,7 +218,8 @@ def test_two_bundles_of_questions_give_two_feedback_views_and_negatives_push_the
     )
     assert (pushed @ away[0])[0] < (one @ away[0])[0] - 0.1
     old = feedback_of(Setting(weight=0.5, decay=0.01), queries, labels, norms).vectors_FD
-    assert old[0, 1] > 0.49, "the first questions are the oldest, and fade"
+    assert ages(7).tolist() == [3, 2, 1, 0, 3, 2, 1], "a passage's questions stand side by side and are of all ages"
+    assert old[0, 1] > 0.49, "the newest, of the second bundle, is what is left"
 
 
 def test_new_feedback_views_stand_in_for_those_that_the_index_has(bench):

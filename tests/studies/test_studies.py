@@ -259,6 +259,7 @@ def refined_round(number: int, share: float, moved: int) -> dict:
         for name, most in (("known", 7), ("gate", 8), ("unseen", 9))
     ]
     counts = {"num_moved": moved, "skipped_domain": 3, "skipped_no_positive": 4, "norm_mean": 1.25, "norm_max": 2.0}
+    counts["newest"] = share + 0.05
     return {"number": number, "loss": 0.5, **counts, "sets": sets}
 
 
@@ -268,7 +269,7 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
     rounds = [refined_round(number, 0.1 * number, 10 * number) for number in range(5)]
-    setting = {"method": "passage", "step_size": 0.02}
+    setting = {"method": "passage", "step_size": 0.02, "decay": 0.3}
     kept = {"label": "kept", "setting": setting, "chosen": 3, "stopped": 4, "restored": 2, "lowest_loss": 1}
     kept["rounds"] = rounds
     refused = {
@@ -286,6 +287,8 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     tables = {table.title: table for table in report.tables}
     told = [row[:3] for row in tables["Refinement"].rows]
     assert told == [["a", "before", "0"], ["a", "kept", "3, kept"], ["a", "kept", "4"], ["a", "refused", "4, refused"]]
+    assert tables["Refinement"].columns[-1] == "known newest answer"
+    assert tables["Refinement"].rows[1][-1] == "35.0"
     depths = tables["Refinement at every depth"]
     assert depths.columns[3:] == ["known answer", "known gold", "unseen answer", "unseen gold"]
     assert depths.rows[1][3:] == ["30.0 / 40.0 / 50.0"] * 4

@@ -21,10 +21,13 @@ from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.plots import plots_of
 from mvr_ray.studies.tables import (
     CROSS_ENCODER,
+    READER,
     Cell,
     Measured,
     alone_table,
+    index_table,
     mining_table,
+    reader_table,
     reading_table,
     teacher_table,
     training_table,
@@ -96,6 +99,18 @@ def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of
     assert (second["pass"], second["search"], second["kept"], second["questions without"]) == (2, "bm25", 129, 2)
     [teacher] = told(teacher_table(found))
     assert (teacher["steps"], teacher["top-1 before"], teacher["top-1"]) == (120, "10.0", "62.5")
+
+
+def test_a_reader_is_told_by_its_best_epoch_and_an_index_by_what_its_shards_hold():
+    taught = {"metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}}
+    shards = [{"num_passages": 30, "num_vectors": 200}, {"num_passages": 10, "num_vectors": 100}]
+    index = {"shards": shards, "dimension": 384, "dtype": "fp16"}
+    found = [measured("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [taught]}), measured("b")]
+    [reader] = told(reader_table(found))
+    assert (reader["F1 before"], reader["exact match"], reader["F1"]) == ("5.0", "40.0", "52.5")
+    [row] = told(index_table(found))
+    assert (row["passages"], row["vectors"], row["vectors a passage"]) == (40, 300, "7.5")
+    assert reader_table(found[1:]) is index_table(found[1:]) is None
 
 
 @pytest.fixture
