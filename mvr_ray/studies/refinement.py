@@ -112,9 +112,18 @@ def refinement_grid(
         gate = [name for name in refine.gate if setting.method != "query"] or [refine.questions]
         heldout = _heldout(rounds, gate, by="gold" if setting.labels == "gold" else "answer")
         last, most = len(rounds) - 1, refine.max_heldout_loss
-        ends = [stopping(heldout, patience, most) for patience in (last, refine.patience)]
-        told = (ends[0].restored, *ends[1], _lowest_loss(rounds))
-        tried.append(TriedSetting(_label(fields, settings), setting._asdict(), *told, rounds))
+        best, end = (stopping(heldout, patience, most) for patience in (last, refine.patience))
+        tried.append(
+            TriedSetting(
+                label=_label(fields, settings),
+                setting=setting._asdict(),
+                chosen=best.restored,
+                stopped=end.stopped,
+                restored=end.restored,
+                lowest_loss=_lowest_loss(rounds),
+                rounds=rounds,
+            )
+        )
         progress("settings", number + 1, len(settings))
     return GridReport(
         described.index,
