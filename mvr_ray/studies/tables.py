@@ -239,7 +239,7 @@ def training_table(found: Sequence[Measured]) -> Table | None:
             collapsed = f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"
             rows.append([one.name, ends[0]["step"], *map(number, told), number(limit), collapsed])
     columns = ["variant", "steps", "loss", "local loss", "view-pair cosine", "LV", "ln V", "collapsed"]
-    note = "Of the last epoch. A local loss of ln V means equal views."
+    note = "Of the last epoch. A local loss of ln V, in bf16 within 0.3 % of it, means equal views."
     return Table("Training", note, columns, rows) if rows else None
 
 
