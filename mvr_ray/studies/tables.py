@@ -78,9 +78,10 @@ def _beside(
 
 def _kind(step: DoneStep) -> str:
     """The step's stage; training a cross-encoder or a reader is told apart from training a retriever."""
-    if step.stage != "train" or "view_pair_cosine" in (step.report.get("epochs") or [{}])[-1]:
+    epoch = (step.report.get("epochs") or [{}])[-1]
+    if step.stage != "train" or "view_pair_cosine" in epoch:
         return step.stage
-    return CROSS_ENCODER if "dev_top1" in (step.report.get("epochs") or [{}])[-1] else READER
+    return CROSS_ENCODER if "dev_top1" in epoch else READER if "dev_f1" in epoch else step.stage
 
 
 def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
