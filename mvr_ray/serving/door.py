@@ -38,7 +38,10 @@ def middlewares() -> list[Middleware]:
 
 
 class Door:
-    """ASGI middleware: at most `max_waiting` requests inside, the others 503 with Retry-After."""
+    """ASGI middleware: at most `max_waiting` requests inside, the others 503 with Retry-After.
+
+    A request is inside until its answer has gone: what a proxy still does after that keeps nobody out.
+    """
 
     def __init__(self, app: App, max_waiting: int) -> None:
         self.app = app
@@ -57,13 +60,25 @@ class Door:
             await self._passed(scope, receive, send)
 
     async def _passed(self, scope: Message, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
+        began, inside = time.monotonic(), True
         self.inside += 1
+
+        def leave() -> None:
+            nonlocal inside
+            if inside:
+                inside = False
+                self.inside -= 1
+                self._mean_s = MEMORY * self._mean_s + (1 - MEMORY) * (time.monotonic() - began)
+
+        async def sent(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                leave()
+
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, sent)
         finally:
-            self.inside -= 1
-            self._mean_s = MEMORY * self._mean_s + (1 - MEMORY) * (time.monotonic() - began)
+            leave()
 
     def _wait_s(self) -> int:
         """Whole seconds in which those who are inside will have gone: each is there for the mean time."""

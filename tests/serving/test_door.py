@@ -46,6 +46,37 @@ def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_an
     assert len(replica.came) == 7
 
 
+def test_a_request_whose_answer_has_gone_keeps_nobody_out_and_one_that_has_more_to_say_does():
+    more, end, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def lingering(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+        more.set()
+        await end.wait()
+        await send({"type": "http.response.body", "body": b"}"})
+        await over.wait()
+
+    guarded = door.Door(lingering, max_waiting=1)
+
+    async def story() -> list[int]:
+        counts = []
+        first = asyncio.create_task(ask(guarded, "POST", "/v1/search"))
+        await more.wait()
+        counts.append((await ask(guarded, "POST", "/v1/search")).status)
+        end.set()
+        while guarded.inside:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(ask(guarded, "POST", "/v1/search"))
+        while not (first.done() or second.done()) and guarded.inside:
+            await asyncio.sleep(0)
+        over.set()
+        counts += [(await first).status, (await second).status, guarded.inside]
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(story(), 30)) == [503, 200, 200, 0]
+
+
 def test_a_request_that_breaks_gives_its_place_back():
     replica = Replica()
     replica.gate.set()
