@@ -163,7 +163,7 @@ class RefineConfig(Section):
     feedback: str | None = None
     """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels."""
     gate: list[Name] = Field(default_factory=list)
-    """Held-out question sets that stop the rounds and gate the publish; empty: a fifth of `questions`."""
+    """Held-out question sets that say what a round may cost; empty: a fifth of `questions`."""
     report: list[Name] = Field(default_factory=list)
     """Question sets measured before and after; never used to decide."""
     method: Literal["feedback_views", "passage", "query", "hybrid", "linear"] = "feedback_views"
@@ -173,6 +173,7 @@ class RefineConfig(Section):
     depth: Count = 100
     rounds: Count = 30
     patience: Count = 5
+    """Rounds without a better one after which they end (docs/math.md, "When to stop")."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
     """Eta of AOpt eqs. 7 and 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
     alpha: float = 1.0
@@ -188,7 +189,7 @@ class RefineConfig(Section):
     more than `max_heldout_loss` points; the smaller one on ties; where all cost more, the one that costs least."""
     domain_guard: Annotated[float, Field(gt=0)] = 1e-3
     max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
-    """Points of held-out top-1 that a published refinement may cost."""
+    """Points of top-1 that a published refinement may cost any gate set, or the labelled questions themselves."""
     seed: int = 0
 
 

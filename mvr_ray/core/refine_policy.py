@@ -1,12 +1,13 @@
 """What the refinement loop does next, from numbers alone.
 
-Held-out (gate) accuracy is measured before the first round and after each. Rounds go on until the mean over the gate
-sets has not risen for `patience` rounds, or rounds are used up, or nothing moves. Then the best *acceptable* round is
-restored: one in which no gate set lost more than `max_heldout_loss` points. Where there is none, refinement is
-rejected. The loss is not asked: it falls while accuracy collapses.
+Accuracy of the gate sets (held-out questions) and of the labelled questions is measured before the first round and
+after each. The gate says what a refinement may cost: a round is *acceptable* if no gate set, nor the labelled questions
+themselves, lost more than `max_heldout_loss` points. What the labelled questions gain decides among acceptable rounds,
+then the mean of the gate sets, then moving least. Rounds go on until `patience` rounds have brought no better one, or
+rounds are used up, or nothing moves. The best one is then restored; where none is acceptable, refinement is rejected.
+The loss is not asked: it falls while accuracy collapses.
 
-Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the same
-bound, what the labelled questions gain decides, for that is what a larger weight buys.
+Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`), by the same rule.
 """
 
 import math
@@ -18,12 +19,15 @@ _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
 
 @dataclass(frozen=True)
 class RefineState:
-    """heldout_RG[r][g] is the accuracy in points (0..100) of gate set g after round r; r = 0 is before refinement.
+    """Accuracy in points (0..100) after each round r; r = 0 is before refinement.
 
-    `last_moved` is how many vectors the latest round moved or added, None where that is unknown or no round ran.
+    `heldout_RG[r][g]` is that of gate set g, `labelled_R[r]` that of the labelled questions, 0 throughout where nothing
+    tells what answers them. `last_moved` is how many vectors the latest round moved or added, None where that is
+    unknown or no round ran.
     """
 
     heldout_RG: tuple[tuple[float, ...], ...]
+    labelled_R: tuple[float, ...]
     max_rounds: int
     patience: int
     max_heldout_loss: float
@@ -32,7 +36,26 @@ class RefineState:
     def __post_init__(self) -> None:
         assert self.heldout_RG and self.heldout_RG[0], "held-out accuracy before refinement is missing"
         assert all(len(row) == len(self.heldout_RG[0]) for row in self.heldout_RG), "gate sets differ between rounds"
+        assert len(self.labelled_R) == len(self.heldout_RG), "a round lacks the accuracy of the labelled questions"
         assert all(math.isfinite(value) for row in self.heldout_RG for value in row), "held-out accuracy is not finite"
+        assert all(map(math.isfinite, self.labelled_R)), "accuracy of the labelled questions is not finite"
+
+    @property
+    def done(self) -> int:
+        return len(self.heldout_RG) - 1
+
+    def lost(self, r: int) -> float:
+        """Points that the set that suffered most has lost after round r (negative if all have gained)."""
+        return worst_loss((self.labelled_R[0], *self.heldout_RG[0]), (self.labelled_R[r], *self.heldout_RG[r]))
+
+    def best(self, last: int) -> int | None:
+        """The acceptable round, of 1 to `last`, that is worth most; the earliest of equals."""
+        acceptable = [r for r in range(1, last + 1) if self.lost(r) <= self.max_heldout_loss + _POINT_NOISE]
+        return max(acceptable, key=lambda r: (self.labelled_R[r], math.fsum(self.heldout_RG[r]), -r), default=None)
+
+    def least_harmful(self) -> int:
+        """The round whose worst loss is smallest, the earliest of equals."""
+        return min(range(1, self.done + 1), key=self.lost)
 
 
 @dataclass(frozen=True)
@@ -50,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Reject:
-    """Publish nothing. `lost_points` is what the worst gate set lost in the least harmful round."""
+    """Publish nothing. `lost_points` is what the worst set lost in the least harmful round."""
 
     reason: str
     lost_points: float
@@ -87,38 +110,27 @@ def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
 
 
 def next_action(state: RefineState) -> Action:
-    """Continue, Stop or Reject. Ties between rounds go to the earliest, which has moved least."""
-    done = len(state.heldout_RG) - 1
+    """Continue, Stop or Reject."""
+    done = state.done
     if done and state.last_moved == 0:
         return _finish(state, done - 1, f"round {done} moved nothing")
     if done >= state.max_rounds:
         return _finish(state, done, f"{done} of {state.max_rounds} rounds done")
-    if done:
-        best = max(range(1, done + 1), key=lambda r: (_mean(state, r), -r))
-        if done - best >= state.patience:
-            return _finish(state, done, f"no held-out gain for {state.patience} rounds")
+    if done - (state.best(done) or 0) >= state.patience:
+        return _finish(state, done, f"no round was better for {state.patience} rounds")
     return Continue()
 
 
 def _finish(state: RefineState, last: int, reason: str) -> Action:
-    """The end after round `last`: the best acceptable round, or a rejection."""
+    """The end after round `last`: the best round, or a rejection."""
     if last < 1:
         return Stop(reason, 0)
-    acceptable = [r for r in range(1, last + 1) if _lost(state, r) <= state.max_heldout_loss + _POINT_NOISE]
-    if acceptable:
-        return Stop(reason, max(acceptable, key=lambda r: (_mean(state, r), -r)))
-    lost = min(_lost(state, r) for r in range(1, last + 1))
+    best = state.best(last)
+    if best is not None:
+        return Stop(reason, best)
+    lost = min(state.lost(r) for r in range(1, last + 1))
     return Reject(
-        f"{reason}; every round cost a gate set more than the {state.max_heldout_loss:g} points allowed, "
-        f"the least harmful {lost:.1f}",
+        f"{reason}; every round cost the gate or the labelled questions more than the {state.max_heldout_loss:g} "
+        f"points allowed, the least harmful {lost:.1f}",
         lost,
     )
-
-
-def _mean(state: RefineState, round_number: int) -> float:
-    row = state.heldout_RG[round_number]
-    return math.fsum(row) / len(row)
-
-
-def _lost(state: RefineState, round_number: int) -> float:
-    return worst_loss(state.heldout_RG[0], state.heldout_RG[round_number])

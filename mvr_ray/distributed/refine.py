@@ -1,6 +1,6 @@
 """The refinement loop: retrieve, label, move or add views, measure, decide, publish (AOpt; feedback views).
 
-    round r:  hits of the labelled questions -> labels -> step -> hits again -> held-out accuracy -> next_action
+    round r:  hits of the labelled questions -> labels -> step -> hits again -> accuracy -> next_action
 
 `refine_policy` decides from numbers; this module acts. Each round's state is at rest in the staging folder before the
 round counts, so the same command continues a killed run and ends with the same bytes. The best acceptable round is
@@ -19,7 +19,7 @@ from mvr_ray.distributed import router, session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners, fill
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.loop import MOVES_QUERIES, RefinementLoop, least_harmful
+from mvr_ray.distributed.refinement.loop import MOVES_QUERIES, RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe, save_queries
 from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, RefineReport
@@ -68,7 +68,7 @@ def _conclude(
     run: RunConfig, store: Store, base: Manifest, loop: RefinementLoop, end: Stop | Reject
 ) -> tuple[RefineReport, Manifest | None]:
     """The report, and the manifest to publish if there is anything worth publishing."""
-    shown = end.best_round if isinstance(end, Stop) else least_harmful(loop.state())
+    shown = end.best_round if isinstance(end, Stop) else loop.state().least_harmful()
     accuracy = loop.accuracies(shown)
     report = RefineReport(
         index=base.index,

@@ -130,7 +130,7 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
-    """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that the gate keeps."""
+    """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that is kept."""
     tried = [one for one in report["tried"] if len(one["rounds"]) > MANY_ROUNDS]
     for one in tried:
         figure, (left, right, drift) = plt.subplots(1, 3, figsize=(14, 3.6))

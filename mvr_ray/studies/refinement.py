@@ -29,6 +29,8 @@ MOST_VECTORS = 2_000_000
 
 Heldout = tuple[tuple[float, ...], ...]
 """heldout_RG, as `RefineState` has it."""
+Labelled = tuple[float, ...]
+"""labelled_R, likewise."""
 
 
 class Ending(NamedTuple):
@@ -39,9 +41,10 @@ class Ending(NamedTuple):
 
 
 class TriedSetting(NamedTuple):
-    """`label` says what differs between the settings. `chosen` is the best round on the gate, 0 where every round cost
-    it more than `refine.max_heldout_loss` points. `refine` would have stopped after round `stopped`, for want of
-    patience, and restored round `restored`; the paper's rule, which looks at the loss, would keep `lowest_loss`.
+    """`label` says what differs between the settings. `chosen` is the best of all rounds by the rule of `refine`, 0
+    where every round cost more than `refine.max_heldout_loss` points. `refine` would have stopped after round
+    `stopped`, for want of patience, and restored round `restored`; the paper's rule, which looks at the loss, would
+    keep `lowest_loss`.
     """
 
     label: str
@@ -109,10 +112,10 @@ def refinement_grid(
     for number, fields in enumerate(settings):
         setting = Setting(**fields)
         rounds = bench.try_out(setting, labelled, others, run.evaluate.k)
-        gate = [name for name in refine.gate if setting.method != "query"] or [refine.questions]
-        heldout = _heldout(rounds, gate, by="gold" if setting.labels == "gold" else "answer")
+        by = "gold" if setting.labels == "gold" else "answer"
+        known, heldout = _known(rounds, refine.questions, by), _heldout(rounds, refine.gate, by)
         last, most = len(rounds) - 1, refine.max_heldout_loss
-        best, end = (stopping(heldout, patience, most) for patience in (last, refine.patience))
+        best, end = (stopping(known, heldout, patience, most) for patience in (last, refine.patience))
         tried.append(
             TriedSetting(
                 label=_label(fields, settings),
@@ -156,14 +159,20 @@ def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> 
     return ", ".join(f"{name} {fields[name]}" for name in varying) or str(fields.get("method", "feedback_views"))
 
 
-def stopping(heldout: Heldout, patience: int, max_loss: float) -> Ending:
+def stopping(known: Labelled, heldout: Heldout, patience: int, max_loss: float) -> Ending:
     """Where `refine_policy` would have ended these rounds, told one after the other, and what it restores."""
     last = len(heldout) - 1
     for done in range(last + 1):
-        action = next_action(RefineState(heldout[: done + 1], last, max(1, patience), max_loss))
+        seen = slice(done + 1)
+        action = next_action(RefineState(heldout[seen], known[seen], last, max(1, patience), max_loss))
         if not isinstance(action, Continue):
             return Ending(done, action.best_round if isinstance(action, Stop) else 0)
     raise AssertionError("the last round ends it")
+
+
+def _known(rounds: Sequence[Round], labelled: str, by: str) -> Labelled:
+    """Top-1 of the labelled questions after each round, in points."""
+    return tuple(value for (value,) in _heldout(rounds, [labelled], by))
 
 
 def _heldout(rounds: Sequence[Round], gate: Sequence[str], by: str) -> Heldout:

@@ -10,7 +10,7 @@ MANY_ROUNDS = 3
 
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:
-    """Every setting after its last round and the one that the gate keeps: gain on known questions, cost on others."""
+    """Every setting after its last round and the one that is kept: gain on known questions, cost on others."""
     names, newest = _sets(found), _decays(found)
     rows: list[list[Value]] = [
         [*told, *_accuracies(each), *([percent(each["newest"])] if newest else [])]
@@ -19,10 +19,10 @@ def refinement_table(found: Sequence[Measured]) -> Table | None:
     columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
     columns += [f"{name} newest answer" for name in names[:1] if newest]
     note = (
-        "Top-1 in percent, by answers and by gold passages, after the last round and the one that the gate keeps "
-        "(refused: every round cost the gate too much, and nothing would be published). "
-        f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out. "
-        "For the query side, where nothing held out can change, the kept round is the best on the labelled questions."
+        "Top-1 in percent, by answers and by gold passages, after the last round and the one that is kept: best on the "
+        "labelled questions, of those that cost neither gate nor them more than the gate's bound (refused: every round "
+        "cost more, and nothing would be published). "
+        f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out."
         + (" The newest are a quarter of the labelled questions, the last wave of four." if newest else "")
     )
     return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
@@ -80,11 +80,11 @@ def stopping_table(found: Sequence[Measured]) -> Table | None:
                 told += [_after(rounds, tried["lowest_loss"]), _after(rounds, len(rounds) - 1)]
                 rows.append([one.name, tried["label"], *told])
     names = _sets(found)
-    columns = ["index", "setting", "peak", "gate stops after", "gate restores", "lowest loss", "last round"]
+    columns = ["index", "setting", "peak", "stopped after", "restored", "lowest loss", "last round"]
     note = (
         f"Round: top-1 on {' / '.join((names or [''])[at] for at in (0, -1))}, percent, by answers. `refine` ends when "
-        "the gate has not risen for `refine.patience` rounds, and restores its best round; for the query side, where "
-        "nothing held out can change, the labelled questions are the gate. The paper's rule is the lowest loss."
+        "for `refine.patience` rounds none was better on the labelled questions within the gate's bound, and restores "
+        "the best one. The paper's rule is the lowest loss."
     )
     return Table("When to stop", note, columns, rows) if rows else None
 

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.refine_policy import RefineState
 from mvr_ray.distributed.refinement.fleet import LabelCache
-from mvr_ray.distributed.refinement.loop import least_harmful
 from mvr_ray.distributed.refinement.questions import arrange, read_feedback
 from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.state import ShardState, ShardViews
@@ -206,11 +204,6 @@ def test_the_label_cache_equals_a_dictionary(batches):
         cache.add(missing, np.array([batch[key] for key in missing.tolist()], bool))
         known.update({key: batch[key] for key in missing.tolist()})
         assert cache.get(keys).tolist() == [known[key] for key in keys.tolist()]
-
-
-def test_the_least_harmful_round_is_that_whose_worst_gate_set_lost_least():
-    state = RefineState(((60.0, 60.0), (70.0, 50.0), (55.0, 55.0), (55.0, 56.0)), 9, 9, 1.0)
-    assert least_harmful(state) == 2
 
 
 def test_a_report_survives_the_disk():

@@ -302,19 +302,21 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
 
 
 @pytest.mark.parametrize(
-    "heldout, patience, ending",
+    "known, heldout, patience, ending",
     [
-        ([70, 71, 74, 73, 73, 75], 2, (4, 2)),
-        ([70, 71, 74, 73, 73, 75], 3, (5, 5)),
-        ([70, 74, 74, 74, 60, 60], 2, (3, 1)),
-        ([70, 69.5, 60, 50], 1, (2, 1)),
-        ([70, 60, 69, 50], 1, (3, 2)),
-        ([70, 60, 50, 40], 1, (2, 0)),
+        ([60, 71, 74, 73, 73, 75], [70] * 6, 2, (4, 2)),
+        ([60, 71, 74, 73, 73, 75], [70] * 6, 3, (5, 5)),
+        ([60, 74, 74, 74, 80, 80], [70, 71, 70, 70, 60, 60], 2, (3, 1)),
+        ([60, 61, 62, 63], [70, 69.5, 60, 50], 1, (2, 1)),
+        ([60, 61, 62, 63], [70, 60, 69, 50], 1, (1, 0)),
+        ([60, 61, 62, 63], [70, 60, 69, 50], 2, (3, 2)),
+        ([60, 61, 62, 63], [70, 60, 50, 40], 2, (2, 0)),
     ],
 )
-def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(heldout, patience, ending):
-    """The best of those seen, of equals the first; none where each lost more than a point."""
-    assert stopping(tuple((float(value),) for value in heldout), patience, 1.0) == ending
+def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(known, heldout, patience, ending):
+    """The best of those seen, of equals the first; none where each lost the gate more than a point."""
+    gate = tuple((float(value),) for value in heldout)
+    assert stopping(tuple(map(float, known)), gate, patience, 1.0) == ending
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])

@@ -1,14 +1,14 @@
 """What a refinement has at rest while it runs, so that the same command continues it.
 
-    <staging>/refine-<key>/journal.json            ranks before, held-out accuracy and report of each round done, and of
-                                                   each weight tried
+    <staging>/refine-<key>/journal.json            ranks before, accuracy and report of each round done, and of each
+                                                   weight tried
     <staging>/refine-<key>/weight-<i>/shard-*.npz  what the i-th weight of feedback views would change in each shard
     <staging>/refine-<key>/round-<r>/shard-*.npz   what round r has changed in each shard
     <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, where they move
     <staging>/refine-<key>/report.json             the outcome, from just before the publish
 
-The key is made of what decides the result: the version refined, the refine section, every question. A round counts
-once the journal names it; the journal is replaced as a whole. Only the latest and the best round are kept.
+The key is made of what decides the result: this format, the version refined, the refine section, every question. A
+round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best round are kept.
 """
 
 import hashlib
@@ -29,11 +29,15 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
 
+_FORMAT = 2
+"""Part of the key: what was begun under another one is not continued."""
+
 
 class DoneRound(NamedTuple):
-    """A finished round; `heldout` is the accuracy in points of each deciding set after it."""
+    """A finished round; `labelled` and `heldout` (a value for each gate set) in points, as they decide."""
 
     report: RoundReport
+    labelled: float
     heldout: tuple[float, ...]
     num_moved: int
 
@@ -50,20 +54,22 @@ class Journal:
     """The record of one refinement of one version. Empty where nothing has been done yet."""
 
     def __init__(self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions) -> None:
-        decides = (base.content_digest(), base.version, run.digest("refine"), questions.digest())
+        decides = (_FORMAT, base.content_digest(), base.version, run.digest("refine"), questions.digest())
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
         self.store = store
         self.folder = layout.staging_dir(base.index, f"refine-{key}")
         self.before: Ranks | None = None
+        self.labelled_before = 0.0
         self.heldout_before: tuple[float, ...] = ()
         self.rounds: list[DoneRound] = []
         self.weights: list[DoneWeight] = []
         if store.exists(self._path):
             kept = json.loads(store.read_bytes(self._path))
             self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
+            self.labelled_before = kept["labelled_before"]
             self.heldout_before = tuple(kept["heldout_before"])
             self.rounds = [
-                DoneRound(RoundReport(**row["report"]), tuple(row["heldout"]), row["num_moved"])
+                DoneRound(RoundReport(**row["report"]), row["labelled"], tuple(row["heldout"]), row["num_moved"])
                 for row in kept["rounds"]
             ]
             self.weights = [
@@ -79,8 +85,12 @@ class Journal:
     def heldout_RG(self) -> tuple[tuple[float, ...], ...]:
         return (self.heldout_before, *(done.heldout for done in self.rounds))
 
-    def begin(self, before: Ranks, heldout: Sequence[float]) -> None:
-        self.before, self.heldout_before = before, tuple(heldout)
+    @property
+    def labelled_R(self) -> tuple[float, ...]:
+        return (self.labelled_before, *(done.labelled for done in self.rounds))
+
+    def begin(self, before: Ranks, labelled: float, heldout: Sequence[float]) -> None:
+        self.before, self.labelled_before, self.heldout_before = before, labelled, tuple(heldout)
         self._write()
 
     def commit(self, done: DoneRound) -> None:
@@ -96,6 +106,7 @@ class Journal:
         kept = {
             "answer_ranks": self.before.answer_T.tolist(),
             "gold_ranks": self.before.gold_T.tolist(),
+            "labelled_before": self.labelled_before,
             "heldout_before": self.heldout_before,
             "rounds": [{**done._asdict(), "report": done.report._asdict()} for done in self.rounds],
             "weights": [{**done._asdict(), "report": done.report._asdict()} for done in self.weights],

@@ -74,7 +74,7 @@ class RefinementLoop:
             before = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
             before = self.rank_others(0, before, self.questions.gate_rows(), "gate")
             before = self.rank_others(0, before, self.questions.other_rows(), "report")
-            self.journal.begin(before, self.heldout(before))
+            self.journal.begin(before, self.labelled_points(before), self.heldout(before))
         while True:
             match next_action(self.state()):
                 case Continue():
@@ -93,6 +93,7 @@ class RefinementLoop:
         rounds = self.journal.rounds
         return RefineState(
             heldout_RG=self.journal.heldout_RG,
+            labelled_R=self.journal.labelled_R,
             max_rounds=1 if self.refine.method in ONE_SHOT else self.refine.rounds,
             patience=self.refine.patience,
             max_heldout_loss=self.refine.max_heldout_loss,
@@ -103,8 +104,6 @@ class RefinementLoop:
         """Make, search and judge what a first round with each weight would publish; weights that were tried are not
         tried again."""
         handed = {shard: (part,) for shard, part in self.refiners.split(labels).items()}
-        known = self.questions.groups[0]
-        kind = deciding_kind(self.judge, self.refine, known)
         for number in range(len(self.journal.weights), len(self.weights)):
             at, settings = trial(number), FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
             self.refiners.each("add_feedback", 0, handed, queries_LD, settings, at)
@@ -117,8 +116,7 @@ class RefinementLoop:
                 **self.top1s(ranks),
                 lost_points=worst_loss(self.journal.heldout_before, heldout),
             )
-            labelled = 100 * self.judge.top1([known], kind, ranks) if kind else 0.0
-            self.journal.commit_weight(DoneWeight(report, labelled, heldout))
+            self.journal.commit_weight(DoneWeight(report, self.labelled_points(ranks), heldout))
             logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def weight(self) -> float:
@@ -159,6 +157,12 @@ class RefinementLoop:
 
     def heldout(self, ranks: Ranks) -> list[float]:
         return [100 * self.judge.top1([gate.group], gate.kind, ranks) for gate in self.gates]
+
+    def labelled_points(self, ranks: Ranks) -> float:
+        """Top-1 of the labelled questions in points, 0 where nothing tells what answers them."""
+        known = self.questions.groups[0]
+        kind = deciding_kind(self.judge, self.refine, known)
+        return 100 * self.judge.top1([known], kind, ranks) if kind else 0.0
 
     def top1s(self, ranks: Ranks) -> dict[str, Any]:
         """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
@@ -241,7 +245,8 @@ class RefinementLoop:
             **moved.summary(self.refiners.num_passages, len(self.labelled)),
             **self.top1s(ranks),
         )
-        self.journal.commit(DoneRound(report, tuple(self.heldout(ranks)), moved.num_moved))
+        labelled, heldout = self.labelled_points(ranks), tuple(self.heldout(ranks))
+        self.journal.commit(DoneRound(report, labelled, heldout, moved.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
         note_round(self.refiners.index, report._asdict())
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
@@ -253,7 +258,7 @@ class RefinementLoop:
             case Stop(best_round=best):
                 return best
             case _:
-                return least_harmful(state)
+                return state.least_harmful()
 
     def accuracies(self, number: int) -> list[Accuracy]:
         """Before and after, every group, with the state of a round in force."""
@@ -284,12 +289,6 @@ def weights_to_try(refine: RefineConfig) -> tuple[float, ...]:
         return ()
     given = refine.feedback_weight
     return tuple(sorted(set(given))) if isinstance(given, list) else (given,)
-
-
-def least_harmful(state: RefineState) -> int:
-    """The round whose worst loss of a gate set is smallest; the earliest on ties."""
-    before, *after = state.heldout_RG
-    return 1 + min(range(len(after)), key=lambda r: max(was - now for was, now in zip(before, after[r])))
 
 
 class Moved(NamedTuple):

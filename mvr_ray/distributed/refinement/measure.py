@@ -128,19 +128,20 @@ def deciding_kind(judge: Judge, refine: RefineConfig, group: QuestionGroup) -> K
 
 
 def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
-    """What the rounds are judged by.
+    """The held-out questions that say what rounds may cost.
 
-    Held-out questions, except for the query side alone: there nothing held out can change, so the rounds are judged
-    by the labelled questions themselves.
+    ConfigError for a set that can not be judged: of the gate, and on the query side the labelled questions too, since
+    nothing held out can change there and they alone tell one round from another.
     """
-    groups = judge.questions.groups[:1] if refine.method == "query" else judge.questions.gates
-    sets = []
-    for group in groups:
-        kind = deciding_kind(judge, refine, group)
-        if kind is None:
-            raise ConfigError(
-                f"question set {group.name!r} decides about refinement, but its questions have neither answers nor "
-                f"gold passages; name another in refine.gate"
-            )
-        sets.append(GateSet(group, kind))
-    return sets
+
+    def judged(group: QuestionGroup) -> GateSet:
+        if kind := deciding_kind(judge, refine, group):
+            return GateSet(group, kind)
+        raise ConfigError(
+            f"question set {group.name!r} decides about refinement, but its questions have neither answers nor gold "
+            f"passages; name another in refine.{'questions' if group.protocol == 'transductive' else 'gate'}"
+        )
+
+    if refine.method == "query":
+        judged(judge.questions.groups[0])
+    return [judged(group) for group in judge.questions.gates]
