@@ -173,7 +173,7 @@ class RefineConfig(Section):
     depth: Count = 100
     rounds: Count = 30
     patience: Count = 5
-    """Rounds without a better one after which they end (docs/math.md, "When to stop")."""
+    """Rounds without a better one, acceptable or not, after which they end (docs/math.md, "When to stop")."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
     """Eta of AOpt eqs. 7 and 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
     alpha: float = 1.0

@@ -2,16 +2,17 @@
 
 Accuracy of the gate sets (held-out questions) and of the labelled questions is measured before the first round and
 after each. The gate says what a refinement may cost: a round is *acceptable* if no gate set, nor the labelled questions
-themselves, lost more than `max_heldout_loss` points. What the labelled questions gain decides among acceptable rounds,
-then the mean of the gate sets, then moving least. Rounds go on until `patience` rounds have brought no better one, or
-rounds are used up, or nothing moves. The best one is then restored; where none is acceptable, refinement is rejected.
-The loss is not asked: it falls while accuracy collapses.
+themselves, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
+questions, then if the mean of the gate sets is higher, then if it moved less. Rounds go on until `patience` of them
+have brought no better one, acceptable or not (a small gate wavers about its bound), or rounds are used up, or nothing
+moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss is not asked: it
+falls while accuracy collapses.
 
 Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`), by the same rule.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
@@ -48,10 +49,13 @@ class RefineState:
         """Points that the set that suffered most has lost after round r (negative if all have gained)."""
         return worst_loss((self.labelled_R[0], *self.heldout_RG[0]), (self.labelled_R[r], *self.heldout_RG[r]))
 
-    def best(self, last: int) -> int | None:
-        """The acceptable round, of 1 to `last`, that is worth most; the earliest of equals."""
-        acceptable = [r for r in range(1, last + 1) if self.lost(r) <= self.max_heldout_loss + _POINT_NOISE]
-        return max(acceptable, key=lambda r: (self.labelled_R[r], math.fsum(self.heldout_RG[r]), -r), default=None)
+    def acceptable(self, last: int) -> list[int]:
+        """Of rounds 1 to `last`."""
+        return [r for r in range(1, last + 1) if self.lost(r) <= self.max_heldout_loss + _POINT_NOISE]
+
+    def best(self, rounds: Iterable[int]) -> int | None:
+        """The one worth most, the earliest of equals; None of none."""
+        return max(rounds, key=lambda r: (self.labelled_R[r], math.fsum(self.heldout_RG[r]), -r), default=None)
 
     def least_harmful(self) -> int:
         """The round whose worst loss is smallest, the earliest of equals."""
@@ -116,7 +120,8 @@ def next_action(state: RefineState) -> Action:
         return _finish(state, done - 1, f"round {done} moved nothing")
     if done >= state.max_rounds:
         return _finish(state, done, f"{done} of {state.max_rounds} rounds done")
-    if done - (state.best(done) or 0) >= state.patience:
+    peak, best = state.best(range(1, done + 1)) or 0, state.best(state.acceptable(done)) or 0
+    if done - max(peak, best) >= state.patience:
         return _finish(state, done, f"no round was better for {state.patience} rounds")
     return Continue()
 
@@ -125,7 +130,7 @@ def _finish(state: RefineState, last: int, reason: str) -> Action:
     """The end after round `last`: the best round, or a rejection."""
     if last < 1:
         return Stop(reason, 0)
-    best = state.best(last)
+    best = state.best(state.acceptable(last))
     if best is not None:
         return Stop(reason, best)
     lost = min(state.lost(r) for r in range(1, last + 1))

@@ -83,8 +83,8 @@ def stopping_table(found: Sequence[Measured]) -> Table | None:
     columns = ["index", "setting", "peak", "stopped after", "restored", "lowest loss", "last round"]
     note = (
         f"Round: top-1 on {' / '.join((names or [''])[at] for at in (0, -1))}, percent, by answers. `refine` ends when "
-        "for `refine.patience` rounds none was better on the labelled questions within the gate's bound, and restores "
-        "the best one. The paper's rule is the lowest loss."
+        "for `refine.patience` rounds none was better on the labelled questions, and restores the best one that cost "
+        "the gate no more than its bound. The paper's rule is the lowest loss."
     )
     return Table("When to stop", note, columns, rows) if rows else None
 
