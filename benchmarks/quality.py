@@ -29,8 +29,9 @@ SMALL = [
 UNTRAINED = "index.encoder=untrained"
 MEAN = ["encoder.strategy=mean", "index.name={size}-mean", UNTRAINED]
 SNIPPETS = ["encoder.strategy=snippet_means", "index.name={size}-snippet-means", UNTRAINED]
-LINEAR = ["refine.method=linear", "refine.positives=all", "refine.max_heldout_loss=100"]
-FEEDBACK = ["refine.method=feedback_views"]
+FREE = "refine.max_heldout_loss=100"
+LINEAR = ["refine.method=linear", "refine.positives=all", FREE]
+FEEDBACK = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=1", FREE]
 BUDGET = ["train.max_steps=60", "train.dev_questions=null", "train.epochs=1"]
 DPR = ["encoder.name=dpr", "encoder.strategy=cls", "train.loss=dpr", "train.warm_start_steps=60", *BUDGET]
 CAMVR = ["encoder.name=camvr", "encoder.strategy=snippets", "train.loss=camvr", "train.warm_start_steps=60", *BUDGET]
