@@ -19,7 +19,6 @@ MvrRayError
 ├── CoverageError        some shards did not answer
 │   └── DamagedShardsError   some could not, because a file of theirs is damaged (also a DigestError)
 ├── OverloadedError      too many calls wait already (ask again after `retry_after_s`)
-├── RefinementRejectedError  a refinement round cost too much held-out accuracy
 ├── StudyError           a step of a study failed (the message names its command)
 └── RowsLostError        passages read, embedded and indexed differ in number
 
@@ -113,10 +112,6 @@ class OverloadedError(MvrRayError, RuntimeError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class RefinementRejectedError(MvrRayError, RuntimeError):
-    """A refinement round cost more held-out accuracy than allowed, and was not published."""
 
 
 class StudyError(MvrRayError, RuntimeError):

@@ -8,7 +8,8 @@ have brought no better one, acceptable or not (a small gate wavers about its bou
 moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss is not asked: it
 falls while accuracy collapses.
 
-Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`), by the same rule.
+Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the gate's
+bound, too, what the labelled questions gain decides.
 """
 
 import math

@@ -33,7 +33,7 @@ from mvr_ray.types import FloatArray, Progress, no_progress
 
 
 def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
-    """Refine the live version of `index.name` and publish the result, unless it costs too much held-out accuracy.
+    """Refine the live version of `index.name` and publish the result, unless it costs too much accuracy.
 
     Raises MissingInputError (no index, no question set), ConfigError, DataError (feedback), FingerprintError,
     CoverageError, ResourceError, PublishConflictError (another version was published meanwhile).
