@@ -53,7 +53,7 @@ def compare(first: Path, second: Path, ks: Sequence[int], seed: int = 0, qrels: 
     for k in ks:
         a_Q, b_Q = ((at <= k).astype(float) for at in both)
         points = 100 * float(a_Q.mean()), 100 * float(b_Q.mean())
-        p = float(paired_test(a_Q, b_Q, seed))
+        p = float(paired_test(a_Q, b_Q, seed=seed))
         rows.append(Compared(f"top-{k}", *points, points[1] - points[0], p, len(questions)))
     return rows
 

@@ -110,8 +110,11 @@ class EncoderConfig(Section):
     viewer_init: Literal["random", "cls"] = "random"
     empty_snippets: Literal["masked", "kept"] = "masked"
     """For `snippets`, where a passage has fewer sentences than views: no view, or a viewer before nothing, as CAMVR."""
+    title_view: bool = False
+    """For `snippets`: the title is the first view's snippet and the text is cut into num_views - 1, as CAMVR. A passage
+    without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
     use_title: bool = True
-    """Encode `title [SEP] text`; the title is context, never a view."""
+    """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
     max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
     max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
     normalize: bool = True
@@ -166,7 +169,9 @@ class RefineConfig(Section):
     """Held-out question sets that say what a round may cost; empty: a fifth of `questions`."""
     report: list[Name] = Field(default_factory=list)
     """Question sets measured before and after; never used to decide."""
-    method: Literal["feedback_views", "passage", "query", "hybrid", "linear"] = "feedback_views"
+    method: Literal["feedback_views", "passage", "query", "hybrid", "linear", "rocchio"] = "feedback_views"
+    """feedback_views: an extra view a passage. AOpt: gradient steps of the passages (eq. 14), of the queries (eq. 11)
+    or of both; or one linear combination of the passages (eq. 9) or of the queries (Rocchio, eq. 7)."""
     labels: Literal["answers", "gold"] = "answers"
     positives: Literal["all", "first"] = "first"
     """Label every answer-bearing hit (AOpt eq. 8) or only the first."""
@@ -175,11 +180,15 @@ class RefineConfig(Section):
     patience: Count = 5
     """Rounds without a better one, acceptable or not, after which they end (docs/math.md, "When to stop")."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
-    """Eta of AOpt eqs. 7 and 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
+    """Eta of AOpt eq. 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
     alpha: float = 1.0
     beta: float = 0.6
     gamma: float = -0.1
-    """Linear form, AOpt eq. 9: alpha p + beta mean(positives) + gamma mean(negatives)."""
+    """Linear forms, AOpt eqs. 7 and 9: alpha x + beta mean(positives) + gamma mean(negatives), x a query or a view.
+    (The paper writes eq. 7 with a minus before a positive gamma.)"""
+    keep_length: bool | None = None
+    """Bring every moved vector back to the length that it had; false: AOpt's raw form. Absent: true where the index
+    holds unit vectors (`encoder.normalize`), in which a longer vector scores higher with every question."""
     feedback_clusters: Annotated[int, Field(ge=1, le=64)] = 2
     """Feedback views a passage, at most: one for each cluster of its questions. Study `refinement`: at weight 0.7 a
     second one brought 3 to 5 points more of the known questions, two further ones 1 more, none cost the others."""

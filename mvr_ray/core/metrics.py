@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from mvr_ray.types import FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
+Groups = Sequence[str] | Sequence[int] | NDArray[np.int64] | NDArray[np.str_]
+"""The group (article) of each question."""
 
 _NUMBERS_AT_ONCE = 1 << 20
 _NEAR = 1e-12
@@ -67,29 +69,62 @@ def ndcg(ranked: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]]
     return np.array(values, np.float64)
 
 
-def bootstrap_interval(values_Q: FloatArray, seed: int = 0, num: int = 1000, confidence: float = 0.95) -> Interval:
-    """Percentile bootstrap interval of the mean over questions. Same values and seed, same interval."""
-    values_Q = np.asarray(values_Q, np.float64)
-    assert len(values_Q), "an interval over no questions"
+def cluster_interval(
+    values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
+) -> Interval:
+    """Bootstrap interval of the mean over questions that come in groups, such as all those of one article.
+
+    Questions of one article share its passages and its style, so their values are not independent: whole groups are
+    resampled, with all their values. The quantiles are those of Hesterberg's expanded percentile interval (The American
+    Statistician 69(4), 2015), which is as wide for few groups as Student's t is. Where there is one group only, its
+    values count as independent. Same values, groups and seed, same interval.
+    """
+    sum_G, count_G = _group_sums(values_Q, groups_Q)
     rng = np.random.default_rng(seed)
     means = np.empty(num)
-    part = max(1, _NUMBERS_AT_ONCE // len(values_Q))
+    part = max(1, _NUMBERS_AT_ONCE // len(sum_G))
     for start in range(0, num, part):
         size = min(part, num - start)
-        means[start : start + size] = values_Q[rng.integers(0, len(values_Q), (size, len(values_Q)))].mean(axis=1)
-    tail = (1 - confidence) / 2
+        drawn_G = rng.multinomial(len(sum_G), np.full(len(sum_G), 1 / len(sum_G)), size).astype(np.float64)
+        means[start : start + size] = (drawn_G @ sum_G) / (drawn_G @ count_G)
+    tail = _expanded_tail(len(sum_G), confidence)
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
 
 
-def paired_test(a_Q: FloatArray, b_Q: FloatArray, seed: int = 0, num: int = 10_000) -> float:
-    """Two-sided p of "a and b are exchangeable on each question": permutation of paired values by sign flips.
+def interval_over_seeds(
+    values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
+) -> Interval:
+    """Interval of the mean over seeds and questions, where each seed stands for a training and answered all questions.
 
-    Exact (every flip is tried) where the questions on which a and b differ are few; else `num` random flips, of which
-    the observed one counts as one, so that p is never 0.
+    Seeds and articles are two sources of error: the distance of each end of `cluster_interval` of the seeds' mean, and
+    the half width of Student's interval over the seeds, are added as squares. One seed: that over articles alone.
+    """
+    values_SQ = np.atleast_2d(np.asarray(values_SQ, np.float64))
+    mean_Q = values_SQ.mean(axis=0)
+    interval, num_seeds = cluster_interval(mean_Q, groups_Q, seed, num, confidence), len(values_SQ)
+    if num_seeds == 1:
+        return interval
+    from scipy import stats
+
+    spread = values_SQ.mean(axis=1).std(ddof=1) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf((1 + confidence) / 2, num_seeds - 1) * spread)
+    mean = float(mean_Q.mean())
+    return Interval(mean - math.hypot(mean - interval.low, half), mean + math.hypot(interval.high - mean, half))
+
+
+def paired_test(
+    a_Q: FloatArray, b_Q: FloatArray, groups_Q: Groups | None = None, seed: int = 0, num: int = 10_000
+) -> float:
+    """Two-sided p of "a and b are exchangeable": permutation of paired values by sign flips.
+
+    With `groups_Q` the values of a group (an article) are flipped together, for they are not independent; without, each
+    question is flipped alone. Exact (every flip is tried) where the groups on which a and b differ are few; else `num`
+    random flips, of which the observed one counts as one, so that p is never 0.
     """
     difference_Q = np.asarray(a_Q, np.float64) - np.asarray(b_Q, np.float64)
-    difference_M = difference_Q[difference_Q != 0]
+    difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q).sum_G
+    difference_M = difference_G[np.abs(difference_G) > _NEAR]
     size = len(difference_M)
     observed = abs(difference_M.sum()) - _NEAR * np.abs(difference_M).sum()
     if size and 2**size <= num:
@@ -105,6 +140,33 @@ def paired_test(a_Q: FloatArray, b_Q: FloatArray, seed: int = 0, num: int = 10_0
         sums = difference_M.sum() - 2 * (flips @ difference_M)
         as_far += int((np.abs(sums) >= observed).sum())
     return as_far / (num + 1)
+
+
+class _GroupSums(NamedTuple):
+    sum_G: FloatArray
+    count_G: FloatArray
+
+
+def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> _GroupSums:
+    """Sum and number of each group's values; of a single group, every value alone."""
+    values_Q = np.asarray(values_Q, np.float64)
+    assert len(values_Q) == len(groups_Q), "every value has a group"
+    assert len(values_Q), "an interval over no questions"
+    group_Q = np.unique(np.asarray(groups_Q), return_inverse=True)[1]
+    if not group_Q.any():
+        return _GroupSums(values_Q, np.ones(len(values_Q)))
+    sum_G = np.bincount(group_Q, values_Q).astype(np.float64)
+    return _GroupSums(sum_G, np.bincount(group_Q).astype(np.float64))
+
+
+def _expanded_tail(num_groups: int, confidence: float) -> float:
+    """The quantile whose normal deviate is that of Student's t for so many groups, and of a variance over n - 1."""
+    from scipy import stats
+
+    if num_groups < 2:
+        return (1 - confidence) / 2
+    deviate = stats.t.ppf((1 - confidence) / 2, num_groups - 1) * math.sqrt(num_groups / (num_groups - 1))
+    return float(stats.norm.cdf(deviate))
 
 
 def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> float | None:
@@ -136,17 +198,30 @@ def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margi
 
 
 def ppl(view_Q: IntArray, passage_Q: IntArray) -> float | None:
-    """Perplexity of view usage (MVR): exp of the entropy of the winning views of one passage's questions, averaged over
-    passages. 1: always one view. Proves nothing by itself: collapsed views tie, and noise then picks among them; so
-    take `view_Q` from `winning_views`, and read it with `lv`.
+    """Perplexity of view usage (MVR, eq. 10), read as the mean of exponents: exp of the entropy of the winning views of
+    one passage's questions, averaged over passages. 1: always one view.
+
+    It is at most the number of questions a passage. It proves nothing by itself: collapsed views tie, and noise then
+    picks among them; so take `view_Q` from `winning_views`, and read it with `lv`.
     """
-    if not len(view_Q):
-        return None
+    return float(np.exp(_view_entropies(view_Q, passage_Q)).mean()) if len(view_Q) else None
+
+
+def ppl_of_mean_entropy(view_Q: IntArray, passage_Q: IntArray) -> float | None:
+    """Perplexity of view usage (MVR, eq. 10), read as the exponent of the mean: exp of the passages' mean entropy.
+
+    Never above `ppl` (Jensen's inequality), and equal to it where every passage has the same entropy.
+    """
+    return float(np.exp(_view_entropies(view_Q, passage_Q).mean())) if len(view_Q) else None
+
+
+def _view_entropies(view_Q: IntArray, passage_Q: IntArray) -> FloatArray:
+    """Entropy in nats of the winning views of each passage's questions. float64 [P]"""
     pairs, count_X = np.unique(np.stack([passage_Q, view_Q]), axis=1, return_counts=True)
     _, row_X, count_P = np.unique(pairs[0], return_inverse=True, return_counts=True)
     total_P = np.bincount(row_X, count_X, len(count_P))
     share_X = count_X / total_P[row_X]
-    return float(np.exp(np.bincount(row_X, -share_X * np.log(share_X), len(count_P))).mean())
+    return np.bincount(row_X, -share_X * np.log(share_X), len(count_P))
 
 
 def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) -> float | None:
@@ -165,8 +240,11 @@ def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) ->
     return float((pairs_P / (count_P * (count_P - 1))).mean())
 
 
-def answer_view_accuracy(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:
-    """Share of questions won by the view of the snippet that holds the answer (CAMVR, eq. 15); -1: view unknown."""
+def gold_answer_view_share(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:
+    """Share of questions for which, within the gold passage, the view of the answer's snippet wins; -1: view unknown.
+
+    Ours. CAMVR's answer-view accuracy (eq. 15) looks at the retrieved passages: `analyze` has it as `answer_view/top-k`.
+    """
     known_Q = answer_view_Q >= 0
     return float((view_Q[known_Q] == answer_view_Q[known_Q]).mean()) if known_Q.any() else None
 

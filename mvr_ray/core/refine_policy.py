@@ -16,6 +16,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+ONE_SHOT = ("linear", "rocchio")
+"""Methods of one round, without a loss."""
+MOVES_QUERIES = ("query", "hybrid", "rocchio")
+KEEPS_PASSAGES = ("query", "rocchio")
+"""Methods that move queries alone: every passage stays as published."""
 _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
 
 

@@ -21,6 +21,7 @@ from mvr_ray.core import aopt, feedback
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.pseudo_labels import Labels, gold_relevance, label_matrices, labels_from_hits, winning_slots
+from mvr_ray.core.refine_policy import ONE_SHOT
 from mvr_ray.types import FloatArray, IntArray
 
 _QUERIES_AT_ONCE = 256
@@ -30,12 +31,13 @@ AGES = 4
 """Labelled questions are taken to have come in so many waves, dealt in turn: those of a passage stand side by side in a
 set, and in several waves. The last one is the newest, of age 0."""
 
-Method = Literal["linear", "passage", "query", "hybrid", "softmax", "feedback_views"]
+Method = Literal["linear", "rocchio", "passage", "query", "hybrid", "softmax", "feedback_views"]
 
 
 class Setting(NamedTuple):
     """One refinement to try; `softmax` moves passages by the form without a domain, at `temperature`. What the method
-    does not use means nothing to it."""
+    does not use means nothing to it. `keep_length` brings every moved vector back to the length that it had; without
+    it a step is the paper's."""
 
     method: Method = "feedback_views"
     labels: Literal["answers", "gold", "clicks"] = "answers"
@@ -45,6 +47,7 @@ class Setting(NamedTuple):
     rounds: int = 1
     step_size: float = 0.01
     guard: float = 1e-3
+    keep_length: bool = True
     temperature: float = 0.05
     beta: float = 0.6
     gamma: float = -0.1
@@ -78,12 +81,15 @@ class Hubs(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Top-k accuracies (shares) of one set after one round."""
+    """Top-k accuracies (shares) of one set after one round, and the ranks of each question's first answer-bearing and
+    first gold passage, from 0; -1: not among the hits."""
 
     questions: str
     answer: dict[int, float]
     gold: dict[int, float]
     hubs: Hubs
+    answer_ranks: list[int]
+    gold_ranks: list[int]
 
 
 class Round(NamedTuple):
@@ -239,8 +245,14 @@ class Workbench:
         matrices = label_matrices(slots, labels.question_L, labels.positive_L, len(state.vectors_ND), num_queries)
         vectors_ND, labelled_QD = state.vectors_ND, state.labelled_QD
         steps: list[aopt.StepResult] = []
-        if setting.method in ("query", "hybrid"):
-            step = aopt.query_step(labelled_QD, vectors_ND, matrices, step_size=setting.step_size, guard=setting.guard)
+        if setting.method in ("query", "hybrid", "rocchio"):
+            if setting.method == "rocchio":
+                step = aopt.rocchio_step(labelled_QD, vectors_ND, matrices, beta=setting.beta, gamma=setting.gamma)
+            else:
+                step = aopt.query_step(
+                    labelled_QD, vectors_ND, matrices, step_size=setting.step_size, guard=setting.guard
+                )
+            step = step.keep_length(labelled_QD) if setting.keep_length else step
             labelled_QD = labelled_QD.copy()
             labelled_QD[step.moved_M] = step.vectors_MD
             steps.append(step)
@@ -255,6 +267,7 @@ class Workbench:
                 step = aopt.passage_step(
                     vectors_ND, labelled_QD, matrices, step_size=setting.step_size, guard=setting.guard, single=True
                 )
+            step = step.keep_length(vectors_ND) if setting.keep_length else step
             vectors_ND = vectors_ND.copy()
             vectors_ND[step.moved_M] = step.vectors_MD
             state.touched.update(step.moved_M.tolist())
@@ -264,7 +277,7 @@ class Workbench:
             labelled_QD,
             state.feedback_P,
             state.feedback_FD,
-            float(np.nanmean([step.loss for step in steps])) if setting.method != "linear" else float("nan"),
+            float("nan") if setting.method in ONE_SHOT else float(np.nanmean([step.loss for step in steps])),
             sum(step.num_moved for step in steps),
             sum(step.num_outside_domain for step in steps),
             sum(step.num_no_positive for step in steps),
@@ -301,11 +314,14 @@ class Workbench:
     def _measured(self, asked: Asked, hits: Hits, ks: Sequence[int]) -> Measured:
         bears_QK = self.bears_answer(asked, hits)
         gold_QK = gold_relevance(hits.passage_QK, asked.gold_Q)
+        answer_Q, gold_Q = first_ranks(bears_QK), first_ranks(gold_QK)
         return Measured(
             asked.name,
-            top_k_accuracy(first_ranks(bears_QK), ks),
-            top_k_accuracy(first_ranks(gold_QK), ks),
+            top_k_accuracy(answer_Q, ks),
+            top_k_accuracy(gold_Q, ks),
             hubs(hits.passage_QK, bears_QK | gold_QK, self.num_passages),
+            answer_Q.tolist(),
+            gold_Q.tolist(),
         )
 
 

@@ -24,7 +24,7 @@ from mvr_ray.core.scoring import ShardAnswer, merge_hits, score_blocks
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, judged, measured
+from mvr_ray.distributed.evaluate import EvaluationRow, judged, system_result
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
@@ -105,7 +105,9 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     for view in range(described.num_views + 1) if described.num_views > 1 else [1]:
         merged = merge_hits([shard.found[view] for shard in shards], max(run.evaluate.k))
         said = ALL_VIEWS if view == described.num_views else f"view {view + 1}"
-        rows += measured(said, name, judged(asked, merged, passages, run.evaluate.match), run.evaluate)
+        found = judged(asked, merged, passages, run.evaluate.match)
+        result = system_result(said, name, found, passages, run.evaluate)
+        rows += result.rows
     own = _own_views(asked, shards, described)
     told = _view_values(asked, own, queries_QD, encoder, passages)
     table_VV = np.empty((0, 0))

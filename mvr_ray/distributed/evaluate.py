@@ -5,8 +5,8 @@
     gold/mrr        mean reciprocal rank of the first gold passage, over the first max(k)
     gold/ndcg@10    normalised discounted cumulative gain of gold passages
 
-Every value is a mean over questions with its 95 % bootstrap interval. Only whole answers count: a version of which a
-shard is silent is not measured.
+Every value is a mean over questions with its 95 % interval, for which whole articles are resampled: questions of one
+article are not independent. Only whole answers count: a version of which a shard is silent is not measured.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import numpy as np
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.answers import AnswerMatcher, Match
 from mvr_ray.core.fusion import choose_weight, fuse
-from mvr_ray.core.metrics import bootstrap_interval, first_ranks, found_within, ndcg, reciprocal_ranks
+from mvr_ray.core.metrics import cluster_interval, first_ranks, found_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.hybrid import both_lists
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
@@ -29,6 +29,7 @@ from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.types import FloatArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,14 @@ class EvaluationReport(NamedTuple):
     passages: int
     exact: bool
     rows: list[EvaluationRow]
+    ranks: list[QuestionRanks]
+
+
+class SystemResult(NamedTuple):
+    """What one system is worth on one question set, and what it found for every question."""
+
+    rows: list[EvaluationRow]
+    ranks: QuestionRanks
 
 
 def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
@@ -76,19 +85,20 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
     )
-    rows: list[EvaluationRow] = []
+    results: list[SystemResult] = []
     with open_router(run, version) as router:
         described = router.manifest
         ranked = rank_questions(run, router, sets, rank, progress)
         for name, questions in sets:
-            rows += measured(run.index.name, name, list(itertools.islice(ranked, len(questions))), settings)
+            own = list(itertools.islice(ranked, len(questions)))
+            results.append(system_result(run.index.name, name, own, router.corpus, settings))
         words = BM25Index(router.corpus, progress) if settings.bm25 or settings.hybrid else None
         if words and settings.bm25:
             for asked in sets:
                 found = bm25_ranking(words, router.corpus, asked, rank, progress)
-                rows += measured("bm25", asked.name, found, settings)
+                results.append(system_result("bm25", asked.name, found, router.corpus, settings))
         if words and settings.hybrid:
-            rows += _hybrid_rows(run, router, words, sets, progress)
+            results += _hybrid_results(run, router, words, sets, progress)
     log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
     return EvaluationReport(
         described.index,
@@ -96,13 +106,14 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         described.encoder_fingerprint,
         described.num_passages,
         described.index_params["kind"] == "flat",
-        rows,
+        [row for result in results for row in result.rows],
+        [result.ranks for result in results],
     )
 
 
-def _hybrid_rows(
+def _hybrid_results(
     run: RunConfig, router: Router, words: BM25Index, sets: Sequence[QuestionSet], progress: Progress
-) -> list[EvaluationRow]:
+) -> list[SystemResult]:
     """BM25 + weight x dense on every set, with the weight that answers most of the held-out set's questions."""
     settings, store, name = run.evaluate, Store(run.store.path), run.evaluate.hybrid
     assert name is not None
@@ -113,36 +124,65 @@ def _hybrid_rows(
     scores = [[both.scores for both in lists] for lists in pairs]
     chosen = choose_weight(scores[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
     log.info("hybrid weight: weight=%g accuracy=%.3f set=%s", chosen.weight, chosen.accuracy, name)
-    rows: list[EvaluationRow] = []
+    results: list[SystemResult] = []
     for asked, both in zip(sets, scores[1:]):
         fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
         found = judged(asked.questions, fused, router.corpus, settings.match)
-        rows += measured(f"bm25 + {chosen.weight:g} x dense", asked.name, found, settings)
-    return rows
+        name = f"bm25 + {chosen.weight:g} x dense"
+        results.append(system_result(name, asked.name, found, router.corpus, settings))
+    return results
 
 
-def measured(system: str, name: str, ranked: Sequence[RankedQuestion], settings: EvaluateConfig) -> list[EvaluationRow]:
-    """Every metric that the set's questions allow."""
+def system_result(
+    system: str, name: str, ranked: Sequence[RankedQuestion], passages: Corpus, settings: EvaluateConfig
+) -> SystemResult:
+    """Every metric that the set's questions allow, and the ranks that they come from."""
+    article_of = articles_of([row.question for row in ranked], passages)
     ks = sorted(set(settings.k))
-    values: list[tuple[str, FloatArray]] = []
+    rows: list[EvaluationRow] = []
+    answer_ranks: dict[str, int] = {}
+    gold_ranks: dict[str, int] = {}
+
+    def add(metric: str, values_Q: FloatArray, of: Sequence[RankedQuestion]) -> None:
+        groups_Q = [article_of[row.question.id] for row in of]
+        low, high = cluster_interval(values_Q, groups_Q, settings.seed, settings.bootstrap)
+        rows.append(EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q)))
+
     answered = [row for row in ranked if row.question.answers]
     if answered:
         ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in answered])
-        values += [(f"answer/top-{k}", found_within(ranks_Q, k)) for k in ks]
+        answer_ranks = dict(zip((row.question.id for row in answered), ranks_Q.tolist()))
+        for k in ks:
+            add(f"answer/top-{k}", found_within(ranks_Q, k), answered)
     judged = [row for row in ranked if row.question.positive_ids]
     if judged:
         gold = [dict.fromkeys(row.question.positive_ids, 1) for row in judged]
         lists = [[hit.id for hit in row.passages] for row in judged]
         ranks_Q = first_ranks([[i in wanted for i in ids] for ids, wanted in zip(lists, gold)])
-        values += [(f"gold/top-{k}", found_within(ranks_Q, k)) for k in ks]
-        values.append(("gold/mrr", reciprocal_ranks(ranks_Q, max(ks))))
-        values.append((f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF)))
-    return [_row(system, name, metric, values_Q, settings) for metric, values_Q in values]
+        gold_ranks = dict(zip((row.question.id for row in judged), ranks_Q.tolist()))
+        for k in ks:
+            add(f"gold/top-{k}", found_within(ranks_Q, k), judged)
+        add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), judged)
+        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), judged)
+    ids = [row.question.id for row in ranked]
+    ranks = QuestionRanks(
+        system,
+        name,
+        ids,
+        [article_of[i] for i in ids],
+        [answer_ranks.get(i) for i in ids],
+        [gold_ranks.get(i) for i in ids],
+    )
+    return SystemResult(rows, ranks)
 
 
-def _row(system: str, name: str, metric: str, values_Q: FloatArray, settings: EvaluateConfig) -> EvaluationRow:
-    low, high = bootstrap_interval(values_Q, settings.seed, settings.bootstrap)
-    return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
+def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
+    """The article of each question, by its id: the title of its first gold passage. A question without one, or whose
+    passage has no title, is a group of its own."""
+    firsts = {question.id: question.positive_ids[0] for question in questions if question.positive_ids}
+    there = passages.get(firsts.values())
+    articles = {i: there[first].title for i, first in firsts.items() if first in there}
+    return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
 
 
 def bm25_ranking(

@@ -13,7 +13,7 @@ Shapes: Q questions.
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from ray.data import ActorPoolStrategy
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.metrics import bootstrap_interval
+from mvr_ray.core.metrics import cluster_interval
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, Span, ToRead, choose
 from mvr_ray.distributed import session
 from mvr_ray.distributed.dataflow import in_order, rows
@@ -125,11 +125,16 @@ class QuestionReader:
 
 
 def read(
-    run: RunConfig, ranking: str | Path, output: Path | None = None, progress: Progress = no_progress
+    run: RunConfig,
+    ranking: str | Path,
+    output: Path | None = None,
+    progress: Progress = no_progress,
+    articles: Mapping[str, str] | None = None,
 ) -> ReadReport:
     """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
 
-    Texts that the file lacks come from the corpus. Raises DataError, MissingInputError, ReaderError, ResourceError.
+    `articles` maps question ids to articles, whose questions are resampled together for intervals; a question of an
+    unknown article counts as independent. Texts that the file lacks come from the corpus. Raises DataError, MissingInputError, ReaderError, ResourceError.
     """
     path, address, spec = resolve_path(str(ranking)), find_model(run, READERS, run.read.reader), reader_spec(run)
     ks = sorted(set(run.read.top_passages))
@@ -143,6 +148,7 @@ def read(
     gpu = resources.gpus_per_encoder > 0
     task = ReadTask(address, fingerprint, spec, run.read.tokens_per_batch, resources.torch_threads, gpu)
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
+    groups: list[str] = []
     unread = 0
     with ExitStack() as stack:
         info = stack.enter_context(session.connect(resources))
@@ -154,9 +160,11 @@ def read(
         if output is not None:
             aside = stack.enter_context(finished_file(output))
             file = stack.enter_context(aside.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        for asked, spans in zip(ranked, _read_all(run, task, ranked, progress)):
+        for number, (asked, spans) in enumerate(zip(ranked, _read_all(run, task, ranked, progress))):
             found = predictions(asked, spans, ks, run.read.score_weight)
             unread += not any(spans)
+            if asked.question.answers:
+                groups.append((articles or {}).get(asked.question.id, f"question {number}"))
             for prediction in found if asked.question.answers else ():
                 scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
                 scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
@@ -170,7 +178,7 @@ def read(
         questions=len(ranked),
         unread=unread,
         output=str(output) if output else None,
-        rows=[_row(run, k, metric, values) for (k, metric), values in scores.items() if values],
+        rows=[_row(run, k, metric, values, groups) for (k, metric), values in scores.items() if values],
     )
 
 
@@ -270,7 +278,7 @@ def _line(asked: RankedQuestion, found: Sequence[Prediction]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float]) -> ReadRow:
+def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float], groups_Q: Sequence[str]) -> ReadRow:
     values_Q = np.array(values, np.float64)
-    low, high = bootstrap_interval(values_Q, run.evaluate.seed, run.evaluate.bootstrap)
+    low, high = cluster_interval(values_Q, groups_Q, run.evaluate.seed, run.evaluate.bootstrap)
     return ReadRow(passages, metric, float(values_Q.mean()), low, high, len(values_Q))

@@ -14,12 +14,12 @@ import dataclasses
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.refine_policy import Reject, Stop
+from mvr_ray.core.refine_policy import MOVES_QUERIES, Reject, Stop
 from mvr_ray.distributed import router, session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners, fill
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.loop import MOVES_QUERIES, RefinementLoop
+from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe, save_queries
 from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, RefineReport
@@ -54,7 +54,10 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
             first = _routed_hits(run, base, queries_TD[: questions.num_labelled], progress)
         task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
         with Refiners(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
-            loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress)
+            keep_length = run.refine.keep_length
+            if keep_length is None:
+                keep_length = base.similarity == "cosine"
+            loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress, keep_length)
             end = loop.run(first)
             report, refined = _conclude(run, store, base, loop, end)
     if refined is not None:

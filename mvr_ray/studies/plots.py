@@ -108,25 +108,31 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
-    """Heat maps of the linear form over beta and gamma (AOpt figure 6), one figure a question set."""
-    tried = [one for one in report["tried"] if one["setting"]["method"] == "linear"]
-    betas = sorted({one["setting"]["beta"] for one in tried})
-    gammas = sorted({one["setting"]["gamma"] for one in tried}, reverse=True)
-    if len(betas) < 2 or len(gammas) < 2:
-        return
-    for number, measured in enumerate(tried[0]["rounds"][0]["sets"]):
-        figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
-        for axes, depth in zip(grid.flat, _DEPTHS):
-            values = np.full((len(betas), len(gammas)), np.nan)
-            for one in tried:
-                at = betas.index(one["setting"]["beta"]), gammas.index(one["setting"]["gamma"])
-                values[at] = 100 * one["rounds"][-1]["sets"][number]["answer"][depth]
-            _heat(axes, values, [f"{b:g}" for b in betas], [f"{g:g}" for g in gammas], "%.1f")
-            axes.set_ylabel("beta")
-            axes.set_xlabel("gamma")
-            axes.set_title(f"top-{depth}, percent")
-        title = f"{name}: linear form on {measured['questions']} (answer-bearing)"
-        yield _plot(figure, f"linear-{_slug(name)}-{_slug(measured['questions'])}", title)
+    """Heat maps of the linear form over beta and gamma (AOpt figure 6), a figure for every question set and length."""
+    for keeps_length in (True, False):
+        tried = [
+            one
+            for one in report["tried"]
+            if one["setting"]["method"] == "linear" and one["setting"]["keep_length"] == keeps_length
+        ]
+        betas = sorted({one["setting"]["beta"] for one in tried})
+        gammas = sorted({one["setting"]["gamma"] for one in tried}, reverse=True)
+        if len(betas) < 2 or len(gammas) < 2:
+            continue
+        length = "length kept" if keeps_length else "raw"
+        for number, measured in enumerate(tried[0]["rounds"][0]["sets"]):
+            figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
+            for axes, depth in zip(grid.flat, _DEPTHS):
+                values = np.full((len(betas), len(gammas)), np.nan)
+                for one in tried:
+                    at = betas.index(one["setting"]["beta"]), gammas.index(one["setting"]["gamma"])
+                    values[at] = 100 * one["rounds"][-1]["sets"][number]["answer"][depth]
+                _heat(axes, values, [f"{b:g}" for b in betas], [f"{g:g}" for g in gammas], "%.1f")
+                axes.set_ylabel("beta")
+                axes.set_xlabel("gamma")
+                axes.set_title(f"top-{depth}, percent")
+            title = f"{name}: linear form, {length}, on {measured['questions']} (answer-bearing)"
+            yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(measured['questions'])}", title)
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
@@ -172,7 +178,8 @@ def _trade_off(found: Sequence[Measured]) -> Plot | None:
                 continue
             for tried in report["tried"]:
                 before = tried["rounds"][0]["sets"]
-                label = f"{one.name}: {tried['setting']['method']}" if len(found) > 1 else tried["setting"]["method"]
+                method = tried["setting"]["method"] + (", raw" if not tried["setting"]["keep_length"] else "")
+                label = f"{one.name}: {method}" if len(found) > 1 else method
                 for each in tried["rounds"][1:]:
                     gain, cost = (
                         100 * (each["sets"][at]["answer"]["1"] - before[at]["answer"]["1"]) for at in (0, held)

@@ -3,23 +3,40 @@
 Options of the step: `questions`, the names of stored sets; else those of `evaluate.questions`.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.distributed.read import ReadRow, read
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.errors import ConfigError
+from mvr_ray.store import corpus
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
 
 
+class QuestionRead(NamedTuple):
+    """One question's answer from the first `passages`, and what it is worth by SQuAD's rules."""
+
+    id: str
+    article: str
+    passages: int
+    exact_match: float
+    f1: float
+
+
 class SetRead(NamedTuple):
-    """One question set's answers: how many were asked, and exact match and F1 from the first passages."""
+    """One question set's answers: how many were asked, exact match and F1 from the first passages, and every
+    question's own."""
 
     questions: str
     asked: int
     rows: list[ReadRow]
+    values: list[QuestionRead]
 
 
 class ReadingReport(NamedTuple):
@@ -39,11 +56,21 @@ def reading(
     ranking_run = run.model_copy(
         update={"retrieve": run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})}
     )
-    sets = []
-    with Store(run.store.path).scratch() as folder:
+    sets, store = [], Store(run.store.path)
+    passages = Corpus.open(store, run.prepare.corpus)
+    with store.scratch() as folder:
         for name in names:
-            file = folder / f"{name}.jsonl"
+            article_of = articles_of(corpus.read_questions(store, name), passages)
+            file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
             found = retrieve(ranking_run, name, file, "jsonl", progress)
-            report = read(run, file, progress=progress)
-            sets.append(SetRead(name, report.questions, report.rows))
+            report = read(run, file, answers, progress, article_of)
+            sets.append(SetRead(name, report.questions, report.rows, list(_values(answers, article_of))))
     return ReadingReport(found.index, found.version, report.fingerprint, sets)
+
+
+def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionRead]:
+    for line in answers.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for one in row["predictions"] if row["answers"] else ():
+            exact, f1 = float(bool(one["exact_match"])), one["f1"] or 0.0
+            yield QuestionRead(row["id"], article_of[row["id"]], one["passages"], exact, f1)

@@ -16,6 +16,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.core.workbench import Asked, Round, Setting, Workbench
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
@@ -56,7 +57,17 @@ class TriedSetting(NamedTuple):
     rounds: list[Round]
 
 
+class AskedSet(NamedTuple):
+    """The questions of a set, in order, and the article of each."""
+
+    questions: str
+    ids: list[str]
+    articles: list[str]
+
+
 class GridReport(NamedTuple):
+    """Of a setting's rounds only the first, the chosen and the last keep the ranks of every question."""
+
     index: str
     version: int
     passages: int
@@ -64,6 +75,7 @@ class GridReport(NamedTuple):
     labelled: str
     num_labelled: int
     gate: str
+    sets: list[AskedSet]
     tried: list[TriedSetting]
 
 
@@ -97,11 +109,14 @@ def refinement_grid(
         store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads
     )
     row_of = {passage_id: row for row, passage_id in enumerate(loaded.ids)}
+    sets: list[AskedSet] = []
 
     def asked(name: str) -> Asked:
         questions = corpus.read_questions(store, name)
         if not questions:
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
+        article_of = articles_of(questions, passages)
+        sets.append(AskedSet(name, list(article_of), list(article_of.values())))
         queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
         return Asked(name, queries_QD, [question.answers for question in questions], gold_Q)
@@ -124,7 +139,7 @@ def refinement_grid(
                 stopped=end.stopped,
                 restored=end.restored,
                 lowest_loss=_lowest_loss(rounds),
-                rounds=rounds,
+                rounds=_kept_ranks(rounds, {0, best.restored, last}),
             )
         )
         progress("settings", number + 1, len(settings))
@@ -136,8 +151,19 @@ def refinement_grid(
         refine.questions,
         len(labelled.queries_QD),
         ", ".join(refine.gate),
+        sets,
         tried,
     )
+
+
+def _kept_ranks(rounds: Sequence[Round], kept: set[int]) -> list[Round]:
+    """Without the ranks of the other rounds, which no table shows."""
+    return [
+        each
+        if each.number in kept
+        else each._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in each.sets])
+        for each in rounds
+    ]
 
 
 def expanded(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,13 @@
 """What a study tells of refinements: gain and cost, every depth, what moved, when to stop (AOpt table 3, figure 7)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from mvr_ray.studies.tables import Measured, Table, Value, number, percent
+from mvr_ray.core.metrics import cluster_interval
+from mvr_ray.core.refine_policy import ONE_SHOT
+from mvr_ray.studies.comparisons import Difference, difference, hits_within
+from mvr_ray.studies.definition import BM25, FUSED
+from mvr_ray.studies.tables import Cell, Measured, Table, Value, number, percent, spoken
 
 MANY_ROUNDS = 3
 """Settings of more rounds than these have a curve."""
@@ -11,49 +15,99 @@ MANY_ROUNDS = 3
 
 def refinement_table(found: Sequence[Measured]) -> Table | None:
     """Every setting after its last round and the one that is kept: gain on known questions, cost on others."""
-    names, newest = _sets(found), _decays(found)
-    rows: list[list[Value]] = [
-        [*told, *_accuracies(each), *([percent(each["newest"])] if newest else [])]
-        for *told, _, each in _told_rounds(found)
-    ]
-    columns = [f"{name} {kind}" for name in names for kind in ("answer", "gold")]
-    columns += [f"{name} newest answer" for name in names[:1] if newest]
+    sets, newest = _sets(found), _decays(found)
+    heldout = [name for name in sets[1:] if name not in _gates(found)]
+    rows: list[list[Value]] = []
+    for told in _told_rounds(found):
+        row: list[Value] = [told.index, told.label, told.round]
+        for name in sets:
+            row += [_spoken_top1(told, name), percent(told.measured(name)["gold"]["1"])]
+        row += [_spoken_change(told, name) for name in heldout]
+        rows.append([*row, *([percent(told.after["newest"])] if newest else [])])
+    columns = [f"{name} (n {told_n}) {kind}" for name, told_n in _sizes(found).items() for kind in ("answer", "gold")]
+    columns += [f"{name} change, p" for name in heldout]
+    columns += [f"{name} newest answer" for name in sets[:1] if newest]
     note = (
-        "Top-1 in percent, by answers and by gold passages, after the last round and the one that is kept: best on the "
-        "labelled questions, of those that cost neither gate nor them more than the gate's bound (refused: every round "
-        "cost more, and nothing would be published). "
-        f"{', '.join(names[:1])} are the labelled questions themselves (transductive), the others are held out."
+        "Top-1 in percent, by answers (95 % interval, articles resampled) and by gold passages, after the last round "
+        "and the one that is kept: best on the labelled questions, of those that cost neither gate nor them more than "
+        "the gate's bound (refused: every round cost more, and nothing would be published). "
+        f"{', '.join(sets[:1])} are the labelled questions themselves (transductive), the others are held out. The "
+        "change is that by answers from before, in points, with its interval and the p of the paired test, which flips "
+        "whole articles."
         + (" The newest are a quarter of the labelled questions, the last wave of four." if newest else "")
     )
     return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
 
 
 def depth_table(found: Sequence[Measured]) -> Table | None:
-    """The same at every depth, transductive and on the articles that were never labelled (AOpt table 3)."""
-    shown = sorted({0, len(_sets(found)) - 1})
+    """The same at every depth, transductive and on the articles that were never labelled, beside the paper's figures
+    and beside BM25 and the fusion with it (AOpt table 3)."""
+    sets = _sets(found)
+    shown = list(dict.fromkeys([*sets[:1], *sets[-1:]]))
+    ks = list(next(_told_rounds(found)).measured(shown[0])["answer"]) if shown else []
     rows: list[list[Value]] = []
-    ks: list[str] = []
-    for *told, _, each in _told_rounds(found):
-        sets = [each["sets"][at] for at in shown]
-        ks = list(sets[0]["answer"])
-        rows.append(
-            [*told, *(" / ".join(percent(one[kind][k]) for k in ks) for one in sets for kind in ("answer", "gold"))]
+    for one in found:
+        for report in one.reports.get("evaluate", []):
+            for system in dict.fromkeys(row["system"] for row in report["rows"] if "bm25" in row["system"]):
+                values = {
+                    (row["questions"], row["metric"]): row["value"] for row in report["rows"] if row["system"] == system
+                }
+                name = BM25 if system == "bm25" else one.name + FUSED
+                told = [
+                    " / ".join(percent(values.get((which, f"{kind}/top-{k}"))) for k in ks)
+                    for which in shown
+                    for kind in ("answer", "gold")
+                ]
+                paper = _paper(one, "BM25" if system == "bm25" else "hybrid search", ks)
+                if not any(row[0] == name for row in rows):
+                    rows.append([name, "" if system == "bm25" else system, "0", paper, *told])
+    for told in _told_rounds(found):
+        values = [
+            " / ".join(percent(told.measured(which)[kind][k]) for k in ks)
+            for which in shown
+            for kind in ("answer", "gold")
+        ]
+        rows.append([told.index, told.label, told.round, _paper(told.variant, told.method, ks), *values])
+    columns = [
+        "index",
+        "setting",
+        "round",
+        "paper",
+        *(f"{name} {kind}" for name in shown for kind in ("answer", "gold")),
+    ]
+    sizes = ", ".join(f"{name}: n {n}" for name, n in _sizes(found).items() if name in shown)
+    note = f"Top-{' / '.join(ks)} in percent; {sizes}. Paper: AOpt table 3, NQ test, transductive."
+    kept = [at for at in range(len(columns)) if at != 3 or any(row[3] for row in rows)]
+    return (
+        Table(
+            "Refinement at every depth",
+            note,
+            [columns[at] for at in kept],
+            [[row[at] for at in kept] for row in rows],
         )
-    columns = [f"{name} {kind}" for at, name in enumerate(_sets(found)) if at in shown for kind in ("answer", "gold")]
-    note = f"Top-{' / '.join(ks)} in percent."
-    return Table("Refinement at every depth", note, ["index", "setting", "round", *columns], rows) if rows else None
+        if rows
+        else None
+    )
+
+
+def _paper(one: Measured, method: str, ks: Sequence[str]) -> str:
+    """The paper's figures of a method; `paper` of the variant has them as `METHOD: answer/top-K`."""
+    figures = [percent(one.paper.get(f"{method}: answer/top-{k}")) for k in ks]
+    return " / ".join(figure or "-" for figure in figures) if any(figures) else ""
 
 
 def motion_table(found: Sequence[Measured]) -> Table | None:
     """What a setting moved, what it skipped, how far norms drifted, and how passages crowd into foreign lists."""
     rows: list[list[Value]] = []
-    for *told, setting, each in _told_rounds(found):
-        moved = "" if setting["method"] in ("linear", "feedback_views") else setting["step_size"] * each["number"]
+    for told in _told_rounds(found):
+        setting, each = told.setting, told.after
+        moved = "" if setting["method"] in (*ONE_SHOT, "feedback_views") else setting["step_size"] * each["number"]
         counts = [each[name] for name in ("num_moved", "skipped_domain", "skipped_no_positive")]
         norms = [number(each[name]) for name in ("norm_mean", "norm_max")]
         hubs = [each["sets"][at]["hubs"] for at in (0, -1)]
         crowds = [value for one in hubs for value in (one["most"], number(one["skewness"]))]
-        rows.append([*told, moved if isinstance(moved, str) else number(moved), *counts, *norms, *crowds])
+        head = [told.index, told.label, told.round]
+        rows.append([*head, moved if isinstance(moved, str) else number(moved), *counts, *norms, *crowds])
     names = [name for at in (0, -1) for name in _sets(found)[at:][:1]]
     columns = ["step size x rounds", "moved", "no domain", "no positive", "mean norm", "largest norm"]
     columns += [f"{name} {what}" for name in names for what in ("largest hub", "hub skewness")]
@@ -105,26 +159,80 @@ def _decays(found: Sequence[Measured]) -> bool:
 
 def _sets(found: Sequence[Measured]) -> list[str]:
     """The question sets of a refinement grid: the labelled ones first, those of other articles last."""
-    for one in found:
-        for report in one.reports.get("refinement_grid", []):
-            return [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
-    return []
+    return list(_sizes(found))
 
 
-def _told_rounds(found: Sequence[Measured]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """Index, setting, which round and why it is told, the setting's fields, and what was measured after that round."""
+def _sizes(found: Sequence[Measured]) -> dict[str, int]:
+    """How many questions each set has."""
     for one in found:
         for report in one.reports.get("refinement_grid", []):
-            tried = report["tried"][0]
-            yield one.name, "before", "0", tried["setting"] | {"step_size": 0.0}, tried["rounds"][0]
+            return {asked["questions"]: len(asked["ids"]) for asked in report["sets"]}
+    return {}
+
+
+def _gates(found: Sequence[Measured]) -> list[str]:
+    return [
+        name
+        for one in found
+        for report in one.reports.get("refinement_grid", [])
+        for name in report["gate"].split(", ")
+    ]
+
+
+class _Told(NamedTuple):
+    """A setting after one round: which index, which round and why it is told."""
+
+    variant: Measured
+    index: str
+    label: str
+    round: str
+    setting: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    articles: Mapping[str, Sequence[str]]
+
+    @property
+    def method(self) -> str:
+        return "before" if self.after["number"] == 0 else str(self.setting["method"])
+
+    def measured(self, name: str, *, before: bool = False) -> dict[str, Any]:
+        sets = (self.before if before else self.after)["sets"]
+        return next(one for one in sets if one["questions"] == name)
+
+
+def _told_rounds(found: Sequence[Measured]) -> Iterator[_Told]:
+    for one in found:
+        for report in one.reports.get("refinement_grid", []):
+            articles = {asked["questions"]: asked["articles"] for asked in report["sets"]}
+            first = report["tried"][0]
+            start = first["rounds"][0]
+            yield _Told(one, one.name, "before", "0", first["setting"] | {"step_size": 0.0}, start, start, articles)
             for tried in report["tried"]:
                 rounds, chosen = tried["rounds"], tried["chosen"]
                 last = len(rounds) - 1
-                if 0 < chosen < last:
-                    yield one.name, tried["label"], f"{chosen}, kept", tried["setting"], rounds[chosen]
-                told = f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last)
-                yield one.name, tried["label"], told, tried["setting"], rounds[last]
+                told = [(f"{chosen}, kept", chosen)] if 0 < chosen < last else []
+                told.append(
+                    (f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last), last)
+                )
+                for name, at in told:
+                    yield _Told(one, one.name, tried["label"], name, tried["setting"], start, rounds[at], articles)
 
 
-def _accuracies(each: Mapping[str, Any]) -> list[Value]:
-    return [percent(measured[kind]["1"]) for measured in each["sets"] for kind in ("answer", "gold")]
+def _top1(told: _Told, name: str, *, before: bool = False) -> Any:
+    return hits_within(told.measured(name, before=before)["answer_ranks"], 1)
+
+
+def _spoken_top1(told: _Told, name: str) -> str:
+    values_Q = _top1(told, name)
+    return spoken(Cell(float(values_Q.mean()), *cluster_interval(values_Q, told.articles[name]), 1))
+
+
+def _spoken_change(told: _Told, name: str) -> str:
+    if told.after is told.before:
+        return ""
+    return change(difference([_top1(told, name)], [_top1(told, name, before=True)], told.articles[name]))
+
+
+def change(found: Difference) -> str:
+    """Points with their interval, and the p of the paired test."""
+    return f"{found.points:+.1f} ({found.low:+.1f} to {found.high:+.1f}), {found.p:.2g}"

@@ -53,11 +53,16 @@ _NAMES = {
     "mine": ("output", "cross_encoder"),
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
-_BEFORE = {"encoder": {"empty_snippets": "masked"}}
+_BEFORE = {"encoder": {"empty_snippets": "masked", "title_view": False}}
 """What was done before a setting came, so that steps on file stay those of the setting that they had."""
 
-_TELLS_MORE = {"refinement_grid": "when rules stop, the newest questions"}
-"""What a measure's report has come to tell: one on file without it is made again."""
+_TELLS_MORE = {
+    "refinement_grid": "when rules stop, the newest questions, ranks",
+    "evaluate": "ranks",
+    "analyze": "eqs. 14 and 15 as in the paper, ranks",
+    "reading": "values of every question",
+}
+"""What a step's report has come to tell: one on file without it is made again."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""

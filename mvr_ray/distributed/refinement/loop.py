@@ -18,6 +18,9 @@ from mvr_ray.config import RefineConfig
 from mvr_ray.core import aopt
 from mvr_ray.core.pseudo_labels import Labels
 from mvr_ray.core.refine_policy import (
+    KEEPS_PASSAGES,
+    MOVES_QUERIES,
+    ONE_SHOT,
     Continue,
     RefineState,
     Reject,
@@ -39,9 +42,6 @@ from mvr_ray.types import FloatArray, IntArray, Progress
 
 logger = logging.getLogger(__name__)
 
-ONE_SHOT = ("linear",)
-MOVES_QUERIES = ("query", "hybrid")
-
 
 class RefinementLoop:
     """Runs rounds until the policy ends them, and measures before and after."""
@@ -54,8 +54,11 @@ class RefinementLoop:
         refiners: Refiners,
         journal: Journal,
         progress: Progress,
+        keep_length: bool = True,
     ) -> None:
+        """`keep_length`: moved vectors are brought back to the length that they had."""
         self.refine, self.questions, self.queries_TD = refine, questions, queries_TD
+        self.keep_length = keep_length
         self.refiners, self.journal, self.progress = refiners, journal, progress
         self.judge = Judge(questions, refiners)
         self.gates = gate_sets(self.judge, refine)
@@ -141,7 +144,7 @@ class RefinementLoop:
 
     def views_at(self, number: int) -> int:
         """Which state of the passages belongs to a round: the published one where only queries move."""
-        return 0 if self.refine.method == "query" else number
+        return 0 if self.refine.method in KEEPS_PASSAGES else number
 
     def search(self, at: int, rows: IntArray, queries_QD: FloatArray, what: str) -> HitTable:
         if not len(rows):
@@ -183,23 +186,25 @@ class RefinementLoop:
             self.journal.save_queries(at + 1, queries_LD)
         handed = {shard: (part,) for shard, part in by_shard.items()}
         match refine.method:
-            case "query":
+            case "query" | "rocchio":
                 shards_moved = []
             case "feedback_views":
                 made_with = FeedbackSettings(self.weight(), refine.feedback_clusters)
                 shards_moved = self.refiners.each("add_feedback", at, handed, queries_LD, made_with, at + 1)
             case "linear":
-                settings = LinearSettings(refine.alpha, refine.beta, refine.gamma)
+                settings = LinearSettings(refine.alpha, refine.beta, refine.gamma, self.keep_length)
                 shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
             case "passage" | "hybrid":
-                settings = StepSettings(refine.step_size, refine.domain_guard)
+                settings = StepSettings(refine.step_size, refine.domain_guard, self.keep_length)
                 shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
         return queries_LD, Moved(labels.num_positive, labels.num_negative, shards_moved, queries_moved)
 
     def _move_queries(
         self, at: int, by_shard: dict[int, Labels], queries_LD: FloatArray
     ) -> tuple[FloatArray, ShardMoved]:
-        """Query-centric step (eqs. 7, 11): every shard's sums, added up in shard order, some queries at a time."""
+        """Move the queries (eq. 7, or a step down eq. 11) by every shard's sums, added in shard order, a block of
+        queries at a time."""
+        refine = self.refine
         moved_LD, steps = queries_LD.copy(), []
         for low in range(0, len(queries_LD), QUERY_BLOCK):
             block_QD = queries_LD[low : low + QUERY_BLOCK]
@@ -211,12 +216,14 @@ class RefinementLoop:
             sums = self.refiners.each("query_sums", self.views_at(at), handed)
             if not sums:
                 continue
-            step = aopt.ratio_step(
-                block_QD,
-                reduce(aopt.LabelSums.plus, sums),
-                step_size=self.refine.step_size,
-                guard=self.refine.domain_guard,
-            )
+            total = reduce(aopt.LabelSums.plus, sums)
+            if refine.method == "rocchio":
+                step = aopt.linear_combination(
+                    block_QD, total, alpha=refine.alpha, beta=refine.beta, gamma=refine.gamma
+                )
+            else:
+                step = aopt.ratio_step(block_QD, total, step_size=refine.step_size, guard=refine.domain_guard)
+            step = step.keep_length(block_QD) if self.keep_length else step
             moved_LD[low + step.moved_M] = step.vectors_MD
             steps.append(step)
         began_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
@@ -236,7 +243,7 @@ class RefinementLoop:
     def finish_round(self, number: int, moved: "Moved", hits: HitTable) -> None:
         """Measure, and make the round count."""
         ranks = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
-        if self.refine.method == "query":
+        if self.refine.method in KEEPS_PASSAGES:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
         else:
             ranks = self.rank_others(number, ranks, self.questions.gate_rows(), "gate")
@@ -269,7 +276,7 @@ class RefinementLoop:
         hits = self.search(number, self.labelled, self.queries_at(number), what)
         after = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
         others = [*self.questions.gate_rows(), *self.questions.other_rows()]
-        if self.refine.method == "query":
+        if self.refine.method in KEEPS_PASSAGES:
             after = self._same_as_before(after, others)
         else:
             after = self.rank_others(number, after, others, "report")

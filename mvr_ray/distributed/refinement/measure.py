@@ -12,6 +12,7 @@ from mvr_ray.config import RefineConfig
 from mvr_ray.core.answers import empty_answers
 from mvr_ray.core.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.pseudo_labels import gold_relevance
+from mvr_ray.core.refine_policy import KEEPS_PASSAGES
 from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
 from mvr_ray.distributed.refinement.questions import QuestionGroup, RefineQuestions
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
@@ -142,6 +143,6 @@ def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
             f"passages; name another in refine.{'questions' if group.protocol == 'transductive' else 'gate'}"
         )
 
-    if refine.method == "query":
+    if refine.method in KEEPS_PASSAGES:
         judged(judge.questions.groups[0])
     return [judged(group) for group in judge.questions.gates]

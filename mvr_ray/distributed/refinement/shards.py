@@ -61,6 +61,7 @@ class StepSettings(NamedTuple):
 
     step_size: float
     guard: float
+    keep_length: bool
 
 
 class LinearSettings(NamedTuple):
@@ -69,6 +70,7 @@ class LinearSettings(NamedTuple):
     alpha: float
     beta: float
     gamma: float
+    keep_length: bool
 
 
 class FeedbackSettings(NamedTuple):
@@ -167,7 +169,7 @@ class ShardRefiner:
         return now.view_numbers_N[slot_L]
 
     def query_sums(self, at: int, shard: int, labels: Labels, num_queries: int) -> aopt.LabelSums:
-        """For the query-centric step (eq. 11): this shard's part of each query's sums."""
+        """For the query side (eqs. 7 and 11): this shard's part of each query's sums."""
         slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
         views_MD = self.views[shard].vectors(slot_M, self._state(at, shard))
         matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), num_queries)
@@ -182,10 +184,11 @@ class ShardRefiner:
         views_MD = self.views[shard].vectors(slot_M, state)
         matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), len(queries_QD))
         match settings:
-            case LinearSettings(alpha, beta, gamma):
+            case LinearSettings(alpha, beta, gamma, keep_length):
                 step = aopt.linear_step(views_MD, queries_QD, matrices, alpha=alpha, beta=beta, gamma=gamma)
-            case StepSettings(step_size, guard):
+            case StepSettings(step_size, guard, keep_length):
                 step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=step_size, guard=guard, single=True)
+        step = step.keep_length(views_MD) if keep_length else step
         moved_M = slot_M[step.moved_M]
         state = state.with_moved(moved_M, step.vectors_MD)
         self._keep(at + 1, shard, state)

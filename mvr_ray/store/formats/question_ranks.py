@@ -1,0 +1,87 @@
+"""What systems found for every question, so that any two of them can be compared: a Parquet file.
+
+    system, seed, questions    which system, trained with which seed, on which question set
+    question_id, article       articles group questions that are not independent (`core.metrics.cluster_interval`)
+    answer_rank, gold_rank     rank of the first answer-bearing and of the first gold passage, from 0; -1: not among
+                               the hits; null: the question has no answers, or no gold passages
+
+Shapes: Q questions.
+"""
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mvr_ray.errors import DataError
+
+SCHEMA = pa.schema(
+    [
+        ("system", pa.dictionary(pa.int32(), pa.string())),
+        ("seed", pa.int64()),
+        ("questions", pa.dictionary(pa.int32(), pa.string())),
+        ("question_id", pa.string()),
+        ("article", pa.dictionary(pa.int32(), pa.string())),
+        ("answer_rank", pa.int32()),
+        ("gold_rank", pa.int32()),
+    ]
+)
+
+
+class QuestionRanks(NamedTuple):
+    """One system on one question set. Every list has Q entries, in the set's order."""
+
+    system: str
+    questions: str
+    question_ids: Sequence[str]
+    articles: Sequence[str]
+    answer_ranks: Sequence[int | None]
+    gold_ranks: Sequence[int | None]
+    seed: int = 0
+
+
+def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
+    """The Parquet file, zstd-compressed; equal ranks give equal bytes."""
+    tables = [
+        pa.table(
+            [
+                pa.array([part.system] * len(part.question_ids)),
+                pa.array([part.seed] * len(part.question_ids)),
+                pa.array([part.questions] * len(part.question_ids)),
+                pa.array(list(part.question_ids)),
+                pa.array(list(part.articles)),
+                pa.array(list(part.answer_ranks)),
+                pa.array(list(part.gold_ranks)),
+            ],
+            names=SCHEMA.names,
+        ).cast(SCHEMA)
+        for part in parts
+    ]
+    buffer = io.BytesIO()
+    pq.write_table(pa.concat_tables(tables) if tables else SCHEMA.empty_table(), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def read_question_ranks(path: Path) -> list[QuestionRanks]:
+    """Every system, seed and question set of a file. Raises DataError for another kind of file."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path} is not a Parquet file of question ranks: {error}") from None
+    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+        raise DataError(f"{path} has no column {missing[0]!r}; a file of question ranks has {', '.join(SCHEMA.names)}")
+    rows: dict[tuple[str, str, int], list[dict]] = {}
+    for row in table.select(SCHEMA.names).to_pylist():
+        rows.setdefault((row["system"], row["questions"], row["seed"]), []).append(row)
+    return [
+        QuestionRanks(
+            system,
+            questions,
+            *([row[name] for row in own] for name in ("question_id", "article", "answer_rank", "gold_rank")),
+            seed=seed,
+        )
+        for (system, questions, seed), own in rows.items()
+    ]
