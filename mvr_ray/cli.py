@@ -19,6 +19,7 @@ from mvr_ray import __version__
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, Work
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.store.formats.rankings import RankingFormat
 from mvr_ray.store.runs import record, to_plain
 from mvr_ray.terminal import (
@@ -89,15 +90,23 @@ def run_stage(name: str, run: RunConfig, work: Work, *, print_config: bool, as_j
         return
     with Reporter() as progress, record(run, name) as kept:
         report = work(run, progress)
+        ranks = getattr(report, "ranks", None)
+        if ranks:
+            report = report._replace(ranks=[])
+            kept.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
         kept.keep(report)
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
+    if plain.pop("ranks", None) is not None:
+        plain["questions_file"] = f"{run.store.path}/{kept.folder}/{QUESTION_RANKS}" if ranks else None
     if as_json:
         print_json(plain)
         return
     for drawn in report_tables(name, plain):
         print_shown(drawn)
     _err(f"report: {run.store.path}/{kept.folder}/report.json")
+    if plain.get("questions_file"):
+        _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
 
 
 def _add_stage(name: str, work: Work) -> None:
@@ -357,21 +366,28 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 @told
 def compare(
-    first: Annotated[Path, typer.Argument(help="A ranking of `retrieve`: .json, .jsonl, .parquet, or a TREC run.")],
-    second: Annotated[Path, typer.Argument(help="Another over the same questions.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            help="A ranking of `retrieve` (.json, .jsonl, .parquet, or a TREC run), or FILE:SYSTEM, a system of a file "
+            "of question ranks that `evaluate` or `study` wrote."
+        ),
+    ],
+    second: Annotated[str, typer.Argument(help="Another over the same questions.")],
     k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
     qrels: Annotated[Path | None, typer.Option(help="TREC qrels, for TREC runs.")] = None,
+    questions: Annotated[str | None, typer.Option(help="The question set, where FILE:SYSTEM has several.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two rankings question by question, with a paired test."""
+    """Compare two rankings question by question: difference, interval, paired test."""
     from mvr_ray import comparison
 
-    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels))
+    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels, questions))
     if as_json:
         print_json(rows)
     else:
-        columns = ["metric", "first", "second", "difference", "p", "questions"]
+        columns = ["metric", "first", "second", "difference", "low", "high", "p", "questions"]
         print_shown(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
 
 

@@ -2,7 +2,8 @@
 
     top_k(q) = 1 if one of the first k passages of q bears an answer (or is judged relevant), else 0
 
-The test is paired: it asks how often a difference as large arises when the two systems' values are swapped at random.
+The test is paired: it asks how often a difference as large arises when the two systems' values are swapped at random,
+for whole articles together where they are known, as they are in files of question ranks; the interval resamples them.
 """
 
 import json
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from mvr_ray.core.metrics import paired_test
+from mvr_ray.core.metrics import cluster_interval, paired_test
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 
 UNKNOWN = (
@@ -24,38 +26,85 @@ UNKNOWN = (
 
 
 class Compared(NamedTuple):
-    """Shares of questions answered in the first k, in points; `p` is the paired test's."""
+    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval; `p` is the
+    paired test's."""
 
     metric: str
     first: float
     second: float
     difference: float
+    low: float
+    high: float
     p: float
     questions: int
 
 
-def compare(first: Path, second: Path, ks: Sequence[int], seed: int = 0, qrels: Path | None = None) -> list[Compared]:
+class Ranking(NamedTuple):
+    """Ranks from 1 of each question's first passage that counts, infinity where none does, a row a seed; and the
+    articles of the questions, where they are known."""
+
+    ranks: dict[str, list[float]]
+    articles: dict[str, str]
+
+
+def compare(
+    first: str | Path,
+    second: str | Path,
+    ks: Sequence[int],
+    seed: int = 0,
+    qrels: Path | None = None,
+    question_set: str | None = None,
+) -> list[Compared]:
     """Counts answer-bearing passages, or those that `qrels` judges relevant in TREC runs.
 
-    Raises DataError when the files do not rank the same questions.
+    Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Raises ConfigError, and DataError when the
+    two do not rank the same questions.
     """
     if bad := [k for k in ks if k < 1]:
         raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
-    ranks = [first_ranks(path, qrels) for path in (first, second)]
-    if alone := sorted(set(ranks[0]) ^ set(ranks[1])):
+    both = [_ranking(str(one), qrels, question_set) for one in (first, second)]
+    if alone := sorted(set(both[0].ranks) ^ set(both[1].ranks)):
         raise DataError(
             f"{first} and {second} rank different questions: {len(alone)} stand in only one of them "
             f"(first: {alone[0]!r}); retrieve the same question set twice"
         )
-    questions = sorted(ranks[0])
-    both = [np.array([ranked[q] for q in questions], dtype=float) for ranked in ranks]
+    questions = sorted(both[0].ranks)
+    articles = both[0].articles or both[1].articles
+    groups = [articles.get(question, f"question {question}") for question in questions]
+    ranks = [np.array([one.ranks[question] for question in questions]) for one in both]
     rows = []
     for k in ks:
-        a_Q, b_Q = ((at <= k).astype(float) for at in both)
+        a_Q, b_Q = ((ranks_QS <= k).mean(axis=1) for ranks_QS in ranks)
         points = 100 * float(a_Q.mean()), 100 * float(b_Q.mean())
-        p = float(paired_test(a_Q, b_Q, seed=seed))
-        rows.append(Compared(f"top-{k}", *points, points[1] - points[0], p, len(questions)))
+        low, high = cluster_interval(100 * (b_Q - a_Q), groups, seed)
+        p = paired_test(a_Q, b_Q, groups, seed)
+        rows.append(Compared(f"top-{k}", *points, points[1] - points[0], low, high, p, len(questions)))
     return rows
+
+
+def _ranking(side: str, qrels: Path | None, question_set: str | None) -> Ranking:
+    path, colon, system = side.rpartition(":")
+    if not colon or Path(side).is_file() or not path.endswith(".parquet"):
+        return Ranking({name: [rank] for name, rank in first_ranks(Path(side), qrels).items()}, {})
+    if not Path(path).is_file():
+        raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
+    parts = read_question_ranks(Path(path))
+    known = sorted({part.system for part in parts})
+    parts = [part for part in parts if part.system == system]
+    if not parts:
+        raise ConfigError(f"compare: {path} has no system {system!r}; there are {', '.join(map(repr, known))}")
+    sets = sorted({part.questions for part in parts})
+    if question_set is None and len(sets) > 1:
+        raise ConfigError(f"compare: {path} has several question sets; give --questions, one of {', '.join(sets)}")
+    parts = [part for part in parts if part.questions == (question_set or sets[0])]
+    if not parts:
+        raise ConfigError(f"compare: {path} has no question set {question_set!r}; there are {', '.join(sets)}")
+    ranks: dict[str, list[float]] = {}
+    for part in parts:
+        for name, rank in zip(part.question_ids, part.answer_ranks):
+            if rank is not None:
+                ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
+    return Ranking(ranks, dict(zip(parts[0].question_ids, parts[0].articles)))
 
 
 def first_ranks(path: Path, qrels: Path | None = None) -> dict[str, float]:

@@ -3,6 +3,7 @@
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
     <store>/runs/<time>-<stage>/log            the package's log lines
+    <store>/runs/<time>-<stage>/questions.parquet    of `evaluate` and `analyze`: what was found for every question
 
 The record says nothing that a later stage reads: deleting `runs/` loses history, never a result.
 """
@@ -40,8 +41,14 @@ class RunRecord:
         self.folder = folder
         self.report: Any = None
 
+        self.files: dict[str, bytes] = {}
+
     def keep(self, report: Any) -> None:
         self.report = report
+
+    def add_file(self, name: str, data: bytes) -> None:
+        """A file to be written beside the report."""
+        self.files[name] = data
 
 
 @contextmanager
@@ -80,6 +87,8 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         try:
             store.write_bytes(f"{kept.folder}/report.json", json.dumps(summary, indent=2).encode())
             store.write_bytes(f"{kept.folder}/log", lines.getvalue().encode())
+            for name, data in kept.files.items():
+                store.write_bytes(f"{kept.folder}/{name}", data)
         except StorageError as error:
             if outcome == "done":
                 raise

@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from mvr_ray.core.metrics import Groups, found_within, interval_over_seeds, paired_test
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.types import FloatArray
 
 
@@ -32,7 +33,30 @@ class Difference(NamedTuple):
     questions: int
 
 
-def hits_within(ranks: Sequence[int], k: int) -> FloatArray:
+class Values(NamedTuple):
+    """values_SQ of the questions that a metric can be asked of, their ids and articles."""
+
+    values_SQ: FloatArray
+    ids_Q: list[str]
+    articles_Q: list[str]
+
+
+def values_of(parts: Sequence[QuestionRanks], metric: str) -> Values | None:
+    """Every question's value of `answer/top-K` or `gold/top-K`, a row for each part (seed); None for other metrics.
+
+    The parts rank the same questions.
+    """
+    kind, _, cutoff = metric.partition("/top-")
+    if kind not in ("answer", "gold") or not cutoff.isdigit():
+        return None
+    first = parts[0]
+    ranks_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
+    judged = [at for at, rank in enumerate(ranks_SQ[0]) if rank is not None]
+    values_SQ = np.array([hits_within([ranks_Q[at] for at in judged], int(cutoff)) for ranks_Q in ranks_SQ])
+    return Values(values_SQ, [first.question_ids[at] for at in judged], [first.articles[at] for at in judged])
+
+
+def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
     """1.0 for a rank (from 0, -1: not found) among the first k. float64 [Q]."""
     return found_within(np.asarray(ranks, np.int64), k)
 
@@ -55,3 +79,8 @@ def difference(better_SQ: Sequence[FloatArray], than_SQ: Sequence[FloatArray], a
         seeds,
         len(articles_Q),
     )
+
+
+def change(found: Difference) -> str:
+    """Points with their interval, and the p of the paired test."""
+    return f"{found.points:+.1f} ({found.low:+.1f} to {found.high:+.1f}), {found.p:.2g}"

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from mvr_ray.core.metrics import cluster_interval
 from mvr_ray.core.refine_policy import ONE_SHOT
-from mvr_ray.studies.comparisons import Difference, difference, hits_within
+from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.studies.comparisons import change, difference, hits_within
 from mvr_ray.studies.definition import BM25, FUSED
 from mvr_ray.studies.tables import Cell, Measured, Table, Value, number, percent, spoken
 
@@ -218,6 +219,28 @@ def _told_rounds(found: Sequence[Measured]) -> Iterator[_Told]:
                     yield _Told(one, one.name, tried["label"], name, tried["setting"], start, rounds[at], articles)
 
 
+def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+    """What every told round of every setting found for every question."""
+    ids = {
+        asked["questions"]: asked["ids"]
+        for one in found
+        for report in one.reports.get("refinement_grid", [])
+        for asked in report["sets"]
+    }
+    return [
+        QuestionRanks(
+            f"{told.index}: {told.label}, round {told.after['number']}",
+            one["questions"],
+            ids[one["questions"]],
+            told.articles[one["questions"]],
+            one["answer_ranks"],
+            one["gold_ranks"],
+        )
+        for told in _told_rounds(found)
+        for one in told.after["sets"]
+    ]
+
+
 def _top1(told: _Told, name: str, *, before: bool = False) -> Any:
     return hits_within(told.measured(name, before=before)["answer_ranks"], 1)
 
@@ -231,8 +254,3 @@ def _spoken_change(told: _Told, name: str) -> str:
     if told.after is told.before:
         return ""
     return change(difference([_top1(told, name)], [_top1(told, name, before=True)], told.articles[name]))
-
-
-def change(found: Difference) -> str:
-    """Points with their interval, and the p of the paired test."""
-    return f"{found.points:+.1f} ({found.low:+.1f} to {found.high:+.1f}), {found.p:.2g}"

@@ -7,8 +7,9 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.studies import refinement_tables, tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import DoneStep, code_version
@@ -26,6 +27,10 @@ tr:nth-child(even) td { background: var(--faint); }
 figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: white; }
 .wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } .note { opacity: .8; }
 """
+
+
+PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
+"""Fields of reports with an entry a question: report.json leaves them out."""
 
 
 class StudyReport(NamedTuple):
@@ -65,6 +70,8 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     users = {key: [one.variant.name for one in plan.variants if key in one.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_told(step, users[step.key])}" for step in steps]
     files = {f"{plot.name}.png": plot.png for plot in plots}
+    if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found)]:
+        files[QUESTION_RANKS] = question_ranks_bytes(ranks)
     files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
     files["report.html"] = _page(study, facts, shown, plots, commands).encode()
     plain = {
@@ -75,10 +82,17 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
         "facts": facts,
         "notes": study.config.notes,
         "tables": [table._asdict() for table in shown],
-        "steps": [step._asdict() for step in steps],
+        "steps": [step._asdict() | {"report": _without(step.report, PER_QUESTION)} for step in steps],
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
     return StudyReport(files, shown)
+
+
+def _without(value: Any, names: frozenset[str]) -> Any:
+    """A report without some of its fields, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _without(part, names) for name, part in value.items() if name not in names}
+    return [_without(part, names) for part in value] if isinstance(value, list) else value
 
 
 def _told(step: DoneStep, users: Sequence[str]) -> str:

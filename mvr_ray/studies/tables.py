@@ -1,7 +1,8 @@
 """The reports of a study's steps, as tables: what was measured, beside what the paper has.
 
-A value of several seeds is their mean, with the 95 % interval of Student's t over seeds; of one seed, the bootstrap
-interval over questions that its report has. Shares are shown in percent.
+A value is a mean over seeds and questions, and its 95 % interval counts both: articles are resampled, since questions
+of one article are not independent, and seeds add Student's half width (`core.metrics.interval_over_seeds`). Shares are
+shown in percent.
 """
 
 import math
@@ -11,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from mvr_ray.core.metrics import interval_over_seeds
 from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.studies.comparisons import Difference, Values, change, difference, values_of
 from mvr_ray.studies.definition import BM25, FUSED, ContrastConfig, Study
 from mvr_ray.studies.execute import DoneStep
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
@@ -21,12 +25,13 @@ CROSS_ENCODER, READER = "cross-encoder training", "reader training"
 
 
 class Cell(NamedTuple):
-    """A share or a plain number with its 95 % interval, over `seeds` seeds (1: over questions)."""
+    """A share or a plain number with its 95 % interval, over `n` questions and `seeds` seeds."""
 
     value: float
     low: float
     high: float
     seeds: int
+    n: int = 0
 
 
 class Table(NamedTuple):
@@ -39,14 +44,19 @@ class Table(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one variant came to: its metrics, and the reports of its steps by stage, one a seed."""
+    """What one variant came to: its metrics, what it found for every question, and the reports of its steps by stage,
+    one a seed."""
 
     name: str
     paper: Mapping[str, float]
     setting: str
     cells: dict[str, Cell]
-    by_seed: dict[str, dict[int, float]]
+    ranks: dict[int, QuestionRanks]
     reports: dict[str, list[dict[str, Any]]]
+
+    def values(self, metric: str) -> Values | None:
+        """The values of a metric that follows from ranks; None for others."""
+        return values_of(list(self.ranks.values()), metric) if self.ranks else None
 
 
 def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> list[Measured]:
@@ -61,19 +71,34 @@ def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep
 def _beside(
     study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]
 ) -> Iterator[Measured]:
-    """The other systems of an evaluation, BM25 and the fusion with it, each a line of its own."""
+    """The other systems of an evaluation, BM25 and the fusion with it, each a line of its own. BM25 was not trained:
+    one seed says all."""
     rows: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+    ranks: dict[str, dict[int, QuestionRanks]] = {}
     settings: dict[str, list[str]] = {}
     for planned in runs:
         for key in planned.keys:
-            for row in done[key].report.get("rows", []) if done[key].stage == "evaluate" else []:
-                if row["questions"] == study.config.questions and "bm25" in row["system"]:
-                    told = BM25 if row["system"] == "bm25" else name + FUSED
-                    rows.setdefault(told, {}).setdefault(row["metric"], {})[planned.seed] = row
-                    if told != BM25 and row["system"] not in settings.setdefault(told, []):
-                        settings[told].append(row["system"])
+            if done[key].stage != "evaluate":
+                continue
+            for row in done[key].report["rows"]:
+                if row["questions"] != study.config.questions or "bm25" not in row["system"]:
+                    continue
+                told = BM25 if row["system"] == "bm25" else name + FUSED
+                if told == BM25 and planned.seed != runs[0].seed:
+                    continue
+                rows.setdefault(told, {}).setdefault(row["metric"], {})[planned.seed] = row
+                ranks.setdefault(told, {})[planned.seed] = _ranks(done[key].report, row["system"], study, planned.seed)
+                if told != BM25 and row["system"] not in settings.setdefault(told, []):
+                    settings[told].append(row["system"])
     for told, metrics in rows.items():
-        yield Measured(told, {}, "; ".join(settings.get(told, [])), *_over_seeds(metrics), {})
+        cells = _cells(metrics, ranks[told])
+        yield Measured(told, {}, "; ".join(settings.get(told, [])), cells, ranks[told], {})
+
+
+def _ranks(report: Mapping[str, Any], system: str, study: Study, seed: int) -> QuestionRanks:
+    """What a system found for each of the study's questions."""
+    [found] = [one for one in report["ranks"] if one["system"] == system and one["questions"] == study.config.questions]
+    return QuestionRanks(*(found[name] for name in QuestionRanks._fields[:-1]), seed=seed)
 
 
 def _kind(step: DoneStep) -> str:
@@ -88,55 +113,85 @@ def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Map
     """`analyze` may have been asked fewer questions than `evaluate`: what both measured is told as `evaluate` did, and
     under the system's name, beside the views alone, as `analyze` did."""
     rows: dict[str, dict[int, dict[str, Any]]] = {}
+    ranks: dict[int, QuestionRanks] = {}
     reports: dict[str, list[dict[str, Any]]] = {}
     for planned in runs:
         for key in sorted(planned.keys, key=lambda key: done[key].stage == "evaluate"):
             step = done[key]
             reports.setdefault(_kind(step), []).append(step.report)
-            for row in step.report.get("rows", []) if step.stage in ("evaluate", "analyze") else []:
+            if step.stage not in ("evaluate", "analyze"):
+                continue
+            for row in step.report["rows"]:
                 if row["questions"] == study.config.questions and "bm25" not in row["system"]:
                     if step.stage == "analyze":
                         rows.setdefault(f"{row['system']}: {row['metric']}", {})[planned.seed] = row
                     if step.stage == "evaluate" or row["system"] == ALL_VIEWS:
                         rows.setdefault(row["metric"], {})[planned.seed] = row
+            for found in step.report["ranks"]:
+                if found["questions"] == study.config.questions and "bm25" not in found["system"]:
+                    ranks[planned.seed] = _ranks(step.report, found["system"], study, planned.seed)
     variant = runs[0].variant
-    return Measured(name, variant.paper, variant.setting, *_over_seeds(rows), reports)
+    return Measured(name, variant.paper, variant.setting, _cells(rows, ranks), ranks, reports)
 
 
-def _over_seeds(
-    rows: Mapping[str, Mapping[int, Mapping[str, Any]]],
-) -> tuple[dict[str, Cell], dict[str, dict[int, float]]]:
-    """Of every metric the cell, and the value of each seed."""
-    cells = {metric: _cell(list(found.values())) for metric, found in rows.items()}
-    return cells, {metric: {seed: row["value"] for seed, row in found.items()} for metric, found in rows.items()}
+def _cells(rows: Mapping[str, Mapping[int, Mapping[str, Any]]], ranks: Mapping[int, QuestionRanks]) -> dict[str, Cell]:
+    """Of every metric the cell: from every question's own value where there is one, else from the reports' rows."""
+    return {metric: _cell(metric, list(found.values()), list(ranks.values())) for metric, found in rows.items()}
 
 
-def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
-    values = [row["value"] for row in rows]
-    if len(values) == 1:
-        return Cell(values[0], rows[0]["low"], rows[0]["high"], 1)
-    mean, half = float(np.mean(values)), _half_width(values)
-    return Cell(mean, mean - half, mean + half, len(values))
-
-
-def _half_width(values: Sequence[float]) -> float:
-    """Half of Student's 95 % interval of the mean."""
-    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+def _cell(metric: str, rows: Sequence[Mapping[str, Any]], ranks: Sequence[QuestionRanks]) -> Cell:
+    values = values_of(ranks, metric) if ranks else None
+    mean = float(np.mean([row["value"] for row in rows]))
+    if values is not None and values.values_SQ.shape == (len(rows), rows[0]["n"]):
+        low, high = interval_over_seeds(values.values_SQ, values.articles_Q)
+        return Cell(mean, low, high, len(rows), rows[0]["n"])
+    low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
+    spread = float(np.std([row["value"] for row in rows], ddof=1)) if len(rows) > 1 else 0.0
+    half = float(stats.t.ppf(0.975, len(rows) - 1)) * spread / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
+    return Cell(
+        mean, mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half), len(rows), rows[0]["n"]
+    )
 
 
 def retrieval_table(study: Study, found: Sequence[Measured]) -> Table:
+    """Every variant beside the paper's figures, and the paired test against the first variant."""
     metrics = study.config.metrics
-    columns = ["variant", *(word for metric in metrics for word in (f"paper {metric}", metric)), "seeds"]
+    tested = metrics[0]
+    shown = [one for one in found if any(metric in one.cells for metric in metrics)]
+    columns = ["variant", *(word for metric in metrics for word in (f"paper {metric}", metric)), "n", "seeds"]
+    columns.append(f"{tested} against {shown[0].name}, p" if shown else "")
     rows: list[list[Value]] = []
-    for one in found:
-        if any(metric in one.cells for metric in metrics):
-            pairs = [(one.paper.get(metric), one.cells.get(metric)) for metric in metrics]
-            seeds = max(cell.seeds for _, cell in pairs if cell)
-            told = [shown for paper, cell in pairs for shown in (percent(paper), spoken(cell))]
-            rows.append([f"{one.name} ({one.setting})" if one.setting else one.name, *told, seeds])
+    for one in shown:
+        pairs = [(one.paper.get(metric), one.cells.get(metric)) for metric in metrics]
+        cells = [cell for _, cell in pairs if cell]
+        told = [text for paper, cell in pairs for text in (percent(paper), spoken(cell))]
+        apart = compared(one, shown[0], tested) if one is not shown[0] else None
+        name = f"{one.name} ({one.setting})" if one.setting else one.name
+        row: list[Value] = [name, *told, max(cell.n for cell in cells), max(cell.seeds for cell in cells)]
+        rows.append([*row, change(apart) if apart else ""])
     kept = [0, *(at for at in range(1, len(columns)) if any(row[at] not in ("", None) for row in rows))]
-    note = "Percent, with 95 % intervals: over seeds where there are several, else over questions."
+    note = (
+        "Percent, with 95 % intervals: articles resampled, and the spread over seeds added. n: questions. The last "
+        "column is the difference in points, its interval, and the p of the paired test, which flips whole articles."
+    )
     return Table("Retrieval", note, [columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
+
+
+def compared(better: Measured, than: Measured, metric: str) -> Difference | None:
+    """The difference between two variants on the same questions; None where either was not asked them."""
+    seeds = sorted(set(better.ranks) & set(than.ranks))
+    if len(better.ranks) == 1 or len(than.ranks) == 1:  # what was not trained stands beside every seed
+        a, b = better.values(metric), than.values(metric)
+    else:
+        a, b = (values_of([one.ranks[seed] for seed in seeds], metric) if seeds else None for one in (better, than))
+    if a is None or b is None or a.ids_Q != b.ids_Q:
+        return None
+    return difference(list(a.values_SQ), list(b.values_SQ), a.articles_Q)
+
+
+def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+    """What every variant and seed found for every question, under the variant's name."""
+    return [ranks._replace(system=one.name) for one in found for ranks in one.ranks.values()]
 
 
 def percent(share: float | None) -> str:
@@ -162,28 +217,25 @@ def index_table(found: Sequence[Measured]) -> Table | None:
 
 
 def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured]) -> Table | None:
-    """Differences over the same seeds. One seed has no interval."""
+    """Differences on the same questions, over the same seeds."""
     by_name = {one.name: one for one in found}
     rows: list[list[Value]] = []
     for contrast in contrasts:
-        better, than = (
-            by_name[name].by_seed.get(contrast.metric, {}) if name in by_name else {}
-            for name in (contrast.better, contrast.than)
-        )
-        seeds = sorted(set(better) & set(than)) or sorted(better)
-        alone = next(iter(than.values()), float("nan"))
-        differences = [100 * (better[seed] - than.get(seed, alone)) for seed in seeds]
-        if not differences or not than:
+        if contrast.better not in by_name or contrast.than not in by_name:
             continue
-        interval = "-"
-        if len(differences) > 1:
-            half = _half_width(differences)
-            mean = float(np.mean(differences))
-            interval = f"{mean - half:+.1f} to {mean + half:+.1f}"
-        told = f"{np.mean(differences):+.1f}"
-        rows.append([contrast.better, contrast.than, contrast.metric, told, interval, len(differences)])
-    columns = ["variant", "against", "metric", "difference (points)", "95 % interval", "seeds"]
-    return Table("Differences", "Of the same seeds, in points of percent.", columns, rows) if rows else None
+        apart = compared(by_name[contrast.better], by_name[contrast.than], contrast.metric)
+        if apart is not None:
+            interval = f"{apart.low:+.1f} to {apart.high:+.1f}"
+            tests = [f"{p:.2g}" if math.isfinite(p) else "" for p in (apart.p, apart.unpaired_t, apart.paired_t)]
+            head = [contrast.better, contrast.than, contrast.metric, f"{apart.points:+.1f}", interval]
+            rows.append([*head, *tests, apart.questions, apart.seeds])
+    columns = ["variant", "against", "metric", "difference (points)", "95 % interval", "p, paired by article"]
+    columns += ["p, t-test over seeds", "p, paired t-test over seeds", "n", "seeds"]
+    note = (
+        "In points of percent. The interval resamples articles and adds the spread over seeds. The paired test flips "
+        "whole articles; the t-tests see seeds alone (the unpaired one is that of CAMVR table 6)."
+    )
+    return Table("Differences", note, columns, rows) if rows else None
 
 
 def view_table(found: Sequence[Measured]) -> Table | None:

@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError
 
+QUESTION_RANKS = "questions.parquet"
+"""Name of the file in the folder of a run and of a study's report."""
 SCHEMA = pa.schema(
     [
         ("system", pa.dictionary(pa.int32(), pa.string())),

@@ -1,0 +1,282 @@
+"""Accuracy by how often the entity of a question occurs in the corpus, dense retrieval beside BM25 (AOpt table 1).
+
+AOpt's table 1 compares them on EntityQuestions (Sciavolino et al., EMNLP 2021), most of whose entities are rare. That
+set is not at hand. Here the questions of any set are divided by their own entity:
+
+    entity       the longest run of capitalised words of a question (`entity_of`)
+    frequency    number of passages whose text contains the entity, token by token as answers are matched
+    buckets      the quartiles of frequency among the questions with an entity; the questions without one; all
+
+Every value is a share of questions with its 95 % interval over articles (`core.metrics.cluster_interval`).
+
+Option of the step: `k`, the depths (default 1, 5, 20).
+
+Shapes: Q questions, P passages.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import regex
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.metrics import cluster_interval, found_within
+from mvr_ray.distributed.evaluate import evaluate
+from mvr_ray.errors import ConfigError
+from mvr_ray.store import corpus, manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.studies.definition import BM25, Study
+from mvr_ray.studies.tables import Cell, Measured, Table, Value, spoken
+from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
+
+KS = (1, 5, 20)
+NUM_BUCKETS = 4
+ALL, NO_ENTITY = "all questions", "no entity"
+
+_WORD = regex.compile(r"[\p{L}\p{N}][\p{L}\p{M}\p{N}]*(?:(?:['’](?!s\b)|[.&-])[\p{L}\p{M}\p{N}]+)*")
+_BLANK = regex.compile(r"\s+")
+_PERIOD = regex.compile(r"\.\s+")
+_LONGEST_ABBREVIATION = 3
+_FIRST_WORDS = frozenset(
+    "what which who whom whose when where why how "
+    "a an the this that these those it its he she his her they their there we i you one two three both each every all "
+    "any some no not many most much more several another other such only "
+    "is are was were be been being am do does did has have had can could will would shall should may might must "
+    "in on at by for from to of with without within under over about above after before during since until till "
+    "through throughout between among against around near outside inside into onto upon up down out off along beside "
+    "besides beyond despite except like unlike per via as than due because if while although though once whether "
+    "according prior aside apart instead rather following compared regarding based approximately roughly and or but "
+    "name list describe identify give".split()
+)
+
+
+class FrequencyBucket(NamedTuple):
+    """Questions whose entity occurs in `low` to `high` passages; both 0 where the bucket is not one of frequency."""
+
+    name: str
+    low: int
+    high: int
+    questions: list[int]
+
+
+class EntityRow(NamedTuple):
+    """Share (0..1) of a bucket's questions with an answer among a system's first `k`, with its 95 % interval. In rows
+    with `against`, the difference from that system (-1..1)."""
+
+    system: str
+    against: str
+    bucket: str
+    low_frequency: int
+    high_frequency: int
+    n: int
+    articles: int
+    k: int
+    value: float
+    low: float
+    high: float
+
+
+class EntitySet(NamedTuple):
+    questions: str
+    rows: list[EntityRow]
+
+
+class EntityReport(NamedTuple):
+    index: str
+    version: int
+    passages: int
+    sets: list[EntitySet]
+
+
+def entity_frequency(
+    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
+) -> EntityReport:
+    """Rank `evaluate.questions` with the live index and with BM25, and divide the questions by their entities.
+
+    Raises ConfigError for a set without answers; else as `evaluate` does.
+    """
+    ks = sorted(set((options or {}).get("k", KS)))
+    settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
+    report = evaluate(run.model_copy(update={"evaluate": settings}), progress)
+    store = Store(run.store.path)
+    searched = Corpus.open(store, manifest.read(store, report.index, report.version).corpus)
+    sets = []
+    for name in dict.fromkeys(settings.questions):
+        texts = {question.id: question.text for question in corpus.read_questions(store, name)}
+        own, words = (
+            next(found for found in report.ranks if found.questions == name and (found.system == "bm25") == sparse)
+            for sparse in (False, True)
+        )
+        asked = [at for at, rank in enumerate(own.answer_ranks) if rank is not None]
+        if not asked:
+            raise ConfigError(f"entity_frequency needs answers; question set {name!r} has none")
+        ranks = {
+            system: np.array([found.answer_ranks[at] for at in asked], np.int64)
+            for system, found in ((run.index.name, own), (BM25, words))
+        }
+        rows = rows_by_frequency(
+            [texts[own.question_ids[at]] for at in asked],
+            ranks,
+            [own.articles[at] for at in asked],
+            (passage.text for passage in searched),
+            ks,
+            settings.seed,
+            settings.bootstrap,
+        )
+        sets.append(EntitySet(name, rows))
+    return EntityReport(report.index, report.version, report.passages, sets)
+
+
+def rows_by_frequency(
+    questions_Q: Sequence[str],
+    ranks: Mapping[str, IntArray],
+    articles_Q: Sequence[str],
+    passages: Iterable[str],
+    ks: Sequence[int] = KS,
+    seed: int = 0,
+    num: int = 1000,
+) -> list[EntityRow]:
+    """Every system in every bucket at every depth, and each system's difference from BM25 where BM25 is among them.
+
+    `ranks` has int64 [Q] of each system: the first answer-bearing hit, from 0, -1 where none was found.
+    """
+    entities_Q = [entity_of(text) for text in questions_Q]
+    rows = []
+    for bucket in frequency_buckets(entities_Q, passage_frequencies(entities_Q, passages)):
+        groups = [articles_Q[at] for at in bucket.questions]
+        for system, against in _comparisons(list(ranks)):
+            for k in ks:
+                values_Q = found_within(ranks[system][bucket.questions], k)
+                if against:
+                    values_Q = values_Q - found_within(ranks[against][bucket.questions], k)
+                rows.append(_row(system, against, bucket, groups, k, values_Q, seed, num))
+    return rows
+
+
+def entity_of(question: str) -> str:
+    """The longest run of capitalised words (of equals the one with more letters, then the first); "" without one.
+
+    A number ends a run, and so does every sign but a period after an abbreviation of up to three letters. The first
+    word is capitalised wherever it stands: a question word, or another one that begins questions, is no part of a run,
+    and any other counts alone only where no other run does.
+    """
+    words = list(_WORD.finditer(question))
+    runs: list[list[regex.Match[str]]] = [[]]
+    for number, word in enumerate(words):
+        named = word[0][0].isupper() and not (number == 0 and word[0].lower() in _FIRST_WORDS)
+        if runs[-1] and not (named and _joined(question, words[number - 1], word)):
+            runs.append([])
+        if named:
+            runs[-1].append(word)
+    if not runs[-1]:
+        runs.pop()
+    if not runs:
+        return ""
+    best = max(runs, key=lambda run: (len(run), run[0] is not words[0], run[-1].end() - run[0].start()))
+    return question[best[0].start() : best[-1].end()]
+
+
+def passage_frequencies(entities_Q: Sequence[str], passages: Iterable[str]) -> IntArray:
+    """The number of passages whose text contains each entity as a run of its tokens; 0 for "". int64 [Q]."""
+    distinct = sorted(set(entities_Q) - {""})
+    sheet = AnswerMatcher("string").sheet([[entity] for entity in distinct])
+    rows = np.arange(len(distinct))
+    counts = np.zeros(len(distinct), np.int64)
+    for text in passages:
+        counts += sheet.marks(text, rows)
+    number = dict(zip(distinct, counts.tolist()))
+    return np.array([number.get(entity, 0) for entity in entities_Q], np.int64)
+
+
+def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[FrequencyBucket]:
+    """All questions, those without an entity, and the quartiles of frequency of the others, rarest first.
+
+    Questions of one frequency are in one bucket, so buckets differ in size, and one without questions is left out.
+    """
+    everything = list(range(len(entities_Q)))
+    named = [at for at in everything if entities_Q[at]]
+    found = [
+        FrequencyBucket(ALL, 0, 0, everything),
+        FrequencyBucket(NO_ENTITY, 0, 0, [at for at in everything if not entities_Q[at]]),
+    ]
+    if named:
+        known = frequency_Q[named]
+        bounds = np.quantile(known, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
+        bucket = np.searchsorted(bounds, known, side="left")
+        for number in range(NUM_BUCKETS):
+            here = [at for at, its in zip(named, bucket) if its == number]
+            if here:
+                low, high = int(frequency_Q[here].min()), int(frequency_Q[here].max())
+                found.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, here))
+    return [bucket for bucket in found if bucket.questions]
+
+
+def entity_table(study: Study, found: Sequence[Measured]) -> Table | None:
+    """Every variant and BM25 in every bucket, with the difference between them (AOpt table 1)."""
+    systems: dict[str, list[list[Value]]] = {}
+    ks: list[int] = []
+    for one in found:
+        for report in one.reports.get("entity_frequency", [])[:1]:
+            for asked in report["sets"]:
+                ks = sorted({row["k"] for row in asked["rows"]})
+                for system in dict.fromkeys(row["system"] for row in asked["rows"]):
+                    name = BM25 if system == BM25 else one.name
+                    lines = _lines([row for row in asked["rows"] if row["system"] == system], ks)
+                    systems.setdefault(f"{asked['questions']} {name}", [[name, asked["questions"], *line] for line in lines])
+    rows = [row for lines in systems.values() for row in lines]
+    heads = [f"top-{k}" for k in ks] + [f"top-{k} less BM25 (points)" for k in ks]
+    note = (
+        "Percent of the questions with an answer-bearing passage among the first, with 95 % intervals over articles. A "
+        "question's entity is its longest run of capitalised words; the buckets are quartiles of the number of passages "
+        f"whose text contains it. The paper: {study.config.paper}"
+    )
+    columns = ["system", "questions", "bucket", "n", "articles", *heads]
+    return Table("Accuracy by entity frequency", note, columns, rows) if rows else None
+
+
+def _comparisons(systems: Sequence[str]) -> list[tuple[str, str]]:
+    """Each system by itself (""), and beside BM25."""
+    beside = [(system, BM25) for system in systems if system != BM25 and BM25 in systems]
+    return [*((system, "") for system in systems), *beside]
+
+
+def _row(
+    system: str,
+    against: str,
+    bucket: FrequencyBucket,
+    groups: Sequence[str],
+    k: int,
+    values_Q: FloatArray,
+    seed: int,
+    num: int,
+) -> EntityRow:
+    low, high = cluster_interval(values_Q, groups, seed, num)
+    counts = len(groups), len(set(groups))
+    return EntityRow(
+        system, against, bucket.name, bucket.low, bucket.high, *counts, k, float(values_Q.mean()), low, high
+    )
+
+
+def _joined(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:
+    """Whether nothing but blanks stands between two words, or the period of an abbreviation."""
+    between = question[before.end() : word.start()]
+    short = len(before[0]) <= _LONGEST_ABBREVIATION or "." in before[0]
+    return bool(_BLANK.fullmatch(between) or (short and _PERIOD.fullmatch(between)))
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low} passages" if low == high else f"{low} to {high} passages"
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[list[Value]]:
+    """One system's buckets: n, articles, accuracy at every depth, difference from BM25 at every depth."""
+    lines: list[list[Value]] = []
+    for bucket in dict.fromkeys(row["bucket"] for row in rows):
+        here = [row for row in rows if row["bucket"] == bucket]
+        cells = {(row["k"], row["against"]): Cell(row["value"], row["low"], row["high"], 1) for row in here}
+        told = [spoken(cells.get((k, against))) for against in ("", BM25) for k in ks]
+        lines.append([bucket, here[0]["n"], here[0]["articles"], *told])
+    return lines
