@@ -19,7 +19,10 @@ from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.sections import Name, Section, explain
 
-StepName = Literal["train", "mine", "index", "refine", "evaluate", "analyze", "cost", "refinement_grid", "reading"]
+StepName = Literal[
+    "train", "mine", "index", "refine", "evaluate", "analyze",
+    "cost", "refinement_grid", "reading", "entity_frequency",
+]  # fmt: skip
 
 BM25, FUSED = "BM25", ", with BM25"
 """In a report's lines and in contrasts: BM25 alone, and what follows a variant's name where it is fused with it."""
@@ -39,7 +42,7 @@ class StepConfig(Section):
     only: list[str] = Field(default_factory=list)
     """The sizes that take this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`)."""
+    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]

@@ -7,7 +7,8 @@ set is not at hand. Here the questions of any set are divided by their own entit
     frequency    number of passages whose text contains the entity, token by token as answers are matched
     buckets      the quartiles of frequency among the questions with an entity; the questions without one; all
 
-Every value is a share of questions with its 95 % interval over articles (`core.metrics.cluster_interval`).
+Every value is a share of questions with its 95 % interval over articles (`core.metrics.cluster_interval`), and beside
+BM25 its difference with the p of the test that flips whole articles.
 
 Option of the step: `k`, the depths (default 1, 5, 20).
 
@@ -22,15 +23,14 @@ import regex
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.metrics import cluster_interval, found_within
+from mvr_ray.core.metrics import cluster_interval, found_within, paired_test
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.studies.definition import BM25, Study
-from mvr_ray.studies.tables import Cell, Measured, Table, Value, spoken
-from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
+from mvr_ray.studies.definition import BM25
+from mvr_ray.types import IntArray, Progress, no_progress
 
 KS = (1, 5, 20)
 NUM_BUCKETS = 4
@@ -40,43 +40,51 @@ _WORD = regex.compile(r"[\p{L}\p{N}][\p{L}\p{M}\p{N}]*(?:(?:['’](?!s\b)|[.&-])
 _BLANK = regex.compile(r"\s+")
 _PERIOD = regex.compile(r"\.\s+")
 _LONGEST_ABBREVIATION = 3
-_FIRST_WORDS = frozenset(
-    "what which who whom whose when where why how "
-    "a an the this that these those it its he she his her they their there we i you one two three both each every all "
-    "any some no not many most much more several another other such only "
-    "is are was were be been being am do does did has have had can could will would shall should may might must "
-    "in on at by for from to of with without within under over about above after before during since until till "
-    "through throughout between among against around near outside inside into onto upon up down out off along beside "
-    "besides beyond despite except like unlike per via as than due because if while although though once whether "
-    "according prior aside apart instead rather following compared regarding based approximately roughly and or but "
-    "name list describe identify give".split()
-)
+_STARTS = """
+what which who whom whose when where why how a an the this that these those it its he she his her they their there we i
+you one two three both each every all any some no not many most much more several another other such only is are was
+were be been being am do does did has have had can could will would shall should may might must in on at by for from to
+of with without within under over about above after before during since until till through throughout between among
+against around near outside inside into onto upon up down out off along beside besides beyond despite except like unlike
+per via as than due because if while although though once whether according prior aside apart instead rather following
+compared regarding based approximately roughly and or but name list describe identify give
+"""
+_FIRST_WORDS = frozenset(_STARTS.split())
+"""Words that begin questions and are no names, by what the questions of SQuAD begin with."""
 
 
 class FrequencyBucket(NamedTuple):
-    """Questions whose entity occurs in `low` to `high` passages; both 0 where the bucket is not one of frequency."""
+    """Questions whose entity occurs in `low` to `high` passages; None where the bucket is not one of frequency."""
 
     name: str
-    low: int
-    high: int
+    low: int | None
+    high: int | None
     questions: list[int]
 
 
+class Gain(NamedTuple):
+    """A system's share less that of BM25 (-1..1), with its 95 % interval and the p of the paired test."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
 class EntityRow(NamedTuple):
-    """Share (0..1) of a bucket's questions with an answer among a system's first `k`, with its 95 % interval. In rows
-    with `against`, the difference from that system (-1..1)."""
+    """Share (0..1) of a bucket's `n` questions with an answer among a system's first `k`, with its 95 % interval."""
 
     system: str
-    against: str
     bucket: str
-    low_frequency: int
-    high_frequency: int
+    low_frequency: int | None
+    high_frequency: int | None
     n: int
     articles: int
     k: int
     value: float
     low: float
     high: float
+    over_bm25: Gain | None
 
 
 class EntitySet(NamedTuple):
@@ -115,7 +123,7 @@ def entity_frequency(
             raise ConfigError(f"entity_frequency needs answers; question set {name!r} has none")
         ranks = {
             system: np.array([found.answer_ranks[at] for at in asked], np.int64)
-            for system, found in ((run.index.name, own), (BM25, words))
+            for system, found in ((BM25, words), (run.index.name, own))
         }
         rows = rows_by_frequency(
             [texts[own.question_ids[at]] for at in asked],
@@ -147,12 +155,18 @@ def rows_by_frequency(
     rows = []
     for bucket in frequency_buckets(entities_Q, passage_frequencies(entities_Q, passages)):
         groups = [articles_Q[at] for at in bucket.questions]
-        for system, against in _comparisons(list(ranks)):
+        head = bucket.name, bucket.low, bucket.high, len(groups), len(set(groups))
+        for system, ranks_Q in ranks.items():
             for k in ks:
-                values_Q = found_within(ranks[system][bucket.questions], k)
-                if against:
-                    values_Q = values_Q - found_within(ranks[against][bucket.questions], k)
-                rows.append(_row(system, against, bucket, groups, k, values_Q, seed, num))
+                values_Q = found_within(ranks_Q[bucket.questions], k)
+                interval = cluster_interval(values_Q, groups, seed, num)
+                gain = None
+                if system != BM25 and BM25 in ranks:
+                    words_Q = found_within(ranks[BM25][bucket.questions], k)
+                    apart_Q = values_Q - words_Q
+                    p = paired_test(values_Q, words_Q, groups, seed)
+                    gain = Gain(float(apart_Q.mean()), *cluster_interval(apart_Q, groups, seed, num), p)
+                rows.append(EntityRow(system, *head, k, float(values_Q.mean()), *interval, gain))
     return rows
 
 
@@ -199,8 +213,8 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
     everything = list(range(len(entities_Q)))
     named = [at for at in everything if entities_Q[at]]
     found = [
-        FrequencyBucket(ALL, 0, 0, everything),
-        FrequencyBucket(NO_ENTITY, 0, 0, [at for at in everything if not entities_Q[at]]),
+        FrequencyBucket(ALL, None, None, everything),
+        FrequencyBucket(NO_ENTITY, None, None, [at for at in everything if not entities_Q[at]]),
     ]
     if named:
         known = frequency_Q[named]
@@ -214,52 +228,6 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
     return [bucket for bucket in found if bucket.questions]
 
 
-def entity_table(study: Study, found: Sequence[Measured]) -> Table | None:
-    """Every variant and BM25 in every bucket, with the difference between them (AOpt table 1)."""
-    systems: dict[str, list[list[Value]]] = {}
-    ks: list[int] = []
-    for one in found:
-        for report in one.reports.get("entity_frequency", [])[:1]:
-            for asked in report["sets"]:
-                ks = sorted({row["k"] for row in asked["rows"]})
-                for system in dict.fromkeys(row["system"] for row in asked["rows"]):
-                    name = BM25 if system == BM25 else one.name
-                    lines = _lines([row for row in asked["rows"] if row["system"] == system], ks)
-                    systems.setdefault(f"{asked['questions']} {name}", [[name, asked["questions"], *line] for line in lines])
-    rows = [row for lines in systems.values() for row in lines]
-    heads = [f"top-{k}" for k in ks] + [f"top-{k} less BM25 (points)" for k in ks]
-    note = (
-        "Percent of the questions with an answer-bearing passage among the first, with 95 % intervals over articles. A "
-        "question's entity is its longest run of capitalised words; the buckets are quartiles of the number of passages "
-        f"whose text contains it. The paper: {study.config.paper}"
-    )
-    columns = ["system", "questions", "bucket", "n", "articles", *heads]
-    return Table("Accuracy by entity frequency", note, columns, rows) if rows else None
-
-
-def _comparisons(systems: Sequence[str]) -> list[tuple[str, str]]:
-    """Each system by itself (""), and beside BM25."""
-    beside = [(system, BM25) for system in systems if system != BM25 and BM25 in systems]
-    return [*((system, "") for system in systems), *beside]
-
-
-def _row(
-    system: str,
-    against: str,
-    bucket: FrequencyBucket,
-    groups: Sequence[str],
-    k: int,
-    values_Q: FloatArray,
-    seed: int,
-    num: int,
-) -> EntityRow:
-    low, high = cluster_interval(values_Q, groups, seed, num)
-    counts = len(groups), len(set(groups))
-    return EntityRow(
-        system, against, bucket.name, bucket.low, bucket.high, *counts, k, float(values_Q.mean()), low, high
-    )
-
-
 def _joined(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:
     """Whether nothing but blanks stands between two words, or the period of an abbreviation."""
     between = question[before.end() : word.start()]
@@ -269,14 +237,3 @@ def _joined(question: str, before: "regex.Match[str]", word: "regex.Match[str]")
 
 def _span(low: int, high: int) -> str:
     return f"{low} passages" if low == high else f"{low} to {high} passages"
-
-
-def _lines(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[list[Value]]:
-    """One system's buckets: n, articles, accuracy at every depth, difference from BM25 at every depth."""
-    lines: list[list[Value]] = []
-    for bucket in dict.fromkeys(row["bucket"] for row in rows):
-        here = [row for row in rows if row["bucket"] == bucket]
-        cells = {(row["k"], row["against"]): Cell(row["value"], row["low"], row["high"], 1) for row in here}
-        told = [spoken(cells.get((k, against))) for against in ("", BM25) for k in ks]
-        lines.append([bucket, here[0]["n"], here[0]["articles"], *told])
-    return lines

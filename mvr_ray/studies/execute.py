@@ -31,6 +31,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost
+from mvr_ray.studies.entities import entity_frequency
 from mvr_ray.studies.reading import reading
 from mvr_ray.studies.refinement import refinement_grid
 from mvr_ray.studies.steps import PlannedStep, StudyPlan
@@ -42,9 +43,10 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "cost": cost,
     "refinement_grid": refinement_grid,
     "reading": reading,
+    "entity_frequency": entity_frequency,
 }
 """What studies do beyond the stages."""
-_AT_A_VERSION = ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading")
+_AT_A_VERSION = ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading", "entity_frequency")
 """They look at an index as it is at one version, and so need that version live."""
 _ALONE = ("prepare", "cost")
 """One lays down what others read, the other reads the clock."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.studies import refinement_tables, tables
 from mvr_ray.studies.definition import Study
+from mvr_ray.studies.entity_table import entity_table
 from mvr_ray.studies.execute import DoneStep, code_version
 from mvr_ray.studies.plots import Plot, plots_of
 from mvr_ray.studies.steps import StudyPlan
@@ -58,6 +59,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             refinement_tables.stopping_table(found),
             refinement_tables.depth_table(found),
             refinement_tables.motion_table(found),
+            entity_table(study, found),
             tables.reader_table(found),
             tables.reading_table(found),
             tables.cost_table(found),

@@ -32,6 +32,7 @@ _SECTIONS = {
     "cost": ("encoder", "evaluate"),
     "refinement_grid": ("refine", "evaluate"),
     "reading": ("read", "retrieve", "evaluate"),
+    "entity_frequency": ("evaluate", "retrieve"),
 }
 _NEEDS = {
     "prepare": (),
@@ -46,6 +47,7 @@ _NEEDS = {
     "cost": ("prepare",),
     "refinement_grid": ("index",),
     "reading": ("index", "refine", "reader"),
+    "entity_frequency": ("index", "refine"),
 }
 _NAMES = {
     "encoder": ("name",),
@@ -63,6 +65,9 @@ _TELLS_MORE = {
     "reading": "values of every question",
 }
 """What a step's report has come to tell: one on file without it is made again."""
+
+_SEES_REFINED = ("evaluate", "analyze", "reading", "entity_frequency")
+"""They look at the version that the chain's refinement published."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
@@ -137,7 +142,7 @@ class _Chain:
         names = self._names(made, run, key)
         if key not in plan.steps:
             named = RunConfig.model_validate(_laid_over(run, names))
-            refined = self.latest.get("refine") if stage in ("evaluate", "analyze", "reading") else None
+            refined = self.latest.get("refine") if stage in _SEES_REFINED else None
             typed = [f"{section}.{name}={value}" for section, values in names.items() for name, value in values.items()]
             words = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
             if stage in STAGES:
