@@ -14,10 +14,12 @@ from mvr_ray.core import aopt, native_step
 from mvr_ray.core.aopt import (
     LabelSums,
     label_sums,
+    linear_combination,
     linear_step,
     passage_step,
     query_step,
     ratio_step,
+    rocchio_step,
     softmax_step,
 )
 from mvr_ray.core.pseudo_labels import LabelMatrices, label_matrices
@@ -475,6 +477,65 @@ def test_the_linear_form_equals_the_worked_example(signs, alpha, beta, gamma, ex
     assert result.num_no_positive == (signs == [0, 0, -1, 0])
     assert result.num_no_negative == (signs == [0, 1, 0, 0])
     assert math.isnan(result.loss)
+
+
+def test_rocchio_equals_equation_7_written_out():
+    """alpha q + beta mean(positives) - gamma mean(negatives), which is no gradient step of the ratio loss."""
+    views = np.array([[2.0, 0.0], [0.0, 4.0], [4.0, 0.0], [2.0, 6.0]])
+    queries = np.array([[1.0, 2.0], [3.0, 1.0], [5.0, 5.0]])
+    labels = matrices(np.array([[1, 1, 0], [1, 0, 0], [-1, 0, -1], [0, -1, 0]]))
+    result = rocchio_step(queries, views, labels, alpha=0.5, beta=0.6, gamma=-0.1)
+    expected = [
+        0.5 * queries[0] + 0.6 * (views[0] + views[1]) / 2 - 0.1 * views[2],
+        0.5 * queries[1] + 0.6 * views[0] - 0.1 * views[3],
+    ]
+    assert result.moved_M.tolist() == [0, 1], "a question without a positive stays"
+    np.testing.assert_allclose(result.vectors_MD, expected)
+    gradient = query_step(queries, views, labels, step_size=0.6)
+    assert not np.allclose(gradient.vectors_MD, result.vectors_MD[gradient.moved_M.searchsorted(gradient.moved_M)])
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_the_linear_forms_add_up_over_shards(seed: int, shards: int):
+    rng = np.random.default_rng(seed)
+    queries, views = rng.normal(size=(5, 4)), rng.normal(size=(9, 4))
+    signs = rng.choice([-1, 0, 1], (9, 5))
+    whole = rocchio_step(queries, views, matrices(signs), beta=0.3, gamma=-0.2)
+    shard_N = rng.integers(0, shards, 9)
+    parts = [label_sums(views[shard_N == s], matrices(signs[shard_N == s]).transposed()) for s in range(shards)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.plus(part)
+    apart = linear_combination(queries, total, alpha=1.0, beta=0.3, gamma=-0.2)
+    assert apart.moved_M.tolist() == whole.moved_M.tolist()
+    np.testing.assert_allclose(apart.vectors_MD, whole.vectors_MD, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_a_moved_vector_keeps_its_length_and_its_new_direction(seed: int):
+    rng = np.random.default_rng(seed)
+    vectors = near(rng, 8, 6) * rng.uniform(0.5, 3, (8, 1))
+    queries, labels = near(rng, 7, 6), matrices(rng.choice([-1, 0, 1], (8, 7)))
+    for step in (
+        linear_step(vectors, queries, labels),
+        passage_step(vectors, queries, labels, step_size=0.1),
+        softmax_step(vectors, queries, labels, step_size=0.1),
+    ):
+        kept = step.keep_length(vectors)
+        assert kept._replace(vectors_MD=0) == step._replace(vectors_MD=0)
+        lengths = np.linalg.norm(vectors[step.moved_M], axis=1)
+        np.testing.assert_allclose(np.linalg.norm(kept.vectors_MD, axis=1), lengths, rtol=1e-12)
+        cosines = np.einsum("md,md->m", kept.vectors_MD, step.vectors_MD)
+        np.testing.assert_allclose(cosines, lengths * np.linalg.norm(step.vectors_MD, axis=1), rtol=1e-12)
+
+
+def test_a_vector_that_is_moved_to_nothing_stays():
+    vectors, queries = np.array([[2.0, 0.0]]), np.array([[2.0, 0.0]])
+    step = linear_step(vectors, queries, matrices(np.array([[1]])), alpha=1.0, beta=-1.0)
+    assert step.vectors_MD.tolist() == [[0.0, 0.0]]
+    assert step.keep_length(vectors).vectors_MD.tolist() == [[2.0, 0.0]]
 
 
 def test_the_linear_form_pushes_vectors_without_a_positive_away_only_if_told_to():

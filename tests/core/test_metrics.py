@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mvr_ray.core.metrics import (
-    answer_view_accuracy,
-    bootstrap_interval,
+    cluster_interval,
     first_ranks,
     found_within,
+    gold_answer_view_share,
+    interval_over_seeds,
     lv,
     mrr,
     ndcg,
     paired_test,
     ppl,
+    ppl_of_mean_entropy,
     reciprocal_ranks,
     top_k_accuracy,
     view_pair_cosine,
@@ -63,29 +65,87 @@ def test_ndcg_equals_the_worked_example_and_counts_a_repeated_id_once():
     assert ndcg([["a"], []], [{}, grades], 10).tolist() == [0.0, 0.0]
 
 
-def test_the_bootstrap_interval_of_a_share_is_near_the_normal_one_and_repeats_with_its_seed():
+def test_the_interval_of_independent_questions_is_near_the_normal_one_and_repeats_with_its_seed():
     values = np.array([1.0] * 700 + [0.0] * 300)
-    interval = bootstrap_interval(values, seed=1, num=4000)
+    alone = np.arange(1000)
+    interval = cluster_interval(values, alone, seed=1, num=4000)
     half = 1.96 * math.sqrt(0.7 * 0.3 / 1000)
     assert interval.low == pytest.approx(0.7 - half, abs=0.004)
     assert interval.high == pytest.approx(0.7 + half, abs=0.004)
-    assert bootstrap_interval(values, seed=1, num=4000) == interval
-    assert bootstrap_interval(values, seed=2, num=4000) != interval
+    assert cluster_interval(values, alone, seed=1, num=4000) == interval
+    assert cluster_interval(values, alone, seed=2, num=4000) != interval
 
 
-def test_the_bootstrap_interval_covers_the_true_mean_about_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    inside = 0
+@pytest.mark.parametrize("num_articles", [12, 36])
+def test_the_interval_covers_the_mean_where_questions_of_an_article_are_alike(num_articles: int):
+    """The same questions taken as independent ones cover it far less often than they say."""
+    rng = np.random.default_rng(num_articles)
+    inside = {"articles": 0, "questions": 0}
     for seed in range(200):
-        interval = bootstrap_interval(rng.random(150) < 0.4, seed=seed, num=300)
-        inside += interval.low <= 0.4 <= interval.high
-    assert 180 <= inside <= 199
+        ease_G = rng.beta(4, 4, num_articles)
+        articles = np.repeat(np.arange(num_articles), 30)
+        values = (rng.random(len(articles)) < ease_G[articles]).astype(float)
+        for name, groups in (("articles", articles), ("questions", np.arange(len(articles)))):
+            interval = cluster_interval(values, groups, seed=seed, num=400)
+            inside[name] += interval.low <= 0.5 <= interval.high
+    assert 180 <= inside["articles"] <= 199
+    assert inside["questions"] < 150
+
+
+def test_an_article_counts_with_all_its_questions_in_every_resample():
+    """Of two articles a resample has one twice, or both: three means, whatever the questions' order."""
+    values, articles = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), ["a", "a", "a", "b", "b"]
+    order = np.random.default_rng(0).permutation(5)
+    interval = cluster_interval(values, articles, confidence=0.1)
+    assert interval == cluster_interval(values[order], [articles[at] for at in order], confidence=0.1)
+    assert set(interval) <= {0.0, 0.6, 1.0}
+    assert cluster_interval(values, articles) == (0.0, 1.0)
 
 
 def test_equal_values_have_an_interval_of_no_width():
-    assert bootstrap_interval(np.full(7, 0.25)) == (0.25, 0.25)
+    assert cluster_interval(np.full(7, 0.25), [0, 0, 1, 1, 2, 2, 2]) == (0.25, 0.25)
     with pytest.raises(AssertionError):
-        bootstrap_interval(np.empty(0))
+        cluster_interval(np.empty(0), [])
+
+
+def test_seeds_widen_the_interval_of_articles_and_one_seed_is_that_of_articles():
+    rng = np.random.default_rng(3)
+    articles = np.repeat(np.arange(20), 10)
+    values_Q = rng.random(200)
+    alone = cluster_interval(values_Q, articles, seed=4)
+    assert interval_over_seeds(values_Q[None], articles, seed=4) == alone
+    assert interval_over_seeds(np.stack([values_Q] * 3), articles, seed=4) == pytest.approx(alone)
+    shifted_SQ = values_Q + np.array([[-0.1], [0.0], [0.1]])
+    both = interval_over_seeds(shifted_SQ, articles, seed=4)
+    student = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+    mean = values_Q.mean()
+    assert mean - both.low == pytest.approx(math.hypot(mean - alone.low, student))
+    assert both.high - mean == pytest.approx(math.hypot(alone.high - mean, student))
+
+
+@pytest.mark.parametrize("num_articles", [5, 11])
+def test_the_paired_test_of_articles_equals_enumeration_over_their_signs(num_articles: int):
+    rng = np.random.default_rng(num_articles)
+    articles = rng.integers(0, num_articles, 60)
+    a, b = rng.random(60), rng.random(60)
+    sums = np.array([(a - b)[articles == article].sum() for article in np.unique(articles)])
+    signs = itertools.product([1, -1], repeat=len(sums))
+    expected = np.mean([abs((np.array(sign) * sums).sum()) >= abs(sums.sum()) - 1e-12 for sign in signs])
+    assert paired_test(a, b, articles) == pytest.approx(expected)
+
+
+def test_the_paired_test_rejects_no_more_often_than_it_says_where_articles_differ_at_random():
+    """Systems that are equal on average, each better on some articles: questions alone reject far too often."""
+    rng = np.random.default_rng(8)
+    rejected = {"articles": 0, "questions": 0}
+    articles = np.repeat(np.arange(20), 30)
+    for seed in range(200):
+        ease_G = rng.normal(0, 0.2, 20)[articles]
+        a, b = (rng.random(600) < 0.5 + ease_G / 2), (rng.random(600) < 0.5 - ease_G / 2)
+        rejected["articles"] += paired_test(a, b, articles, seed, num=400) < 0.05
+        rejected["questions"] += paired_test(a, b, None, seed, num=400) < 0.05
+    assert rejected["articles"] <= 20
+    assert rejected["questions"] > 40
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 0), (5, 1), (3, 3), (6, 7), (30, 12), (200, 201), (9, 60)])
@@ -151,7 +211,8 @@ def test_with_one_view_there_is_nothing_to_measure():
     assert lv(np.ones((2, 3)), np.ones((2, 1, 3))) is None
     assert view_pair_cosine(np.ones((2, 1, 3))) is None
     assert ppl(np.empty(0, int), np.empty(0, int)) is None
-    assert answer_view_accuracy(np.array([1]), np.array([-1])) is None
+    assert ppl_of_mean_entropy(np.empty(0, int), np.empty(0, int)) is None
+    assert gold_answer_view_share(np.array([1]), np.array([-1])) is None
 
 
 def test_views_within_the_margin_go_to_the_lowest_and_missing_views_never_win():
@@ -169,6 +230,16 @@ def test_perplexity_counts_the_views_in_use_for_each_passage_and_averages():
     assert ppl(np.array([0, 1]), np.array([0, 1])) == pytest.approx(1.0)
 
 
+def test_the_two_readings_of_perplexity_differ_where_passages_differ_and_the_mean_of_exponents_is_larger():
+    view, passage = np.array([0, 1, 2, 3, 5, 5, 7, 7]), np.array([9, 9, 9, 9, 4, 4, 6, 6])
+    assert ppl_of_mean_entropy(view, passage) == pytest.approx(4 ** (1 / 3))
+    assert ppl(view, passage) == pytest.approx(2.0)
+    alike = np.array([0, 1, 0, 0, 1, 1]), np.array([0, 0, 0, 1, 1, 1])
+    entropy = math.log(3) - 2 / 3 * math.log(2)
+    assert ppl_of_mean_entropy(*alike) == pytest.approx(math.exp(entropy)) == ppl(*alike)
+    assert ppl_of_mean_entropy(np.array([3, 3]), np.array([0, 0])) == pytest.approx(1.0)
+
+
 def test_noise_over_collapsed_views_has_high_perplexity_and_sending_ties_to_the_lowest_view_shows_it():
     rng = np.random.default_rng(2)
     passage = np.repeat(np.arange(200), 5)
@@ -177,5 +248,5 @@ def test_noise_over_collapsed_views_has_high_perplexity_and_sending_ties_to_the_
     assert ppl(winning_views(scores), passage) == pytest.approx(1.0)
 
 
-def test_answer_view_accuracy_leaves_questions_with_unknown_answer_view_out():
-    assert answer_view_accuracy(np.array([0, 1, 2, 3]), np.array([0, 2, -1, 3])) == pytest.approx(2 / 3)
+def test_the_share_won_by_the_answers_view_leaves_questions_with_unknown_answer_view_out():
+    assert gold_answer_view_share(np.array([0, 1, 2, 3]), np.array([0, 2, -1, 3])) == pytest.approx(2 / 3)

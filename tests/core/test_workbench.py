@@ -66,11 +66,14 @@ def test_the_round_before_the_first_is_the_ranking_of_a_slow_search(bench):
             assert measured.gold[k] == np.mean([any(row[:k]) for row in gold])
 
 
+@pytest.mark.parametrize("keep_length", [True, False])
 @pytest.mark.parametrize("move", ["winner", "every"])
-def test_the_linear_form_moves_each_view_by_the_means_of_its_questions(bench, move):
+def test_the_linear_form_moves_each_view_by_the_means_of_its_questions(bench, move, keep_length):
     """AOpt eq. 9, written out with loops."""
     known = asked("known", 12, 2)
-    setting = Setting(method="linear", positives="all", move=move, depth=10, beta=0.5, gamma=-0.2)
+    setting = Setting(
+        method="linear", positives="all", move=move, depth=10, beta=0.5, gamma=-0.2, keep_length=keep_length
+    )
     before, after = bench.try_out(setting, known, [], ks=(1, 5))
     views = views_of(bench, bench.vectors_ND)
     positive: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -86,10 +89,13 @@ def test_the_linear_form_moves_each_view_by_the_means_of_its_questions(bench, mo
         moved[row][view] = moved[row][view] + 0.5 * np.mean(own, axis=0)
         if (row, view) in negative:
             moved[row][view] = moved[row][view] - 0.2 * np.mean(negative[row, view], axis=0)
+        if keep_length:
+            moved[row][view] /= np.linalg.norm(moved[row][view])
     ranked = [slow_ranking(moved, query)[:5] for query in known.queries_QD]
     bears = [[f"word{row % 7}" == own[0] for row in rows] for rows, own in zip(ranked, known.answers_Q)]
     assert after.sets[0].answer == {k: np.mean([any(row[:k]) for row in bears]) for k in (1, 5)}
     assert after.num_moved == len(positive)
+    assert after.norm_mean == pytest.approx(1.0, abs=1e-6) if keep_length else after.norm_mean > 1.1
     assert before.sets[0].answer[1] < after.sets[0].answer[1]
 
 
@@ -119,7 +125,7 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answ
     assert after.norm_max == before.norm_max == 1.0, "the passage's own views stay"
 
 
-def test_gradient_rounds_lower_the_loss_and_only_grow_norms_and_query_rounds_move_no_passage():
+def test_gradient_rounds_lower_the_loss_grow_norms_unless_length_is_kept_and_query_rounds_move_no_passage():
     """One view a passage, every passage labelled and every score positive, so that labels stay the same."""
     vectors = np.abs(unit((40, D), np.random.default_rng(1)))
     bench = Workbench(vectors, np.arange(41), np.zeros(40, np.int64), 1, lambda row: f"it is word{row % 7}")
@@ -128,8 +134,11 @@ def test_gradient_rounds_lower_the_loss_and_only_grow_norms_and_query_rounds_mov
     )
     ascending = Setting(method="passage", positives="all", depth=40, step_size=0.01, rounds=6)
     passage = bench.try_out(ascending, known, [unseen], (1,))
-    assert all(now.loss < before.loss for before, now in itertools.pairwise(passage[1:]))
-    assert all(1 <= before.norm_mean < now.norm_mean for before, now in itertools.pairwise(passage))
+    assert [each.norm_max for each in passage] == pytest.approx([1.0] * 7, abs=1e-6)
+    raw = bench.try_out(ascending._replace(keep_length=False), known, [unseen], (1,))
+    assert all(1 <= before.norm_mean < now.norm_mean for before, now in itertools.pairwise(raw))
+    for rounds in (passage, raw):
+        assert all(now.loss < before.loss for before, now in itertools.pairwise(rounds[1:]))
     assert {each.num_moved + each.skipped_no_positive for each in passage[1:]} == {40}
     query = bench.try_out(ascending._replace(method="query", step_size=0.05), known, [unseen], (1,))
     assert {each.sets[1] for each in map(_plain, query)} == {_plain(query[0]).sets[1]}
@@ -143,7 +152,9 @@ def _plain(each):
 def test_softmax_rounds_move_every_view_labelled_both_ways_whatever_its_scores(bench):
     """Eq. 13 with exponentials, written out with loops; no view is outside the domain, for there is none."""
     known = asked("known", 12, 2)
-    setting = Setting(method="softmax", positives="all", depth=40, step_size=0.02, temperature=0.3, rounds=1)
+    setting = Setting(
+        method="softmax", positives="all", depth=40, step_size=0.02, temperature=0.3, rounds=1, keep_length=False
+    )
     _, after = bench.try_out(setting, known, [], ks=(1, 5))
     views = views_of(bench, bench.vectors_ND.astype(np.float64))
     signs: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}

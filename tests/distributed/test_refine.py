@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import ray
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RefineConfig, RunConfig
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.pseudo_labels import labels_from_hits
@@ -130,8 +131,17 @@ def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(stor
     assert again.published.refinement == {"feedback_weight": 0.9, "feedback_clusters": 1}
 
 
-def linear_oracle(store: Path, run: RunConfig) -> dict[str, dict[int, np.ndarray]]:
-    """AOpt eq. 9 with eq. 8's labels, passage by passage: new vectors by passage and view."""
+class Labelled(NamedTuple):
+    """What AOpt's eq. 8 says of a version: partners of every labelled view and of every question, good ones and bad."""
+
+    views: dict[str, dict[int, np.ndarray]]
+    queries: dict[str, np.ndarray]
+    of_view: dict[tuple[str, int], tuple[list, list]]
+    of_question: dict[str, tuple[list, list]]
+
+
+def labelled(store: Path, run: RunConfig) -> Labelled:
+    """Labels passage by passage, from version 1."""
     kept = Store(str(store))
     described = manifest.read(kept, "squad", 1)
     encoder = DualEncoder.load(store / layout.encoder_dir(described.encoder_name, described.encoder_fingerprint))
@@ -141,35 +151,69 @@ def linear_oracle(store: Path, run: RunConfig) -> dict[str, dict[int, np.ndarray
         passage_id: {number: np.frombuffer(data, np.float16).astype(np.float64) for number, data in mine.items()}
         for passage_id, mine in all_views(store, 1).items()
     }
-    gained: dict[tuple[str, int], tuple[list, list]] = {}
-    for question, query in zip(questions, encoder.embed_queries([question.text for question in questions])):
+    queries = encoder.embed_queries([question.text for question in questions])
+    found = Labelled(views, {q.id: query for q, query in zip(questions, queries)}, {}, {})
+    for question, query in zip(questions, queries):
         best = {p: max((np.float32(v @ query), -number) for number, v in mine.items()) for p, mine in views.items()}
         for passage_id in sorted(best, key=lambda p: (-best[p][0], p))[: run.refine.depth]:
-            good = has_answer(texts[passage_id], question.answers)
-            gained.setdefault((passage_id, -best[passage_id][1]), ([], []))[0 if good else 1].append(query)
+            side = 0 if has_answer(texts[passage_id], question.answers) else 1
+            number = -best[passage_id][1]
+            found.of_view.setdefault((passage_id, number), ([], []))[side].append(query)
+            found.of_question.setdefault(question.id, ([], []))[side].append(views[passage_id][number])
+    return found
+
+
+def combined(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_length: bool) -> np.ndarray:
+    """AOpt eqs. 7 and 9, and the length that the vector had."""
+    moved = x + refine.beta * np.mean(good, axis=0) + (refine.gamma * np.mean(bad, axis=0) if bad else 0)
+    return moved * np.linalg.norm(x) / np.linalg.norm(moved) if keep_length else moved
+
+
+@pytest.mark.parametrize("keep_length", [None, False])
+def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length):
+    """Absent, `keep_length` is true in an index of unit vectors."""
+    run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100, keep_length=keep_length)
+    known = labelled(store, run)
     moved: dict[str, dict[int, np.ndarray]] = {}
-    for (passage_id, number), (good, bad) in gained.items():
+    for (passage_id, number), (good, bad) in known.of_view.items():
         if good:
-            new = views[passage_id][number] + run.refine.beta * np.mean(good, axis=0)
-            moved.setdefault(passage_id, {})[number] = new + (run.refine.gamma * np.mean(bad, axis=0) if bad else 0)
-    return moved
-
-
-def test_the_linear_form_equals_a_plain_reading_of_the_paper(store):
-    run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100)
-    moved = linear_oracle(store, run)
+            new = combined(known.views[passage_id][number], good, bad, run.refine, keep_length is None)
+            moved.setdefault(passage_id, {})[number] = new
     report = refining.refine(run)
     before, after = all_views(store, 1), all_views(store, 2)
     assert len(report.rounds) == 1
+    lengths = []
     for passage_id, views in after.items():
         for number, data in views.items():
             if number in moved.get(passage_id, {}):
                 stored, wanted = np.frombuffer(data, np.float16), moved[passage_id][number]
                 np.testing.assert_allclose(stored.astype(np.float64), wanted, atol=2e-3)
+                lengths.append(np.linalg.norm(stored.astype(np.float64)))
             else:
                 assert data == before[passage_id][number]
+    assert np.mean(lengths) == pytest.approx(1.0, abs=1e-3) if keep_length is None else np.mean(lengths) > 1.05
     assert report.dirty_share == len(moved) / len(before)
     assert report.rounds[0].moved_share == report.dirty_share
+
+
+def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
+    run = config(store, method="rocchio", positives="all", beta=0.2, max_heldout_loss=100)
+    known = labelled(store, run)
+    report = refining.refine(run)
+    assert all_views(store, 2) == all_views(store, 1)
+    assert (len(report.rounds), report.published.operation) == (1, "refine:rocchio")
+    path = store / layout.refined_queries("squad", report.published.refined_queries["squad_known"])
+    moved = {
+        name: vector
+        for block in EmbeddingShard.open(path).blocks()
+        for name, vector in zip(block.ids, block.vectors_ND.astype(np.float64))
+    }
+    for name, (good, bad) in known.of_question.items():
+        query = known.queries[name].astype(np.float64)
+        wanted = combined(query, good, bad, run.refine, keep_length=True) if good else query
+        np.testing.assert_allclose(moved[name], wanted, atol=2e-3)
+    top1 = accuracy(report, "squad_known", "answer")
+    assert top1.after[0] > top1.before[0]
 
 
 def best_round(report: RefineReport) -> int:
@@ -357,7 +401,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
         positive = rng.random(hits.passage_QK.shape) < 0.5
         labels = labels_from_hits(hits.passage_QK, hits.view_QK, positive)
         handed = {shard: (part,) for shard, part in refiners.split(labels).items()}
-        refiners.each("move", 0, handed, queries, StepSettings(0.05, -1e9))
+        refiners.each("move", 0, handed, queries, StepSettings(0.05, -1e9, keep_length=True))
         moved = refiners.search(1, queries, 10, "", lambda *_: None)
         assert not np.array_equal(moved.passage_QK, hits.passage_QK)
         for actor in refiners.actors:
