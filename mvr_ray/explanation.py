@@ -12,12 +12,13 @@ from pydantic import BaseModel
 
 
 class ExplainedView(BaseModel):
-    """One view: the snippet text[start:stop] that it stands for, the passage as a whole, or a feedback view, which is
-    made of questions and stands for no part of the text. `scores` has one number a question.
+    """One view: the snippet text[start:stop] that it stands for, the title, the passage as a whole, or a feedback view,
+    which is made of questions and stands for no part of the text. `text` is there for a snippet and for the title.
+    `scores` has one number a question.
     """
 
     view: int
-    kind: Literal["snippet", "passage", "feedback"]
+    kind: Literal["snippet", "title", "passage", "feedback"]
     start: int | None = None
     stop: int | None = None
     text: str | None = None
@@ -150,7 +151,11 @@ def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
 
 def stands_for(view: ExplainedView) -> str:
     """The view's snippet, or in words what it stands for instead."""
-    words = {"feedback": "feedback: questions that this passage answered", "passage": "the whole passage"}
+    words = {
+        "feedback": "feedback: questions that this passage answered",
+        "passage": "the whole passage",
+        "title": f"title: {view.text}",
+    }
     return words.get(view.kind, view.text or "")
 
 

@@ -109,7 +109,8 @@ def size(num_bytes: float) -> str:
 
 
 def hit_text(rank: int, found: FoundPassage) -> Text:
-    """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal."""
+    """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal. A
+    snippet that is the title stands before the text."""
     text = Text(f"{rank:>2}. {found.title or found.id}", style="bold")
     told = "feedback view" if found.feedback else "view"
     text.append(f"  [{found.id}] score {found.score:.4f}, {told} {found.view}\n", style="dim")
@@ -118,6 +119,7 @@ def hit_text(rank: int, found: FoundPassage) -> Text:
         return text.append(body, style="not bold")
     text.append(body[: snippet.start], style="not bold")
     text.append(f"»{snippet.text}«", style="reverse")
+    text.append("" if snippet.stop else " ", style="not bold")
     return text.append(body[snippet.stop :], style="not bold")
 
 

@@ -85,6 +85,8 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     learned = found.model_copy(update={"view": 9, "feedback": True, "snippet": None})
     assert hit_text(1, learned).plain.split("\n")[0].endswith("score 0.5000, feedback view 9")
     assert hit_text(1, found.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
+    by_title = found.model_copy(update={"view": 0, "snippet": Snippet(start=0, stop=0, text="Rivers")})
+    assert hit_text(1, by_title).plain.endswith(f"\n»Rivers« {text}")
 
 
 def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> None:

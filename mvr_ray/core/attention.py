@@ -1,7 +1,9 @@
-"""What each view reads: the last layer's attention of the tokens that a view is made of.
+"""Attention of each view: the last layer's, of the tokens that a view is made of.
 
-A view is the mean over its tokens' states, so its attention is the mean over the same tokens and over the heads. For a
-viewer, which is one token, that is the row that CAMVR compares (eq. 14). Attention falls on all tokens of the passage.
+A view is the mean over its tokens' states, so its attention alpha is the mean over the same tokens and over the heads.
+For a viewer, which is one token, that is the row that CAMVR compares. Attention falls on all tokens of the passage.
+
+    D(i, j) = sum_l alpha_jl log(alpha_jl / alpha_il) = KL(alpha_j || alpha_i)        (CAMVR, eq. 14)
 
 Shapes: P passages, V views per passage, T tokens, H heads.
 """
@@ -66,9 +68,10 @@ def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) ->
 
 
 def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
-    """KL(view i || view j) in nats, averaged over the passages that have both (CAMVR eq. 14, and its heat map). [V, V]
+    """D(i, j) of CAMVR eq. 14 in row i and column j, averaged over the passages that have both views. float64 [V, V]
 
-    nan where no passage has both. A share below 1e-12 counts as 1e-12. All zero: every view reads alike.
+    D(i, j) is KL(view j || view i), in nats: the column's view comes first. NaN where no passage has both. A share
+    below 1e-12 counts as 1e-12. All zero: every view reads alike.
     """
     num_views = len(passages[0].mask_V)
     sum_VV, count_VV = np.zeros((num_views, num_views)), np.zeros((num_views, num_views))
@@ -76,8 +79,17 @@ def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
         total_V = np.where(mask_V, attention_VT.sum(1), 1.0)
         share_VT = np.maximum(attention_VT / total_V[:, None], _FLOOR)
         log_VT = np.log(share_VT)
-        divergence_VV = (share_VT * log_VT).sum(1)[:, None] - share_VT @ log_VT.T
+        divergence_VV = (share_VT * log_VT).sum(1) - log_VT @ share_VT.T
         both_VV = mask_V[:, None] & mask_V
         sum_VV += np.where(both_VV, divergence_VV, 0.0)
         count_VV += both_VV
     return np.where(count_VV > 0, sum_VV / np.maximum(count_VV, 1), np.nan)
+
+
+def mean_attention_kl(table_VV: FloatArray) -> float | None:
+    """Mean of D(i, j) over the pairs i < j, the triangle that CAMVR's table 3 prints; None where no pair was measured.
+
+    The other triangle holds the same pairs of views with the arguments of KL exchanged, and is not in the mean.
+    """
+    pairs = table_VV[np.triu_indices(len(table_VV), 1)]
+    return float(np.nanmean(pairs)) if np.isfinite(pairs).any() else None

@@ -26,7 +26,7 @@ from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.precision import FULL, Lowered, Precision, Readers, check
 from mvr_ray.core.encoding.quantized import calibrate
 from mvr_ray.core.encoding.snapshot import read_snapshot, tower_names, write_snapshot
-from mvr_ray.core.snippets import PunktParams, Span, equal_splits, find_snippet, load_punkt, snippet_spans
+from mvr_ray.core.snippets import TITLE, PunktParams, Span, equal_splits, find_snippet, load_punkt, snippet_spans
 from mvr_ray.core.views import EncoderSpec, Layout, TokenizedPassage, Tokens
 from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import FloatArray, Passage
@@ -178,18 +178,24 @@ class DualEncoder(nn.Module):
         ]
 
     def snippets(self, passage: Passage) -> list[Span]:
-        """Character spans of the passage's snippets, before any is lost to truncation; empty without snippets."""
+        """Character spans of the text's snippets, before any is lost to truncation; empty without snippets.
+
+        The first of them has view `spec.first_text_view`.
+        """
         if not self.spec.has_snippets:
             return []
         if self.spec.strategy == "splits":
             return equal_splits(passage.text, self.spec.num_views)
-        return snippet_spans(passage.text, self.spec.num_views, self.splitter)
+        return snippet_spans(passage.text, self.spec.num_views - self.spec.first_text_view, self.splitter)
 
     def view_spans(self, passage: Passage) -> list[Span | None]:
-        """The characters of each view's snippet; None where the view is missing or reads the whole passage."""
+        """The characters of each view's snippet, `TITLE` where it is the title; None where the view is missing, stands
+        before nothing, or reads the whole passage."""
         spans: list[Span | None] = [None] * self.num_views
         there = set(self.tokenize_passages([passage])[0].view_T.tolist())
-        for view, span in enumerate(self.snippets(passage)):
+        if self.spec.title_view and passage.title.strip() and 0 in there:
+            spans[0] = TITLE
+        for view, span in enumerate(self.snippets(passage), self.spec.first_text_view):
             if view in there:
                 spans[view] = span
         return spans
@@ -233,7 +239,8 @@ class DualEncoder(nn.Module):
         return self._mean_pool(self.question_tower, self.tokenize_queries(texts))
 
     def mean_pool_passages(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
-        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out.
+        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out. A title that
+        is a snippet has no separator after it here either.
 
         Raises EncoderError where pieces are read alone: there is no reading of the whole to move towards.
         """

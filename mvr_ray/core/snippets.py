@@ -21,11 +21,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mvr_ray.errors import EncoderError
+from mvr_ray.types import Passage
 
 if TYPE_CHECKING:  # imported where it is needed: an encoder that cuts no sentences runs without it
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 Span = tuple[int, int]
+
+TITLE: Span = (0, 0)
+"""Stands for the passage's title where a view's snippet is the title: no snippet of the text is empty."""
 
 # fmt: off
 KNOWN_ABBREVIATIONS = frozenset((
@@ -187,6 +191,11 @@ def equal_splits(text: str, num: int) -> list[Span]:
     for piece in range(num):
         bounds.append(bounds[-1] + len(words) // num + (piece < len(words) % num))
     return [(words[first][0], words[last - 1][1]) for first, last in pairwise(bounds)]
+
+
+def snippet_text(passage: Passage, span: Span) -> str:
+    """The words of a view's snippet: a piece of the passage's text, or its title."""
+    return passage.title if span == TITLE else passage.text[span[0] : span[1]]
 
 
 def find_snippet(spans: Sequence[Span], offset: int) -> int:

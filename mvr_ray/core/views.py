@@ -5,11 +5,15 @@
     first_k        the same                                    view i is the state of token i            (ME-BERT)
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
-    snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means (CAMVR)
+    snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means
+      title_view   [VIE_1] title [VIE_2] snippet_1 .. [SEP]    the same; the title is view 1's snippet (CAMVR)
     sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all
     splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
 
-So every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
+With `empty_snippets: kept` viewers without a snippet stand before the last [SEP], in the order of their numbers, as in
+CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
+
+Every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
 [SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0.
 
 Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
@@ -42,6 +46,7 @@ class EncoderSpec:
     viewer_position: Literal["zero", "own"] = "zero"
     viewer_init: Literal["random", "cls"] = "random"
     empty_snippets: Literal["masked", "kept"] = "masked"
+    title_view: bool = False
     use_title: bool = True
     max_query_tokens: int = 64
     max_passage_tokens: int = 256
@@ -68,6 +73,11 @@ class EncoderSpec:
                 f"encoder empty_snippets is 'kept', but only viewers can stand before nothing, and strategy "
                 f"{self.strategy!r} with readout {self.readout!r} has none; leave it at 'masked'"
             )
+        if self.title_view and (self.strategy != "snippets" or not self.use_title or self.num_views < 2):
+            raise EncoderError(
+                f"encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are "
+                f"{self.strategy!r}, use_title {self.use_title} and {self.num_views}; correct these, or leave it out"
+            )
 
     @property
     def effective_views(self) -> int:
@@ -81,6 +91,11 @@ class EncoderSpec:
     def has_snippets(self) -> bool:
         """A view stands for a piece of the text."""
         return self.strategy in ("snippets", "snippet_means") or self.has_pieces
+
+    @property
+    def first_text_view(self) -> int:
+        """The view of the text's first snippet, counted from 0: with a title view the text has views 1 to V - 1."""
+        return int(self.title_view)
 
     @property
     def has_pieces(self) -> bool:
@@ -107,6 +122,8 @@ class EncoderSpec:
             settings["readout"] = self.readout
         if self.empty_snippets == "kept":
             settings["empty_snippets"] = self.empty_snippets
+        if self.title_view:
+            settings["title_view"] = True
         return settings
 
 
@@ -201,7 +218,9 @@ class Layout:
     ) -> TokenizedPassage:
         """`title` is empty where there is none; `snippets` where the strategy has none."""
         head: list[int] = []
-        if title:
+        if title and spec.title_view:
+            head = list(title[: spec.max_passage_tokens // 4])
+        elif title:
             head = [*title[: spec.max_passage_tokens // 4 - self.separators], *[self.sep_id] * self.separators]
         if spec.strategy == "snippets":
             return self._snippets(spec, head, text, snippets)
@@ -237,23 +256,28 @@ class Layout:
         return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
 
     def _snippets(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
-        """CAMVR: a viewer before each snippet, ordinary positions; before none, it stands at the end, if at all."""
-        of_token = snippet_of_token(text.ends, snippets)
+        """A viewer before each snippet, ordinary positions; one without a snippet stands at the end, if at all.
+
+        With a title view (CAMVR, figures 1 and 4) `head` is the title and view 0's snippet; the text has the others.
+        """
         pieces: dict[int, list[int]] = {}
-        for token, view in zip(text.ids, of_token):
-            pieces.setdefault(view, []).append(token)
-        pieces = pieces or {0: []}
-        views = range(spec.num_views) if spec.empty_snippets == "kept" else pieces
-        empty = [view for view in views if view not in pieces]
-        budget = spec.max_passage_tokens - 1 - len(head) - len(views)
-        kept = shorten([len(piece) for piece in pieces.values()], budget)
+        for token, snippet in zip(text.ids, snippet_of_token(text.ends, snippets)):
+            pieces.setdefault(spec.first_text_view + snippet, []).append(token)
+        every = spec.empty_snippets == "kept"
+        order = [*([0] if spec.title_view and (head or every) else []), *pieces] or [0]
+        order += [view for view in range(spec.num_views if every else 0) if view not in order]
+        budget = spec.max_passage_tokens - 1 - len(head) - len(order)
+        lengths = shorten([len(piece) for piece in pieces.values()], budget)
+        tokens = {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
         ids, view_T = list(head), [-1] * len(head)
-        by_viewer = spec.readout == "viewer"
-        for (view, piece), length in zip(pieces.items(), kept):
-            ids += [self.first_viewer + 1 + view, *piece[:length]]
-            view_T += [view if by_viewer or not length else -1, *[-1 if by_viewer else view] * length]
-        ids += [self.first_viewer + 1 + view for view in empty]
-        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, *empty, -1])
+        if spec.title_view:
+            tokens[0], ids, view_T = head, [], []
+        for view in order:
+            piece = tokens.get(view, [])
+            by_viewer = spec.readout == "viewer" or not piece
+            ids += [self.first_viewer + 1 + view, *piece]
+            view_T += [view if by_viewer else -1, *[-1 if by_viewer else view] * len(piece)]
+        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
 
     def _pieces(self, spec: EncoderSpec, head: list[int], text: Tokens, snippets: Sequence[Span]) -> TokenizedPassage:
         """MVR table 5: a sequence of its own for each snippet that has tokens, one after the other."""

@@ -26,6 +26,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
 from mvr_ray.core.searching.exact import checked_k, checked_queries, score_views
+from mvr_ray.core.snippets import TITLE, snippet_text
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
@@ -74,9 +75,9 @@ T = TypeVar("T", bound=np.ndarray[Any, Any])
 
 
 class MatchingSnippet(NamedTuple):
-    """What won: a snippet of the passage, the passage as a whole, or a feedback view (no part of its text)."""
+    """What won: a snippet of the text, the title, the passage as a whole, or a feedback view (no part of its text)."""
 
-    kind: Literal["snippet", "passage", "feedback"]
+    kind: Literal["snippet", "title", "passage", "feedback"]
     start: int
     stop: int
     text: str
@@ -268,7 +269,7 @@ class Router:
         return self.corpus.get(ids)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        """Characters of each view's snippet, None where a view has none of its own; kept for what was shown last."""
+        """`DualEncoder.view_spans`, kept for what was shown last."""
         return self._spans(passage)
 
     def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
@@ -278,7 +279,7 @@ class Router:
         span = self.view_spans(passage)[view]
         if span is None:
             return MatchingSnippet("passage", 0, len(passage.text), passage.text)
-        return MatchingSnippet("snippet", *span, passage.text[span[0] : span[1]])
+        return MatchingSnippet("title" if span == TITLE else "snippet", *span, snippet_text(passage, span))
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
         """Moved vectors of a question set by question id, where refinement kept some; else empty.

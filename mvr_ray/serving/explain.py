@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.core.snippets import TITLE
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.limits import check_text
@@ -119,6 +120,8 @@ def _view(
 ) -> ExplainedView:
     if span is None:
         return ExplainedView(view=number, kind="feedback" if number >= num_views else "passage", scores=scores)
+    if span == TITLE:
+        return ExplainedView(view=number, kind="title", text=passage.title, scores=scores)
     start, stop = span
     return ExplainedView(
         view=number, kind="snippet", start=start, stop=stop, text=passage.text[start:stop], scores=scores

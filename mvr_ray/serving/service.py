@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.core.snippets import snippet_text
 from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import explain as explaining
@@ -138,7 +139,7 @@ class SearchService:
                 raise RequestError(404, "unknown_passage", "id", message, hint)
             passage = found[passage_id]
             views = [
-                PassageView(view=view, start=span[0], stop=span[1], text=passage.text[span[0] : span[1]])
+                PassageView(view=view, start=span[0], stop=span[1], text=snippet_text(passage, span))
                 for view, span in enumerate(router.view_spans(passage))
                 if span is not None
             ]
@@ -266,5 +267,5 @@ def bare(hit: Hit, num_views: int) -> FoundPassage:
 
 def with_text(found: FoundPassage, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> FoundPassage:
     span = spans[found.view] if found.view < len(spans) and not found.feedback else None
-    snippet = Snippet(start=span[0], stop=span[1], text=passage.text[span[0] : span[1]]) if span else None
+    snippet = Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span)) if span else None
     return found.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})

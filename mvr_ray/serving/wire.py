@@ -54,6 +54,8 @@ class SearchRequest(WireModel):
 
 
 class Snippet(BaseModel):
+    """A piece text[start:stop] of the passage; with `start` and `stop` 0 its title, where a view stands for that."""
+
     start: int
     stop: int
     text: str
@@ -113,13 +115,13 @@ class SearchResponse(BaseModel):
 
 
 class PassageView(Snippet):
-    """The part of a passage's text that one view stands for."""
+    """What one view stands for: a part of a passage's text, or its title."""
 
     view: int
 
 
 class PassageResponse(BaseModel):
-    """A passage as it was indexed. `views` are those that stand for a part of its text."""
+    """A passage as it was indexed. `views` are those that stand for a part of its text, or for its title."""
 
     index: str
     version: int

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from transformers import AutoModel
 
-from mvr_ray.core.attention import ViewAttention, attention_kl_table, view_attention
+from mvr_ray.core.attention import ViewAttention, attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
@@ -57,13 +57,30 @@ def test_divergence_equals_a_loop_over_pairs_of_views_and_is_zero_for_equal_ones
     table_VV = attention_kl_table(passages)
     for i, j in itertools.product(range(3), repeat=2):
         pairs = [(a[i], a[j]) for a, mask in passages if mask[i] and mask[j]]
-        assert table_VV[i, j] == pytest.approx(np.mean([stats.entropy(x, y) for x, y in pairs]), abs=1e-12)
+        assert table_VV[i, j] == pytest.approx(np.mean([stats.entropy(y, x) for x, y in pairs]), abs=1e-12)
     alike = [ViewAttention(np.repeat(rng.random((1, 5)), 3, axis=0), np.ones(3, bool))]
     np.testing.assert_allclose(attention_kl_table(alike), 0, atol=1e-12)
     apart = [ViewAttention(np.eye(2), np.ones(2, bool))]
     assert attention_kl_table(apart)[0, 1] == pytest.approx(math.log(1e12), rel=1e-6)
     never = [ViewAttention(np.ones((2, 4)), np.array([True, False]))]
     assert np.isnan(attention_kl_table(never)).tolist() == [[False, True], [True, True]]
+
+
+def test_row_i_column_j_is_the_divergence_of_view_j_from_view_i_and_the_mean_is_of_the_upper_triangle():
+    """CAMVR eq. 14, D(i, j) = sum_l a_jl log(a_jl / a_il), by hand."""
+    a = np.array([[1 / 2, 1 / 4, 1 / 4], [1 / 4, 1 / 4, 1 / 2], [1 / 8, 3 / 4, 1 / 8]])
+    d_01 = 1 / 4 * math.log(1 / 2) + 1 / 4 * math.log(1) + 1 / 2 * math.log(2)
+    d_02 = 1 / 8 * math.log(1 / 4) + 3 / 4 * math.log(3) + 1 / 8 * math.log(1 / 2)
+    d_12 = 1 / 8 * math.log(1 / 2) + 3 / 4 * math.log(3) + 1 / 8 * math.log(1 / 4)
+    d_20 = 1 / 2 * math.log(4) + 1 / 4 * math.log(1 / 3) + 1 / 4 * math.log(2)
+    table_VV = attention_kl_table([ViewAttention(a, np.ones(3, bool))])
+    wanted = [[0, d_01, d_02], [d_01, 0, d_12], [d_20, d_20, 0]]
+    np.testing.assert_allclose(table_VV, wanted, atol=1e-12)
+    assert abs(d_02 - d_20) > 0.02, "the two directions differ"
+    assert mean_attention_kl(table_VV) == pytest.approx((d_01 + d_02 + d_12) / 3)
+    half = np.array([[0, np.nan, 0.5], [9, 0, 0.25], [9, 9, 0]])
+    assert mean_attention_kl(half) == pytest.approx(0.375)
+    assert mean_attention_kl(np.empty((0, 0))) is None
 
 
 def test_viewers_at_one_position_of_minilm_read_alike_and_viewers_at_their_own_do_not(minilm):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.snippets import train_punkt
+from mvr_ray.core.snippets import TITLE, snippet_spans, snippet_text, train_punkt
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -37,6 +37,7 @@ STRATEGIES = {
     "viewers own": replace(SPEC, strategy="viewers", viewer_position="own"),
     "snippets": replace(SPEC, strategy="snippets"),
     "snippets mean": replace(SPEC, strategy="snippets", readout="snippet_mean"),
+    "snippets title": replace(SPEC, strategy="snippets", title_view=True, empty_snippets="kept"),
     "sentences": replace(SPEC, strategy="sentences"),
     "splits mean": replace(SPEC, strategy="splits", readout="snippet_mean"),
 }
@@ -263,6 +264,37 @@ def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
         s is not None for s in spans
     ]
     assert encoder.view_spans(PASSAGES[3]) == [None, None, None]
+
+
+def test_a_title_view_is_the_first_and_the_texts_snippets_are_one_fewer_by_algorithm_1(tiny):
+    spec = replace(STRATEGIES["snippets"], title_view=True)
+    encoder = DualEncoder.from_backbone(tiny("bert"), spec)
+    passage = PASSAGES[0]
+    spans = encoder.view_spans(passage)
+    assert spans[0] == TITLE
+    assert [snippet_text(passage, span) for span in spans] == [
+        "The river",
+        "The river rises in the hills.",
+        "It runs to the sea! Where does the river end?",
+    ]
+    assert spans[1:] == snippet_spans(passage.text, 2, encoder.splitter) == encoder.snippets(passage)
+    offsets = [0, *(passage.text.index(word) for word in ("hills", "sea", "end"))]
+    assert [encoder.view_of_offset(passage, offset) for offset in offsets] == [1, 1, 2, 2]
+    assert encoder.view_of_offset(passage, -1) == -1
+
+
+@pytest.mark.parametrize("kept", ["masked", "kept"])
+def test_without_a_title_the_texts_snippets_keep_their_views(tiny, kept):
+    spec = replace(STRATEGIES["snippets"], title_view=True, empty_snippets=kept)
+    encoder = DualEncoder.from_backbone(tiny("bert"), spec)
+    titled, bare = PASSAGES[1]._replace(title="Trade"), PASSAGES[1]
+    span = (0, len(bare.text))
+    assert encoder.view_spans(titled) == [TITLE, span, None]
+    assert encoder.view_spans(bare) == [None, span, None]
+    assert encoder.view_spans(bare._replace(title=" ")) == [None, span, None]
+    assert encoder.view_of_offset(bare, 3) == encoder.view_of_offset(titled, 3) == 1
+    mask = encoder.embed_passages(encoder.tokenize_passages([titled, bare])).mask_PV.tolist()
+    assert mask == ([[True] * 3] * 2 if kept == "kept" else [[True, True, False], [False, True, False]])
 
 
 @pytest.mark.parametrize("name", ["cls", "mean", "first_k", "viewers"])

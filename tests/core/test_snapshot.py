@@ -87,6 +87,7 @@ def test_the_fingerprint_changes_with_all_that_changes_an_embedding_and_nothing_
         name(replace(viewers, seed=1)),
         name(replace(viewers, viewer_init="cls")),
         name(replace(snippets, readout="snippet_mean")),
+        name(replace(snippets, title_view=True)),
     ]
     assert len(set(different)) == len(different)
     same = [
@@ -99,6 +100,17 @@ def test_the_fingerprint_changes_with_all_that_changes_an_embedding_and_nothing_
     ]
     assert {name(spec) for spec in same} == {name(SPEC)}
     assert name(replace(SPEC, strategy="mean", num_views=5)) == name(replace(SPEC, strategy="mean"))
+
+
+def test_a_snapshot_from_before_the_title_view_has_none_and_keeps_its_fingerprint(saved):
+    was = DualEncoder.load(saved)
+    edit(saved, lambda data: data["spec"].pop("title_view"))
+    loaded = DualEncoder.load(saved)
+    assert (loaded.spec, loaded.fingerprint) == (was.spec, was.fingerprint)
+    assert not loaded.spec.title_view
+    edit(saved, lambda data: data["spec"].pop("use_title"))
+    with pytest.raises(EncoderError, match="lacks or does not know these settings: use_title;"):
+        DualEncoder.load(saved)
 
 
 def test_the_fingerprint_changes_with_one_weight(saved):

@@ -111,6 +111,113 @@ def test_positions_begin_after_the_rows_that_a_backbone_keeps_for_padding(case):
     assert (shifted.position_ids == LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS).position_ids + 2).all()
 
 
+TITLED = replace(SPEC, strategy="snippets", title_view=True, num_views=4)
+TITLE_CASES = {
+    "title": (
+        TITLED,
+        (TITLE, TEXT, SNIPPETS),
+        [VIE + 1, 7, 8, VIE + 2, 11, 12, 13, VIE + 3, 14, 15, S],
+        [0, T_, T_, 1, T_, T_, T_, 2, T_, T_, T_],
+    ),
+    "title, empty viewers kept": (
+        replace(TITLED, empty_snippets="kept"),
+        (TITLE, TEXT, SNIPPETS),
+        [VIE + 1, 7, 8, VIE + 2, 11, 12, 13, VIE + 3, 14, 15, VIE + 4, S],
+        [0, T_, T_, 1, T_, T_, T_, 2, T_, T_, 3, T_],
+    ),
+    "title, by mean": (
+        replace(TITLED, readout="snippet_mean"),
+        (TITLE, TEXT, SNIPPETS),
+        [VIE + 1, 7, 8, VIE + 2, 11, 12, 13, VIE + 3, 14, 15, S],
+        [T_, 0, 0, T_, 1, 1, 1, T_, 2, 2, T_],
+    ),
+    "no title": (
+        TITLED,
+        ([], TEXT, SNIPPETS),
+        [VIE + 2, 11, 12, 13, VIE + 3, 14, 15, S],
+        [1, T_, T_, T_, 2, T_, T_, T_],
+    ),
+    "no title, empty viewers kept": (
+        replace(TITLED, empty_snippets="kept"),
+        ([], TEXT, SNIPPETS),
+        [VIE + 1, VIE + 2, 11, 12, 13, VIE + 3, 14, 15, VIE + 4, S],
+        [0, 1, T_, T_, T_, 2, T_, T_, 3, T_],
+    ),
+    "no text": (TITLED, (TITLE, Tokens([], []), []), [VIE + 1, 7, 8, S], [0, T_, T_, T_]),
+    "no text, by mean": (
+        replace(TITLED, readout="snippet_mean"),
+        (TITLE, Tokens([], []), []),
+        [VIE + 1, 7, 8, S],
+        [T_, 0, 0, T_],
+    ),
+    "no text, empty viewers kept": (
+        replace(TITLED, empty_snippets="kept"),
+        (TITLE, Tokens([], []), []),
+        [VIE + 1, 7, 8, VIE + 2, VIE + 3, VIE + 4, S],
+        [0, T_, T_, 1, 2, 3, T_],
+    ),
+    "nothing": (TITLED, ([], Tokens([], []), []), [VIE + 1, S], [0, T_]),
+    "nothing, by mean": (
+        replace(TITLED, readout="snippet_mean"),
+        ([], Tokens([], []), []),
+        [VIE + 1, S],
+        [0, T_],
+    ),
+}
+"""CAMVR, figures 1 and 4: [VIE_1] title [VIE_2] snippet .. [VIE_V] before nothing. Viewer numbers mean one thing: the
+first is the title's, with or without a title."""
+
+
+@pytest.mark.parametrize("case", TITLE_CASES)
+def test_the_title_is_the_first_viewers_snippet_and_the_text_has_the_others(case):
+    spec, parts, ids, views = TITLE_CASES[case]
+    passage = LAYOUT.passage(spec, *parts)
+    assert passage.input_ids.tolist() == ids
+    assert passage.position_ids.tolist() == list(range(len(ids)))
+    assert passage.view_T.tolist() == views
+
+
+@given(
+    kept=st.booleans(),
+    title=st.integers(0, 40),
+    lengths=st.lists(st.integers(1, 30), max_size=3),
+)
+@settings(max_examples=200)
+def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own(kept, title, lengths):
+    spec = replace(TITLED, empty_snippets="kept" if kept else "masked")
+    bounds = np.cumsum([0, *lengths]).tolist()
+    text = Tokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
+    passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, list(pairwise(bounds)))
+    ids = passage.input_ids.tolist()
+    assert ids[-1] == S and len(ids) <= spec.max_passage_tokens
+    there = [0] if title else []
+    there += range(1, 1 + len(lengths))
+    order = list(range(4)) if kept else there or [0]
+    assert [token - VIE - 1 for token in ids if token > VIE] == order
+    assert [view for view in passage.view_T.tolist() if view >= 0] == order
+    pieces: dict[int, list[int]] = {}
+    for token in ids[:-1]:
+        if token > VIE:
+            pieces[token - VIE - 1] = []
+        else:
+            pieces[next(reversed(pieces))].append(token)
+    quarter = spec.max_passage_tokens // 4
+    assert pieces.pop(0, []) == list(range(500, 500 + min(title, quarter)))
+    for view, (start, end) in enumerate(pairwise(bounds), 1):
+        own = pieces.pop(view)
+        assert own == list(range(200 + start, 200 + start + len(own))) and 1 <= len(own) <= end - start
+    assert not any(pieces.values())
+    whole = 1 + len(order) + min(title, quarter) + bounds[-1]
+    assert len(ids) == min(whole, spec.max_passage_tokens)
+
+
+def test_settings_without_a_title_view_are_those_that_fingerprints_on_file_were_made_of():
+    old = {"strategy": "snippets", "num_views": 3, "use_title": True, "max_query_tokens": 8, "max_passage_tokens": 20,
+           "normalize": True, "readout": "viewer"}  # fmt: skip
+    assert replace(SPEC, strategy="snippets").settings() == old
+    assert replace(SPEC, strategy="snippets", title_view=True).settings() == {**old, "title_view": True}
+
+
 QUERIES = {
     "cls": (SPEC, C, [0, T_, T_, T_]),
     "mean": (replace(SPEC, strategy="mean"), C, [0, 0, 0, 0]),
@@ -259,6 +366,16 @@ def test_what_a_backbone_can_express_is_accepted(spec):
             "with readout 'viewer' has none; leave it at 'masked'",
         ),
         ({"empty_snippets": "zero"}, "encoder empty_snippets is 'zero'; known are masked, kept"),
+        (
+            {"strategy": "viewers", "title_view": True},
+            "encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are 'viewers', "
+            "use_title True and 8; correct these, or leave it out",
+        ),
+        (
+            {"strategy": "snippets", "title_view": True, "use_title": False, "num_views": 1},
+            "encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are 'snippets', "
+            "use_title False and 1; correct these, or leave it out",
+        ),
     ],
 )
 def test_unknown_settings_are_refused(setting, message):

@@ -12,6 +12,7 @@ from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
 from mvr_ray.core.answers import AnswerMatcher
 from mvr_ray.core.batches import JoinedBatch
 from mvr_ray.core.snippets import load_punkt
+from mvr_ray.core.views import EncoderSpec
 from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
 from mvr_ray.distributed.training.retriever import Loop
 from mvr_ray.errors import ConfigError
@@ -49,17 +50,27 @@ def ids(corpus: Corpus) -> list[str]:
     return sorted(passage.id for passage in corpus)
 
 
-@pytest.mark.parametrize(("answer_views", "second", "unplaced"), [("first", [1], []), ("all", [0, 1], [0, 1])])
-def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, second, unplaced):
-    """The place is that of the second sentence; a question whose answer has no place is found by words alone."""
+@pytest.mark.parametrize(
+    ("answer_views", "title_view", "second", "unplaced"),
+    [
+        ("first", False, [1], []),
+        ("all", False, [0, 1], [0, 1]),
+        ("first", True, [2], []),
+        ("all", True, [1, 2], [1, 2]),
+    ],
+)
+def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, title_view, second, unplaced):
+    """The place is that of the second sentence; a question whose answer has no place is found by words alone. With a
+    title view the sentences have the views after it, and the title holds no answer."""
     text = "Paris is old. The capital is Paris. Nobody stayed."
     loop = Loop.__new__(Loop)
-    loop.model = SimpleNamespace(num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
+    spec = EncoderSpec(strategy="snippets", num_views=4, title_view=title_view)
+    loop.model = SimpleNamespace(spec=spec, num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
     loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views)
     loop.matcher = AnswerMatcher()
     batch = JoinedBatch(
         texts=["Which one?", "Where?"],
-        passages=[Passage("p", "", text)],
+        passages=[Passage("p", "Paris", text)],
         positive_Q=np.array([0, 0]),
         known_QP=np.zeros((2, 1), bool),
         answer_start_Q=np.array([text.rindex("Paris"), -1]),

@@ -1,12 +1,14 @@
 """An explanation: every view with every question, what each stands for, and refusals that a program can act on."""
 
 import pytest
-from library import PASSAGES, Library
+from library import PASSAGES, SPANS, Library
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.explanation import ExplainedView, Winner
+from mvr_ray.core.snippets import TITLE
+from mvr_ray.explanation import ExplainedView, Winner, stands_for
 from mvr_ray.serving.explain import ExplainRequest, best_first, explain
-from mvr_ray.serving.service import RequestError
+from mvr_ray.serving.service import RequestError, SearchService
+from mvr_ray.serving.wire import SearchRequest, Snippet
 
 
 def told(library: Library | None = None, **request):
@@ -41,6 +43,22 @@ def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not
     assert passage.views == [
         ExplainedView(view=0, kind="snippet", start=0, stop=14, text="A hill is low.", scores=[1.0]),
         ExplainedView(view=2, kind="feedback", scores=[0.5]),
+    ]
+
+
+def test_a_view_of_the_title_stands_for_the_title_in_explanations_hits_and_passages(monkeypatch) -> None:
+    monkeypatch.setitem(SPANS, "p2", [TITLE, (0, 14)])
+    [passage] = told(questions=["hill"], passages=["p2"]).passages
+    assert passage.views[0] == ExplainedView(view=0, kind="title", text="Hills", scores=[1.0])
+    assert stands_for(passage.views[0]) == "title: Hills"
+    assert passage.views[1].text == "A hill is low."
+    service = SearchService(Library(), ServeConfig())
+    [[found]] = service.search(SearchRequest(queries=["hill"], k=1)).results
+    assert found.snippet == Snippet(start=0, stop=0, text="Hills")
+    views = service.passage("p2").views
+    assert [(view.view, view.start, view.stop, view.text) for view in views] == [
+        (0, 0, 0, "Hills"),
+        (1, 0, 14, "A hill is low."),
     ]
 
 

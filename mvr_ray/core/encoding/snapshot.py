@@ -26,6 +26,8 @@ ENCODER_FILE = "encoder.json"
 PUNKT_FILE = "punkt.json"
 SCALES_FILE = "scales.safetensors"
 FORMAT_VERSION = 1
+_ADDED = frozenset({"title_view"})
+"""Settings that older snapshots of this format lack: there they have their defaults, and fingerprints are unchanged."""
 
 
 class Snapshot(NamedTuple):
@@ -84,8 +86,9 @@ def read_snapshot(folder: Path) -> Snapshot:
             f"make it again with this mvr_ray"
         )
     known, given = {field.name for field in fields(EncoderSpec)}, set(saved.get("spec", ()))
-    if known != given or "fingerprint" not in saved:
-        wrong = ", ".join(sorted(known ^ given) or ["fingerprint"])
+    wrong = (known ^ given) - (_ADDED - given)
+    if wrong or "fingerprint" not in saved:
+        wrong = ", ".join(sorted(wrong) or ["fingerprint"])
         raise EncoderError(f"{file} lacks or does not know these settings: {wrong}; make the snapshot again")
     spec = EncoderSpec(**saved["spec"])
     towers = []

@@ -198,13 +198,14 @@ class Loop(StepLoop):
         """answers_QV, which views of its positive hold a question's answer: by its place, or by its words too."""
         answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
         spans = {int(row): self.model.snippets(batch.passages[row]) for row in np.unique(batch.positive_Q)}
+        first = self.model.spec.first_text_view
         for question, row in enumerate(map(int, batch.positive_Q)):
             start = int(batch.answer_start_Q[question])
-            if start >= 0 and (view := find_snippet(spans[row], start)) >= 0:
-                answers_QV[question, view] = True
+            if start >= 0 and (snippet := find_snippet(spans[row], start)) >= 0:
+                answers_QV[question, first + snippet] = True
             if self.cfg.answer_views == "all" and (answers := batch.answers[question]):
                 text = batch.passages[row].text
-                for view, (begin, end) in enumerate(spans[row]):
+                for view, (begin, end) in enumerate(spans[row], first):
                     answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
         return answers_QV
 

@@ -48,7 +48,7 @@ async function ask(path, body) {
 
 // Code points, as the server counts; a string's own index counts UTF-16 units.
 function marked(text, snippet) {
-  if (!snippet) return [text];
+  if (!snippet || snippet.stop === 0) return [text];
   const points = Array.from(text);
   const cut = (from, to) => points.slice(from, to).join("");
   return [cut(0, snippet.start), made("mark", {}, cut(snippet.start, snippet.stop)), cut(snippet.stop)];
@@ -113,7 +113,8 @@ function viewsOf(question, hit, version, num) {
 function shown(hit, rank, question, version, other) {
   const was = other?.get(hit.id);
   const moved = other === undefined ? "" : was === undefined ? "not in the other list" : was === rank ? "" : `there ${was}`;
-  const kind = hit.feedback ? "feedback view" : hit.snippet ? `view ${hit.view}` : "whole passage";
+  const part = hit.snippet?.stop === 0 ? "title, " : "";
+  const kind = hit.feedback ? "feedback view" : hit.snippet ? `${part}view ${hit.view}` : "whole passage";
   return made(
     "li",
     {},
