@@ -236,4 +236,6 @@ def _joined(question: str, before: "regex.Match[str]", word: "regex.Match[str]")
 
 
 def _span(low: int, high: int) -> str:
-    return f"{low} passages" if low == high else f"{low} to {high} passages"
+    if low < high:
+        return f"{low} to {high} passages"
+    return "1 passage" if low == 1 else f"{low} passages"
