@@ -145,6 +145,43 @@ def test_every_setting_that_the_papers_document_names_is_the_presets() -> None:
         assert getattr(getattr(runs[name], section), key) == yaml.safe_load(value), f"{name}: {section}.{key}"
 
 
+PAPER_TABLES = {"MVR": 8, "CAMVR": 8, "AOpt": 4}
+PAPER_FIGURES = {"MVR": 3, "CAMVR": 4, "AOpt": 7}
+
+
+def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies_that_exist() -> None:
+    text = PAPERS.read_text(encoding="utf-8")
+    _, _, rest = text.partition("## Tables and figures\n")
+    section = rest.partition("\n## ")[0]
+    rows = re.findall(r"^\| (MVR|CAMVR|AOpt) (table|figure)s? (\d+)(?: to (\d+))? \|(.*)\|$", section, re.MULTILINE)
+    found = [
+        (paper, kind, number)
+        for paper, kind, first, last, _ in rows
+        for number in range(int(first), int(last or first) + 1)
+    ]
+    counts = (("table", PAPER_TABLES), ("figure", PAPER_FIGURES))
+    assert sorted(found) == sorted(
+        (paper, kind, number)
+        for kind, papers in counts
+        for paper, count in papers.items()
+        for number in range(1, count + 1)
+    )
+    for paper, kind, first, _, rest in rows:
+        _, study, beside, _ = re.split(r"(?<!\\)\|", rest)
+        told = study.strip() and beside.strip()
+        assert told or kind == "figure" or (paper, first) == ("AOpt", "2"), f"{paper} {kind} {first}"
+    linked = set(re.findall(r"configs/studies/([\w-]+)\.yaml", section))
+    assert not {name for name in linked if not (STUDIES / f"{name}.yaml").is_file()}
+    beside = {
+        path.stem
+        for path in STUDIES.glob("*.yaml")
+        if re.match(
+            r"(?:MVR|CAMVR|AOpt) \([^)]*\), (?:table|figure)", str(yaml.safe_load(path.read_text()).get("paper"))
+        )
+    }
+    assert beside <= linked, "a study that stands beside a table is in the map"
+
+
 def test_the_readme_names_every_command() -> None:
     used = {words[1] for words in commands(ROOT / "README.md")}
     assert set(get_command(app).commands) - {"version"} <= used
