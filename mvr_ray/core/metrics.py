@@ -221,7 +221,7 @@ def _view_entropies(view_Q: IntArray, passage_Q: IntArray) -> FloatArray:
     _, row_X, count_P = np.unique(pairs[0], return_inverse=True, return_counts=True)
     total_P = np.bincount(row_X, count_X, len(count_P))
     share_X = count_X / total_P[row_X]
-    return np.bincount(row_X, -share_X * np.log(share_X), len(count_P))
+    return np.bincount(row_X, -share_X * np.log(share_X), len(count_P)).astype(np.float64)
 
 
 def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) -> float | None:
@@ -243,7 +243,7 @@ def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) ->
 def gold_answer_view_share(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:
     """Share of questions for which, within the gold passage, the view of the answer's snippet wins; -1: view unknown.
 
-    Ours. CAMVR's answer-view accuracy (eq. 15) looks at the retrieved passages: `analyze` has it as `answer_view/top-k`.
+    Ours. CAMVR's answer-view accuracy (eq. 15) looks at the retrieved passages: `answer_view/top-k` of `analyze`.
     """
     known_Q = answer_view_Q >= 0
     return float((view_Q[known_Q] == answer_view_Q[known_Q]).mean()) if known_Q.any() else None

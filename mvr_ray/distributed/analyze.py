@@ -1,52 +1,84 @@
-"""What the views of an index version are worth: each alone and all together, how they differ, and who wins.
+"""Measure the views of an index version: each alone and all together, how they differ, and which one wins.
 
     each view alone     the same questions over an index of that view only (CAMVR table 2)
+    answer_view/top-k   share of questions for which one of the first k hits was matched by a snippet that holds an
+                        answer (CAMVR eq. 15 and table 4); `answer/top-k` of all views is the paper's "overall"
     LV, PPL             how far the best view stands out, and how many views a passage's questions use (MVR table 6)
-    answer view         how often the view of the snippet with the answer wins (CAMVR eq. 15)
-    attention           KL divergence between what two views read (CAMVR eq. 14)
+    gold answer view    how often, in the gold passage, the view of the answer's snippet wins (ours)
+    attention           KL divergence between what two views read (CAMVR eq. 14 and table 3)
+    examples            scores of every view of a passage with two questions (CAMVR figure 4, MVR table 7)
 
-The last three look at questions with their own passages. Shards are searched as Ray tasks, one view after the other.
+The last four look at questions with their own passages. Shards are searched as Ray tasks, one view after the other.
 
 Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core import metrics
-from mvr_ray.core.attention import attention_kl_table, view_attention
+from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.attention import attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.core.scoring import ShardAnswer, merge_hits, score_blocks
 from mvr_ray.core.searching.exact import distinct
+from mvr_ray.core.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, judged, system_result
+from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judged, system_result
 from mvr_ray.distributed.failures import own_errors
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats import RankedQuestion
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.overlay import open_embeddings
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Progress, Question, no_progress
+from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
+EXAMPLES = 2
+"""Passages that are shown with two questions each."""
+
+Spans = Sequence[Span | None]
+"""The snippet of each view of a passage, None where it has none."""
+
+
+class ViewExample(NamedTuple):
+    """One of two questions of a passage that are answered in different snippets.
+
+    `answer_view` counts from 0; where views read the whole passage it is the snippet that CAMVR would cut. `scores` are
+    raw inner products by view, None where the passage lacks the view.
+    """
+
+    passage_id: str
+    title: str
+    question: str
+    answer_view: int
+    scores: list[float | None]
 
 
 class ViewReport(NamedTuple):
-    """`rows` hold retrieval by all views and by each alone. The other values are None where there is one view only.
+    """`rows` hold retrieval by all views and by each alone, `ranks` what all views found for every question.
 
-    lv, ppl              MVR eq. 9 and perplexity, near-ties sent to the lowest view
-    ppl_answer           the perplexity if the view of the answer's snippet always won
-    view_pair_cosine     near 1: collapsed
-    win_shares           how often each view is the best of the question's own passage
-    answer_view_accuracy CAMVR eq. 15
-    attention_kl         mean of the table below, off its diagonal
-    attention_kl_table   [V][V], CAMVR eq. 14
+    The other values are None where there is one view only.
+
+    questions_per_passage  mean number of analysed questions a passage: an upper bound of PPL
+    lv                     MVR eq. 9
+    ppl                    MVR eq. 10 as the mean over passages of exp(entropy), near-ties sent to the lowest view
+    ppl_of_mean_entropy    MVR eq. 10 as exp of the passages' mean entropy
+    ppl_answer             what `ppl` would be if the view of the answer's snippet always won
+    view_pair_cosine       near 1: collapsed
+    win_shares             how often each view is the best of the question's own passage
+    gold_answer_view_share how often that is the view of the answer's snippet (ours)
+    attention_kl           mean of the table below over the pairs i < j
+    attention_kl_table     [V][V], D(i, j) = KL(view j || view i) of CAMVR eq. 14
+    examples               passages with two questions that are answered in different snippets, a question each
     """
 
     index: str
@@ -54,15 +86,19 @@ class ViewReport(NamedTuple):
     encoder_fingerprint: str
     questions: str
     num_questions: int
+    questions_per_passage: float
     lv: float | None
     ppl: float | None
+    ppl_of_mean_entropy: float | None
     ppl_answer: float | None
     view_pair_cosine: float | None
-    answer_view_accuracy: float | None
+    gold_answer_view_share: float | None
     attention_kl: float | None
     win_shares: list[float]
     attention_kl_table: list[list[float | None]]
+    examples: list[ViewExample]
     rows: list[EvaluationRow]
+    ranks: list[QuestionRanks]
 
 
 class OwnViews(NamedTuple):
@@ -102,59 +138,150 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     queries_QD = encoder.embed_queries([question.text for question in asked])
     shards = _search(run, store, described, queries_QD, [q.positive_ids[0] for q in asked], progress)
     rows: list[EvaluationRow] = []
+    all_ranks: list[QuestionRanks] = []
     for view in range(described.num_views + 1) if described.num_views > 1 else [1]:
         merged = merge_hits([shard.found[view] for shard in shards], max(run.evaluate.k))
         said = ALL_VIEWS if view == described.num_views else f"view {view + 1}"
         found = judged(asked, merged, passages, run.evaluate.match)
         result = system_result(said, name, found, passages, run.evaluate)
         rows += result.rows
+        if view == described.num_views:
+            all_ranks.append(result.ranks)
+        if view == described.num_views and encoder.spec.has_snippets:
+            matched = _answer_view_ranks(found, merged, passages, encoder, run.evaluate)
+            rows += _answer_view_rows(name, asked, matched, passages, run.evaluate)
     own = _own_views(asked, shards, described)
-    told = _view_values(asked, own, queries_QD, encoder, passages)
+    spans = {i: _spans(encoder, passage) for i, passage in there.items()}
+    answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in asked])
+    told = _view_values(asked, own, queries_QD, answer_Q if encoder.spec.has_snippets else np.full(len(asked), -1))
     table_VV = np.empty((0, 0))
     if described.num_views > 1 and not encoder.spec.has_pieces:
         shown = list(dict.fromkeys(question.positive_ids[0] for question in asked))[: settings.attention_passages]
         read = view_attention(encoder, encoder.tokenize_passages([there[passage] for passage in shown]))
         table_VV = attention_kl_table(read)
-    apart = table_VV[~np.eye(len(table_VV), dtype=bool)]
     return ViewReport(
         described.index,
         described.version,
         described.encoder_fingerprint,
         name,
         len(asked),
-        attention_kl=float(np.nanmean(apart)) if np.isfinite(apart).any() else None,
+        attention_kl=mean_attention_kl(table_VV),
         attention_kl_table=[[None if np.isnan(value) else float(value) for value in row] for row in table_VV],
+        examples=_examples(asked, own, queries_QD, answer_Q, there, spans) if described.num_views > 1 else [],
         rows=rows,
+        ranks=all_ranks,
         **told,
     )
 
 
+def _answer_view_ranks(
+    ranked: Sequence[RankedQuestion],
+    merged: Sequence[Sequence[Hit]],
+    passages: Corpus,
+    encoder: DualEncoder,
+    settings: EvaluateConfig,
+) -> dict[str, int]:
+    """By question id, the rank of the first hit whose matched snippet holds an answer, -1 where there is none; of the
+    questions that have answers.
+
+    The matched snippet is that of the view by which the hit scored. It counts where the passage counts, so titles hold
+    no answer, and a feedback view, which is no part of the passage, matches no snippet.
+    """
+    matcher = AnswerMatcher(settings.match)
+    spans: dict[str, Spans] = {}
+
+    def holds(question: Question, hit: Hit) -> bool:
+        passage = passages.get([hit.passage_id])[hit.passage_id]
+        if passage.id not in spans:
+            spans[passage.id] = encoder.view_spans(passage)
+        span = spans[passage.id][hit.view] if 0 <= hit.view < encoder.num_views else None
+        if span is None or span == TITLE:
+            return False
+        return matcher.has_answer(snippet_text(passage, span), question.answers)
+
+    ranks: dict[str, int] = {}
+    for row, hits in zip(ranked, merged, strict=True):
+        if row.question.answers:
+            pairs = enumerate(zip(row.passages, hits, strict=True))
+            found = (rank for rank, (judged, hit) in pairs if judged.has_answer and holds(row.question, hit))
+            ranks[row.question.id] = next(found, -1)
+    return ranks
+
+
+def _answer_view_rows(
+    name: str, questions: Sequence[Question], ranks: Mapping[str, int], passages: Corpus, settings: EvaluateConfig
+) -> list[EvaluationRow]:
+    """`answer_view/top-k` (CAMVR eq. 15) with the intervals that `answer/top-k` has."""
+    if not ranks:
+        return []
+    article_of = articles_of(questions, passages)
+    groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
+    rows: list[EvaluationRow] = []
+    for k in sorted(set(settings.k)):
+        values_Q = metrics.found_within(ranks_Q, k)
+        low, high = metrics.cluster_interval(values_Q, groups, settings.seed, settings.bootstrap)
+        metric, value = f"answer_view/top-{k}", float(values_Q.mean())
+        rows.append(EvaluationRow(ALL_VIEWS, name, metric, value, low, high, len(values_Q)))
+    return rows
+
+
+def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
+    """The snippet of each view; where views read the whole passage, the snippets that CAMVR would cut."""
+    if encoder.spec.has_snippets:
+        return encoder.view_spans(passage)
+    return snippet_spans(passage.text, encoder.num_views, encoder.splitter)
+
+
+def _examples(
+    asked: Sequence[Question],
+    own: OwnViews,
+    queries_QD: FloatArray,
+    answer_Q: IntArray,
+    passages: Mapping[str, Passage],
+    spans: Mapping[str, Spans],
+) -> list[ViewExample]:
+    """Passages with two questions that are answered in different snippets: those of most snippets, then by id."""
+    pairs: dict[str, list[int]] = {}
+    for number, (question, view) in enumerate(zip(asked, answer_Q.tolist())):
+        pair = pairs.setdefault(question.positive_ids[0], [])
+        if view >= 0 and len(pair) < 2 and view not in answer_Q[pair]:
+            pair.append(number)
+    several = [i for i, pair in pairs.items() if len(pair) == 2]
+    several.sort(key=lambda i: (-sum(span is not None for span in spans[i]), i))
+    examples: list[ViewExample] = []
+    for number in (number for i in several[:EXAMPLES] for number in pairs[i]):
+        question, passage = asked[number], passages[asked[number].positive_ids[0]]
+        scores_V = own.views_QVD[number].astype(np.float64) @ queries_QD[number].astype(np.float64)
+        scores = [float(score) if there else None for score, there in zip(scores_V, own.mask_QV[number])]
+        examples.append(ViewExample(passage.id, passage.title, question.text, int(answer_Q[number]), scores))
+    return examples
+
+
 def _view_values(
-    asked: Sequence[Question], own: OwnViews, queries_QD: FloatArray, encoder: DualEncoder, passages: Corpus
+    asked: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
 ) -> dict[str, Any]:
+    """The values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
     scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(own.views_QVD))
     wins_Q = metrics.winning_views(scores_QV, own.mask_QV)
     number: dict[str, int] = {}
     passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in asked])
-    answer_Q = np.full(len(asked), -1)
-    if encoder.spec.has_snippets:
-        there = passages.get(number)
-        spans = {i: encoder.view_spans(passage) for i, passage in there.items()}
-        answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in asked])
     known_Q = answer_Q >= 0
     first_P = np.unique(passage_Q, return_index=True)[1]
     several = own.mask_QV.shape[1] > 1
     return {
+        "questions_per_passage": len(asked) / len(number),
         "lv": metrics.lv(queries_QD, own.views_QVD, own.mask_QV),
         "ppl": metrics.ppl(wins_Q, passage_Q) if several else None,
+        "ppl_of_mean_entropy": metrics.ppl_of_mean_entropy(wins_Q, passage_Q) if several else None,
         "ppl_answer": metrics.ppl(answer_Q[known_Q], passage_Q[known_Q]) if known_Q.any() and several else None,
         "view_pair_cosine": metrics.view_pair_cosine(own.views_QVD[first_P], own.mask_QV[first_P]),
-        "answer_view_accuracy": metrics.answer_view_accuracy(wins_Q, answer_Q) if several else None,
+        "gold_answer_view_share": metrics.gold_answer_view_share(wins_Q, answer_Q) if several else None,
         "win_shares": (np.bincount(wins_Q, minlength=own.mask_QV.shape[1]) / len(wins_Q)).tolist(),
     }
 
 
-def _answer_view(question: Question, spans: Sequence[tuple[int, int] | None]) -> int:
+def _answer_view(question: Question, spans: Spans) -> int:
+    """The view whose snippet has the first character of the question's placed answer, -1 where none has."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
 

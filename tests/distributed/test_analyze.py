@@ -6,15 +6,20 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.distributed.analyze import ALL_VIEWS, analyze
+from mvr_ray.config import EvaluateConfig
+from mvr_ray.core.answers import has_answer
+from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.snippets import TITLE
+from mvr_ray.distributed.analyze import ALL_VIEWS, _answer_view_ranks, analyze
+from mvr_ray.distributed.evaluate import judged
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, layout, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.types import Question
+from mvr_ray.store.formats import RankedQuestion
+from mvr_ray.types import Hit, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -71,17 +76,87 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
             others = sorted(cosine.values())[:-1]
             lift.append(max(cosine.values()) - np.mean(others))
     assert report.num_questions == len(questions)
+    assert report.questions_per_passage == pytest.approx(len(questions) / len(used))
     assert report.win_shares == pytest.approx([wins[view] / len(questions) for view in range(4)])
-    assert report.answer_view_accuracy == pytest.approx(np.mean(right))
+    assert report.gold_answer_view_share == pytest.approx(np.mean(right))
     assert report.lv == pytest.approx(np.mean(lift))
     entropies = [-sum(n / len(own) * math.log(n / len(own)) for n in Counter(own).values()) for own in used.values()]
     assert report.ppl == pytest.approx(np.mean([math.exp(entropy) for entropy in entropies]))
+    assert report.ppl_of_mean_entropy == pytest.approx(math.exp(np.mean(entropies)))
+    assert report.ppl_of_mean_entropy < report.ppl < report.questions_per_passage
     assert 1 < report.ppl_answer < 4
     assert report.view_pair_cosine < 0.99
     table = report.attention_kl_table
     assert len(table) == 4 and all(table[view][view] == pytest.approx(0, abs=1e-9) for view in range(4))
-    assert report.attention_kl == pytest.approx(np.mean([table[i][j] for i in range(4) for j in range(4) if i != j]))
+    assert report.attention_kl == pytest.approx(np.mean([table[i][j] for i in range(4) for j in range(i + 1, 4)]))
     assert report.attention_kl > 0
+
+
+def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passages(small_index, run_over, stored):
+    """CAMVR eq. 15 by a loop: the snippet of each hit's best view, of any passage, and DPR's rule for answers."""
+    run = run_over(small_index)
+    report = analyze(run)
+    values = {row.metric: row for row in report.rows if row.system == ALL_VIEWS}
+    store = Store(str(small_index))
+    questions = corpus.read_questions(store, "dev")
+    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    texts = Corpus.open(store, "corpus").get(stored)
+    spans = {i: encoder.view_spans(passage) for i, passage in texts.items()}
+    queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
+    ranks, elsewhere = [], 0
+    for question, query_D in zip(questions, queries_QD):
+        best = {i: max((float(query_D @ p), -v) for v, p in views.items()) for i, views in stored.items()}
+        order = sorted(best, key=lambda i: (-best[i][0], i))[: max(run.evaluate.k)]
+        matched = []
+        for i in order:
+            start, end = spans[i][-best[i][1]]
+            matched.append(has_answer(texts[i].text[start:end], question.answers))
+        ranks.append(matched.index(True) if True in matched else -1)
+        elsewhere += ranks[-1] >= 0 and order[ranks[-1]] not in question.positive_ids
+    assert elsewhere, "other passages than the gold one count"
+    for k in run.evaluate.k:
+        row = values[f"answer_view/top-{k}"]
+        assert row.value == pytest.approx(np.mean([0 <= rank < k for rank in ranks]))
+        assert row.n == len(questions) and row.low <= row.value <= row.high
+        assert row.value <= values[f"answer/top-{k}"].value, "a snippet with an answer is a passage with an answer"
+    assert not any("answer_view" in row.metric for row in report.rows if row.system != ALL_VIEWS)
+
+
+def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_index, minilm):
+    passages = Corpus.open(Store(str(small_index)), "corpus")
+    encoder = DualEncoder.from_backbone(str(minilm), EncoderSpec(strategy="snippets", num_views=8, title_view=True))
+    passage, spans = next((p, own) for p in passages if None in (own := encoder.view_spans(p)))
+    missing, (start, end) = spans.index(None), spans[1]
+    word = passage.text[start:end].split()[0]
+    asked = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
+    views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
+    merged = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
+    ranked = judged(asked, merged, passages)
+    assert spans[0] == TITLE and all(hit.has_answer for row in ranked for hit in row.passages)
+    ranks = _answer_view_ranks(ranked, merged, passages, encoder, EvaluateConfig())
+    assert list(ranks.values()) == [0, 1, -1, 1, -1]
+    unanswered = [RankedQuestion(Question("q", "Who?"), [])]
+    assert _answer_view_ranks(unanswered, [[]], passages, encoder, EvaluateConfig()) == {}
+
+
+def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(small_index, run_over, stored):
+    report = analyze(run_over(small_index))
+    store = Store(str(small_index))
+    questions = {question.text: question for question in corpus.read_questions(store, "dev")}
+    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    texts = Corpus.open(store, "corpus").get(stored)
+    assert len(report.examples) == 4
+    assert [one.passage_id for one in report.examples[::2]] == [one.passage_id for one in report.examples[1::2]]
+    assert len({one.passage_id for one in report.examples}) == 2
+    for one in report.examples:
+        question, passage = questions[one.question], texts[one.passage_id]
+        assert question.positive_ids[0] == passage.id and one.title == passage.title
+        assert one.answer_view == encoder.view_of_offset(passage, question.answer_starts[0])
+        query_D = encoder.embed_queries([one.question])[0].astype(np.float64)
+        wanted = [float(query_D @ stored[passage.id][v]) if v in stored[passage.id] else None for v in range(4)]
+        assert one.scores == pytest.approx(wanted, rel=1e-4)
+    assert all(a.answer_view != b.answer_view for a, b in zip(report.examples[::2], report.examples[1::2]))
+    assert analyze(run_over(small_index)).examples == report.examples
 
 
 def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_index, run_over):
