@@ -134,7 +134,8 @@ def read(
     """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
 
     `articles` maps question ids to articles, whose questions are resampled together for intervals; a question of an
-    unknown article counts as independent. Texts that the file lacks come from the corpus. Raises DataError, MissingInputError, ReaderError, ResourceError.
+    unknown article counts as independent. Texts that the file lacks come from the corpus. Raises DataError,
+    MissingInputError, ReaderError, ResourceError.
     """
     path, address, spec = resolve_path(str(ranking)), find_model(run, READERS, run.read.reader), reader_spec(run)
     ks = sorted(set(run.read.top_passages))

@@ -68,7 +68,9 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
             for which in shown
             for kind in ("answer", "gold")
         ]
-        rows.append([told.index, told.label, told.round, _paper(told.variant, told.method, ks), *values])
+        paper = _paper(told.variant, told.method, ks)
+        shown_once = paper if paper not in (row[3] for row in rows) else ""
+        rows.append([told.index, told.label, told.round, shown_once, *values])
     columns = [
         "index",
         "setting",
@@ -77,7 +79,10 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
         *(f"{name} {kind}" for name in shown for kind in ("answer", "gold")),
     ]
     sizes = ", ".join(f"{name}: n {n}" for name, n in _sizes(found).items() if name in shown)
-    note = f"Top-{' / '.join(ks)} in percent; {sizes}. Paper: AOpt table 3, NQ test, transductive."
+    note = (
+        f"Top-{' / '.join(ks)} in percent; {sizes}. Paper: AOpt table 3, NQ test, transductive; it stands beside the "
+        "first setting of its method."
+    )
     kept = [at for at in range(len(columns)) if at != 3 or any(row[3] for row in rows)]
     return (
         Table(

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from scipy import stats
 
 from mvr_ray.config import load_run
+from mvr_ray.core.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.core.workbench import Asked, Setting, Workbench, _State
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.encoders import open_encoder
@@ -19,6 +21,7 @@ from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.question_ranks import QuestionRanks, read_question_ranks
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
@@ -27,7 +30,8 @@ from mvr_ray.studies.refinement import _load, expanded, refinement_grid, stoppin
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
-from mvr_ray.studies.tables import Measured, cost_table, measured_variants, retrieval_table, view_table
+from mvr_ray.studies.tables import Measured, contrast_table, cost_table, measured_variants, retrieval_table
+from mvr_ray.studies.view_tables import view_table
 from mvr_ray.types import Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -218,44 +222,105 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
         list(expanded([{"betta": 1}]))
 
 
-def fake(value: float, seed: int) -> dict:
-    row = {
-        "system": "x",
+ARTICLES = ["a", "a", "b", "b", "b", "c", "c", "d", "d", "e"]
+
+
+def fake(value: float, seed: int, system: str = "x") -> dict:
+    """An evaluation of ten questions in five articles: the first `value` of them have their gold passage first."""
+    hits = round(10 * value)
+    row = {"system": system, "questions": "dev", "metric": "gold/top-1", "value": hits / 10, "n": 10}
+    ranks = {
+        "system": system,
         "questions": "dev",
-        "metric": "gold/top-1",
-        "value": value,
-        "low": value - 0.1,
-        "high": value + 0.1,
-        "n": 9,
+        "question_ids": [f"q{number}" for number in range(10)],
+        "articles": ARTICLES,
+        "answer_ranks": [None] * 10,
+        "gold_ranks": [0 if number < hits else -1 for number in range(10)],
+        "seed": 0,
     }
-    return {"rows": [row], "seed": seed}
+    return {"rows": [row | {"low": 0.0, "high": 1.0}], "ranks": [ranks], "seed": seed}
 
 
-def test_values_of_several_seeds_are_their_mean_with_students_interval(write):
-    study = load_study(write({}, sizes={"quick": {"seeds": [1, 2, 3]}}))
+def hits(*shares: float) -> np.ndarray:
+    """values_SQ of `fake`, a row a seed."""
+    return np.array([[float(number < round(10 * share)) for number in range(10)] for share in shares])
+
+
+def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_articles(write):
+    study = load_study(write({}, variants=STUDY["variants"][::2], sizes={"quick": {"seeds": [1, 2, 3]}}))
     plan = plan_study(study)
     values = {("mean", 1): 0.5, ("mean", 2): 0.6, ("mean", 3): 0.7, ("untrained", 1): 0.2}
     done = {}
     for planned in plan.variants:
         for key in planned.keys:
             step = plan.steps[key]
-            report = fake(values[planned.variant.name, planned.seed], planned.seed) if step.stage == "evaluate" else {}
+            report = {"passages_written": 9}
+            if step.stage == "evaluate":
+                report = fake(values[planned.variant.name, planned.seed], planned.seed)
             done[key] = DoneStep(key, step.stage, step.command, 1.0, report)
     found = {one.name: one for one in measured_variants(study, plan, done)}
-    cell = found["mean"].cells["gold/top-1"]
-    half = stats.t.interval(0.95, 2, 0.6, stats.sem([0.5, 0.6, 0.7]))[1] - 0.6
-    assert cell == pytest.approx((0.6, 0.6 - half, 0.6 + half, 3))
-    assert found["untrained"].cells["gold/top-1"] == pytest.approx((0.2, 0.1, 0.3, 1))
+    articles = interval_over_seeds(hits(0.5, 0.6, 0.7), ARTICLES)
+    assert found["mean"].cells["gold/top-1"] == pytest.approx((0.6, *articles, 3, 10))
+    alone = cluster_interval(hits(0.2)[0], ARTICLES)
+    assert found["untrained"].cells["gold/top-1"] == pytest.approx((0.2, *alone, 1, 10))
     table = retrieval_table(study, list(found.values()))
-    assert table.columns == ["variant", "paper gold/top-1", "gold/top-1", "seeds"]
-    assert table.rows[0][:2] == ["mean", "50.0"]
+    columns = ["variant", "paper gold/top-1", "gold/top-1", "n", "seeds", "gold/top-1 against mean, p"]
+    assert table.columns == columns
     assert [row[0] for row in table.rows] == ["mean", "untrained"]
+    assert table.rows[0][:2] == ["mean", "50.0"]
+    assert table.rows[0][3:] == [10, 3, ""]
+    p = paired_test(hits(0.2)[0], hits(0.5, 0.6, 0.7).mean(axis=0), ARTICLES)
+    assert table.rows[1][3:5] == [10, 1]
+    assert table.rows[1][5].startswith("-40.0 (") and table.rows[1][5].endswith(f", {p:.2g}")
+    written = make_report(study, plan, done).files["questions.parquet"]
+    kept = {(part.system, part.seed): list(part.gold_ranks) for part in pq_ranks(written)}
+    assert set(kept) == {("mean", 1), ("mean", 2), ("mean", 3), ("untrained", 1)}
+    assert kept["mean", 2] == [0] * 6 + [-1] * 4
+    assert "gold_ranks" not in make_report(study, plan, done).files["report.json"].decode()
+
+
+def pq_ranks(data: bytes) -> list[QuestionRanks]:
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return read_question_ranks(Path(file.name))
+
+
+def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
+    contrasts = [{"better": "mean", "than": "snippets", "metric": "gold/top-1"}]
+    variants = [{"name": name, "steps": ["index", "evaluate"]} for name in ("mean", "snippets")]
+    sizes = {"quick": {"seeds": [1, 2, 3]}}
+    study = load_study(write({}, variants=variants, contrasts=contrasts, sizes=sizes))
+    values = {"mean": (0.5, 0.7, 0.6), "snippets": (0.4, 0.5, 0.5)}
+    found = {
+        name: Measured(name, {}, "", {}, ranks, {})
+        for name, ranks in (
+            (name, {seed: QuestionRanks(**fake(value, seed)["ranks"][0]) for seed, value in enumerate(own, 1)})
+            for name, own in values.items()
+        )
+    }
+    table = contrast_table(study.config.contrasts, list(found.values()))
+    told = dict(zip(table.columns, table.rows[0]))
+    assert told["difference (points)"] == "+13.3"
+    assert told["p, t-test over seeds"] == f"{stats.ttest_ind(values['mean'], values['snippets']).pvalue:.2g}"
+    assert told["p, paired t-test over seeds"] == f"{stats.ttest_rel(values['mean'], values['snippets']).pvalue:.2g}"
+    apart = [hits(*values[name]).mean(axis=0) for name in ("mean", "snippets")]
+    assert told["p, paired by article"] == f"{paired_test(*apart, ARTICLES):.2g}"
+    assert (told["n"], told["seeds"]) == (10, 3)
 
 
 def refined_round(number: int, share: float, moved: int) -> dict:
     top = {"1": share, "5": share + 0.1, "20": share + 0.2}
+    ranks = [0 if question < round(10 * share) else -1 for question in range(10)]
     sets = [
-        {"questions": name, "answer": top, "gold": top, "hubs": {"most": most, "skewness": 1.5}}
+        {
+            "questions": name,
+            "answer": top,
+            "gold": top,
+            "hubs": {"most": most, "skewness": 1.5},
+            "answer_ranks": ranks,
+            "gold_ranks": ranks,
+        }
         for name, most in (("known", 7), ("gate", 8), ("unseen", 9))
     ]
     counts = {"num_moved": moved, "skipped_domain": 3, "skipped_no_positive": 4, "norm_mean": 1.25, "norm_max": 2.0}
@@ -269,7 +334,7 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
     rounds = [refined_round(number, 0.1 * number, 10 * number) for number in range(5)]
-    setting = {"method": "passage", "step_size": 0.02, "decay": 0.3}
+    setting = {"method": "passage", "step_size": 0.02, "decay": 0.3, "keep_length": True}
     kept = {"label": "kept", "setting": setting, "chosen": 3, "stopped": 4, "restored": 2, "lowest_loss": 1}
     kept["rounds"] = rounds
     refused = {
@@ -279,15 +344,26 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
         "chosen": 0,
         "restored": 0,
     }
-    done = {
-        key: DoneStep(key, step.stage, step.command, 1.0, {"passages_written": 9, "tried": [kept, refused]})
-        for key, step in plan.steps.items()
-    }
+    ids = [f"q{number}" for number in range(10)]
+    sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
+    made = {"passages_written": 9, "tried": [kept, refused], "sets": sets, "gate": "gate"}
+    done = {key: DoneStep(key, step.stage, step.command, 1.0, made) for key, step in plan.steps.items()}
     report = make_report(study, plan, done)
     tables = {table.title: table for table in report.tables}
     told = [row[:3] for row in tables["Refinement"].rows]
     assert told == [["a", "before", "0"], ["a", "kept", "3, kept"], ["a", "kept", "4"], ["a", "refused", "4, refused"]]
-    assert tables["Refinement"].columns[-1] == "known newest answer"
+    assert tables["Refinement"].columns[3:] == [
+        "known (n 10) answer", "known (n 10) gold", "gate (n 10) answer", "gate (n 10) gold",
+        "unseen (n 10) answer", "unseen (n 10) gold", "unseen change, p", "known newest answer",
+    ]  # fmt: skip
+    low, high = cluster_interval(hits(0.3)[0], ARTICLES)
+    row = tables["Refinement"].rows[1]
+    assert row[3:5] == [f"30.0 ({100 * low:.1f} to {100 * high:.1f})", "30.0"]
+    p = paired_test(hits(0.3)[0], hits(0.0)[0], ARTICLES)
+    assert row[9] == f"+30.0 ({100 * low:+.1f} to {100 * high:+.1f}), {p:.2g}"
+    assert tables["Refinement"].rows[0][9] == ""
+    kept_ranks = {(part.system, part.questions) for part in pq_ranks(report.files["questions.parquet"])}
+    assert {("a: before, round 0", "known"), ("a: kept, round 3", "unseen")} <= kept_ranks
     assert tables["Refinement"].rows[1][-1] == "35.0"
     depths = tables["Refinement at every depth"]
     assert depths.columns[3:] == ["known answer", "known gold", "unseen answer", "unseen gold"]
@@ -325,14 +401,12 @@ def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
     steps = ["index", *order]
     study = load_study(write({}, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
-    reports = {"evaluate": fake(0.5, 1), "analyze": fake(0.7, 1), "index": {}, "prepare": {}}
-    for row in reports["analyze"]["rows"]:
-        row["system"] = ALL_VIEWS
+    reports = {"evaluate": fake(0.5, 1), "analyze": fake(0.7, 1, ALL_VIEWS), "index": {}, "prepare": {}}
     reports["analyze"]["rows"].append({**reports["analyze"]["rows"][0], "metric": "lv"})
     done = {key: DoneStep(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
     [found] = measured_variants(study, plan, done)
     assert (found.cells["gold/top-1"].value, found.cells["lv"].value) == (0.5, 0.7)
-    assert found.by_seed["gold/top-1"] == {1: 0.5}
+    assert list(found.ranks[1].gold_ranks) == [0] * 5 + [-1] * 5
 
 
 def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
@@ -347,17 +421,24 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
     plan = plan_study(study)
     done = {key: DoneStep(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
     for planned in plan.variants:
-        alone, words, fused = (fake(value + planned.seed / 10, 1)["rows"][0] for value in (0.1, 0.4, 0.5))
-        words["system"], fused["system"] = "bm25", f"bm25 + {10 * planned.seed} x dense"
+        parts = [
+            fake(0.1 + planned.seed / 10, 1),
+            fake(0.5, 1, "bm25"),
+            fake(0.5 + planned.seed / 10, 1, f"bm25 + {10 * planned.seed} x dense"),
+        ]
+        report = {name: [one for part in parts for one in part[name]] for name in ("rows", "ranks")}
         key = next(key for key in planned.keys if plan.steps[key].stage == "evaluate")
-        done[key] = done[key]._replace(report={"rows": [alone, words, fused]})
+        done[key] = done[key]._replace(report=report)
     found = {one.name: one for one in measured_variants(study, plan, done)}
     assert list(found) == ["a", "BM25", "a, with BM25"]
-    assert found["a, with BM25"].by_seed["gold/top-1"] == pytest.approx({1: 0.6, 2: 0.7})
+    assert found["a, with BM25"].cells["gold/top-1"].value == pytest.approx(0.65)
+    words = found["BM25"].cells["gold/top-1"]
+    assert words == pytest.approx((0.5, *cluster_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
+    assert words.high - words.low > 0.2
     assert found["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
     told = make_report(study, plan, done).tables
     [table] = [table for table in told if table.title == "Differences"]
-    assert [row[3] for row in table.rows] == ["+40.0", "+10.0"]
+    assert [row[3] for row in table.rows] == ["+40.0", "+15.0"]
     with pytest.raises(ConfigError, match=r"a contrast names variant 'b, with BM25'"):
         load_study(write({}, contrasts=[{**contrasts[0], "better": "b, with BM25"}]))
 
@@ -440,7 +521,8 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
         assert len(looked_at) == len(set(looked_at))
     assert set(done) == set(plan.steps)
     assert most == 1 or at_once > 1
-    assert most > 1 or at_once == 1 or len(plan.steps) < 4
+    indexes = {step.run.index.name for step in plan.steps.values() if step.stage == "index"}
+    assert most > 1 or at_once == 1 or len(indexes) < 2
 
 
 def test_the_papers_own_figures_stand_beside_ours():
@@ -592,10 +674,11 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     empty = {"passages_written": 9}
     done = {key: DoneStep(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
     last = plan.variants[0].keys[-1]
-    report = make_report(study, plan, {**done, last: done[last]._replace(report=fake(0.25, 1))})
+    report = make_report(study, plan, {**done, last: done[last]._replace(report=fake(0.2, 1))})
     assert [table.title for table in report.tables] == ["Retrieval"]
-    assert "25.0 (15.0 to 35.0)" in report.files["report.md"].decode()
-    assert set(report.files) == {"report.md", "report.html", "report.json"}
+    low, high = cluster_interval(hits(0.2)[0], ARTICLES)
+    assert f"20.0 ({100 * low:.1f} to {100 * high:.1f})" in report.files["report.md"].decode()
+    assert set(report.files) == {"report.md", "report.html", "report.json", "questions.parquet"}
 
 
 @pytest.mark.data
