@@ -29,6 +29,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25
 from mvr_ray.types import IntArray, Progress, no_progress
 
@@ -93,10 +94,13 @@ class EntitySet(NamedTuple):
 
 
 class EntityReport(NamedTuple):
+    """`ranks` is what the index and BM25 found for every question of each set."""
+
     index: str
     version: int
     passages: int
     sets: list[EntitySet]
+    ranks: list[QuestionRanks]
 
 
 def entity_frequency(
@@ -135,7 +139,7 @@ def entity_frequency(
             settings.bootstrap,
         )
         sets.append(EntitySet(name, rows))
-    return EntityReport(report.index, report.version, report.passages, sets)
+    return EntityReport(report.index, report.version, report.passages, sets, report.ranks)
 
 
 def rows_by_frequency(

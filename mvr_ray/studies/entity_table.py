@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, Study
 from mvr_ray.studies.tables import Cell, Measured, Table, Value, spoken
 
@@ -28,6 +29,17 @@ def entity_table(study: Study, found: Sequence[Measured]) -> Table | None:
     )
     columns = ["system", "questions", "bucket", "n", "articles", *heads]
     return Table("Accuracy by entity frequency", note, columns, rows) if rows else None
+
+
+def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+    """What every variant (of its first seed) and, once, BM25 found for every question."""
+    ranks: dict[tuple[str, str], QuestionRanks] = {}
+    for one in found:
+        for report in one.reports.get("entity_frequency", [])[:1]:
+            for fields in report["ranks"]:
+                name = BM25 if fields["system"] == "bm25" else one.name
+                ranks.setdefault((name, fields["questions"]), QuestionRanks(**{**fields, "system": name}))
+    return list(ranks.values())
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[list[Value]]:

@@ -15,6 +15,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.definition import BM25
 from mvr_ray.studies.entities import (
@@ -26,7 +27,7 @@ from mvr_ray.studies.entities import (
     passage_frequencies,
     rows_by_frequency,
 )
-from mvr_ray.studies.entity_table import entity_table
+from mvr_ray.studies.entity_table import entity_table, ranks_of
 from mvr_ray.studies.tables import Measured
 
 WORDS = ["Ada", "Bell", "Ada Bell", "U.S.", "Élan", "O'Neil", "ada"]
@@ -139,10 +140,17 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
 
     def measured(name, ranks_Q):
         rows = rows_by_frequency(questions, {BM25: far, "study-1": ranks_Q}, articles, ["Ada"], (1, 5), num=50)
-        report = to_plain({"sets": [{"questions": "dev", "rows": rows}]})
+        found = [
+            QuestionRanks(system, "dev", list("abcdefgh"), articles, ranks.tolist(), [None] * 8)
+            for system, ranks in (("study-1", ranks_Q), ("bm25", far))
+        ]
+        report = to_plain({"sets": [{"questions": "dev", "rows": rows}], "ranks": found})
         return Measured(name, {}, "", {}, {}, {"entity_frequency": [report]})
 
-    table = entity_table(study, [measured("mean", one), measured("snippets", none), Measured("x", {}, "", {}, {}, {})])
+    variants = [measured("mean", one), measured("snippets", none), Measured("x", {}, "", {}, {}, {})]
+    told = [(ranks.system, list(ranks.answer_ranks)) for ranks in ranks_of(variants)]
+    assert told == [("mean", [0] * 8), (BM25, [3] * 8), ("snippets", [-1] * 8)]
+    table = entity_table(study, variants)
     told = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [(row["system"], row["bucket"], row["n"]) for row in told] == [
         (system, bucket, n)
@@ -164,6 +172,7 @@ def test_the_step_ranks_as_evaluate_does_and_divides_those_questions(own_index, 
     report = entity_frequency(run_over(own_index), options={"k": [5, 1]})
     rows = {(row.system, row.bucket, row.k): row for row in report.sets[0].rows}
     measured = evaluate(run_over(own_index, evaluate={"bm25": True}))
+    assert [ranks.system for ranks in report.ranks] == ["index", "bm25"]
     names = {"bm25": BM25}
     for row in measured.rows:
         kind, _, k = row.metric.partition("/top-")
