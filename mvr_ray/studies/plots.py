@@ -91,7 +91,8 @@ def _attention(name: str, table: list[list[float | None]]) -> Plot:
     )
     axes.set_xlabel("view j")
     axes.set_ylabel("view i")
-    return _plot(figure, f"attention-kl-{_slug(name)}", f"{name}: KL(attention of view i || of view j), nats")
+    title = f"{name}: D(i, j) = KL(attention of view j || of view i) in nats (CAMVR eq. 14)"
+    return _plot(figure, f"attention-kl-{_slug(name)}", title)
 
 
 def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence[str], form: str) -> None:

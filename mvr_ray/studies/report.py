@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
-from mvr_ray.studies import refinement_tables, tables
+from mvr_ray.studies import refinement_tables, tables, view_tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.entity_table import entity_table
 from mvr_ray.studies.execute import DoneStep, code_version
@@ -50,8 +50,11 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             tables.retrieval_table(study, found),
             tables.contrast_table(study.config.contrasts, found),
             tables.index_table(found),
-            tables.view_table(found),
-            tables.alone_table(study, found),
+            view_tables.view_table(found),
+            view_tables.alone_table(study, found),
+            view_tables.answer_view_table(found),
+            view_tables.attention_table(found),
+            view_tables.examples_table(found),
             tables.training_table(found),
             tables.teacher_table(found),
             tables.mining_table(found),

@@ -238,48 +238,6 @@ def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured
     return Table("Differences", note, columns, rows) if rows else None
 
 
-def view_table(found: Sequence[Measured]) -> Table | None:
-    """How different the views of each variant are (MVR eqs. 9 and 10, CAMVR eqs. 14 and 15)."""
-    names = ("view_pair_cosine", "lv", "ppl", "ppl_answer", "answer_view_accuracy", "attention_kl")
-    columns = ["view-pair cosine", "LV", "PPL", "PPL of answer views", "answer-view accuracy", "attention KL"]
-    shown = [one for one in found if one.reports.get("analyze")]
-    known = [name for name in names if any(name in one.paper for one in shown)]
-    rows: list[list[Value]] = []
-    for one in shown:
-        reports = one.reports["analyze"]
-        most = _mean([max(report["win_shares"]) for report in reports])
-        row: list[Value] = [one.name]
-        for name in names:
-            row += [number(one.paper.get(name))] if name in known else []
-            row.append(number(_mean([report[name] for report in reports])))
-        rows.append([*row, number(most)])
-    heads = [
-        told for name, column in zip(names, columns) for told in ([f"paper {column}"] * (name in known) + [column])
-    ]
-    note = (
-        "Cosine 1 and LV 0 mean that the views are one vector, and PPL then means nothing; near-ties go to the lowest "
-        "view. `most` is the share of questions won by the view that wins most."
-    )
-    return Table("Views", note, ["variant", *heads, "most"], rows) if rows else None
-
-
-def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
-    """Each view alone, and all together (CAMVR table 2)."""
-    metric = study.config.metrics[0]
-    suffix = f": {metric}"
-    most = max((sum(key.startswith("view ") and key.endswith(suffix) for key in one.cells) for one in found), default=0)
-    if not most:
-        return None
-    rows: list[list[Value]] = []
-    for one in found:
-        alone = [one.cells.get(f"view {view + 1}{suffix}") for view in range(most)]
-        if any(alone):
-            told = (percent(cell.value) if cell else "" for cell in (*alone, one.cells.get(f"{ALL_VIEWS}{suffix}")))
-            rows.append([one.name, *told])
-    note = f"{metric}, percent, of the questions that were analysed."
-    return Table("Each view alone", note, ["variant", *map(str, range(1, most + 1)), "all"], rows)
-
-
 def training_table(found: Sequence[Measured]) -> Table | None:
     """How training ended: what the loss says of the views."""
     rows: list[list[Value]] = []
@@ -287,7 +245,7 @@ def training_table(found: Sequence[Measured]) -> Table | None:
         ends = [report["epochs"][-1] for report in one.reports.get("train", []) if report.get("epochs")]
         if ends:
             views = len(ends[0]["view_shares"])
-            told = [_mean([end[name] for end in ends]) for name in ("loss", "loss_local", "view_pair_cosine", "lv")]
+            told = [mean([end[name] for end in ends]) for name in ("loss", "loss_local", "view_pair_cosine", "lv")]
             limit = math.log(views) if views > 1 else None
             collapsed = f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"
             rows.append([one.name, ends[0]["step"], *map(number, told), number(limit), collapsed])
@@ -384,7 +342,8 @@ def cost_table(found: Sequence[Measured]) -> Table | None:
 _COST = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that there are; None where there is none."""
     there = [value for value in values if value is not None]
     return float(np.mean(there)) if there else None
 

@@ -24,7 +24,6 @@ from mvr_ray.studies.tables import (
     READER,
     Cell,
     Measured,
-    alone_table,
     index_table,
     mining_table,
     reader_table,
@@ -54,27 +53,25 @@ def study(tmp_path_factory):
     return load_study(folder / "one.yaml", "quick")
 
 
-def test_every_view_alone_stands_under_its_number_and_all_of_them_last(study):
-    of_three = {f"view {view}: gold/top-1": view / 10 for view in (1, 2, 3)} | {"all views: gold/top-1": 0.75}
-    of_two = {f"view {view}: gold/top-1": view / 5 for view in (1, 2)} | {"all views: gold/top-1": 0.5}
-    table = alone_table(study, [measured("three", of_three), measured("none", {"lv": 1.0}), measured("two", of_two)])
-    assert told(table) == [
-        {"variant": "three", "1": "10.0", "2": "20.0", "3": "30.0", "all": "75.0"},
-        {"variant": "two", "1": "20.0", "2": "40.0", "3": "", "all": "50.0"},
-    ]
-    assert alone_table(study, [measured("none", {"lv": 1.0})]) is None
-
-
-def test_reading_is_told_by_the_number_of_passages_with_both_measures():
+def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the_first_variant():
     def row(passages: int, metric: str, value: float) -> dict:
         return {"passages": passages, "metric": metric, "value": value, "low": value - 0.01, "high": value + 0.02}
 
-    rows = [row(5, "f1", 0.6), row(5, "exact_match", 0.5), row(1, "exact_match", 0.3), row(1, "f1", 0.4)]
-    table = reading_table([measured("a", reading=[{"sets": [{"questions": "dev", "asked": 120, "rows": rows}]}])])
-    assert [one["passages"] for one in told(table)] == [1, 5]
-    assert told(table)[0] | {"variant": "a", "questions": "dev", "asked": 120} == told(table)[0]
-    assert told(table)[0]["exact match"] == "30.0 (29.0 to 32.0)"
-    assert told(table)[1]["F1"] == "60.0 (59.0 to 62.0)"
+    def value(number: int, passages: int, f1: float) -> dict:
+        return {"id": f"q{number}", "article": "abcd"[number % 4], "passages": passages, "exact_match": 0.0, "f1": f1}
+
+    def read(shift: float) -> dict:
+        rows = [row(5, "f1", 0.6), row(5, "exact_match", 0.5), row(1, "exact_match", 0.3), row(1, "f1", 0.4)]
+        values = [value(number, k, number / 16 + shift) for number in range(8) for k in (1, 5)]
+        return {"sets": [{"questions": "dev", "asked": 8, "rows": rows, "values": values}]}
+
+    base = measured("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
+    first, _, second, _ = told(reading_table([base, measured("b", reading=[read(0.25)])]))
+    assert (first["passages"], first["n"], first["paper exact match"]) == (1, 8, "41.5")
+    assert first["exact match"] == "30.0 (29.0 to 32.0)"
+    assert first["F1"] == "40.0 (39.0 to 42.0)"
+    assert first["F1 against a, p"] == ""
+    assert second["F1 against a, p"] == "+25.0 (+25.0 to +25.0), 0.12", "four articles, each better: 2 of 16 flips"
     assert reading_table([measured("a")]) is None
 
 
@@ -140,16 +137,18 @@ def test_the_heat_map_of_attention_has_view_i_in_row_i(study, drawn):
     assert plots_of(study, [measured("one view", analyze=[{"attention_kl_table": None}])]) == []
 
 
-def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across_at_every_depth(study, drawn):
+@pytest.mark.parametrize(("keeps_length", "named"), [(True, "length-kept"), (False, "raw")])
+def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, drawn, keeps_length, named):
     def one(beta: float, gamma: float) -> dict:
         answer = {k: (beta - gamma) / 10 + int(k) / 1000 for k in ("1", "5", "20", "100")}
         sets = [{"questions": "known", "answer": answer}, {"questions": "unseen", "answer": {**answer, "1": 0.5}}]
-        return {"setting": {"method": "linear", "beta": beta, "gamma": gamma}, "rounds": [{"sets": sets}] * 2}
+        setting = {"method": "linear", "beta": beta, "gamma": gamma, "keep_length": keeps_length}
+        return {"setting": setting, "rounds": [{"sets": sets}] * 2}
 
     tried = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
     made = plots_of(study, [measured("a", refinement_grid=[{"tried": tried}])])
-    assert [plot.name for plot in made[:2]] == ["linear-a-known", "linear-a-unseen"]
-    known = [one for one in drawn if one[0] == "linear-a-known"]
+    assert [plot.name for plot in made[:2]] == [f"linear-{named}-a-known", f"linear-{named}-a-unseen"]
+    known = [one for one in drawn if one[0] == f"linear-{named}-a-known"]
     assert [title for _, title, _, _ in known] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
     for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known):
         assert rows == ["0.1", "0.2", "0.3"]
