@@ -83,9 +83,10 @@ def compare(
 
 
 def _ranking(side: str, qrels: Path | None, question_set: str | None) -> Ranking:
-    path, colon, system = side.rpartition(":")
-    if not colon or Path(side).is_file() or not path.endswith(".parquet"):
+    stem, marked, system = side.partition(".parquet:")
+    if not marked:
         return Ranking({name: [rank] for name, rank in first_ranks(Path(side), qrels).items()}, {})
+    path = f"{stem}.parquet"
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
     parts = read_question_ranks(Path(path))

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mvr_ray.comparison import compare
+from mvr_ray.core.metrics import cluster_interval, paired_test
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
 from mvr_ray.types import Question
 
@@ -85,3 +88,48 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
 def hits(at: int | None) -> list[RankedPassage]:
     names = ["right" if rank == at else f"other{rank}" for rank in range(1, 6)]
     return [RankedPassage(name, "", "", 1 / rank, rank == at) for rank, name in enumerate(names, 1)]
+
+
+@pytest.fixture
+def ranks_file(tmp_path: Path) -> Path:
+    """Two systems, one of them with two seeds, on six questions of three articles, and one on another set."""
+    articles = ["a", "a", "b", "b", "c", "c"]
+    ids = [f"q{number}" for number in range(6)]
+
+    def part(system: str, ranks: list[int | None], seed: int = 1, questions: str = "dev") -> QuestionRanks:
+        return QuestionRanks(system, questions, ids, articles, ranks, [None] * 6, seed)
+
+    path = tmp_path / "questions.parquet"
+    path.write_bytes(
+        question_ranks_bytes(
+            [
+                part("one vector", [0, 1, -1, 0, 4, 5]),
+                part("several: views", [0, 0, 0, 0, 0, -1]),
+                part("several: views", [0, 0, 2, 0, -1, -1], seed=2),
+                part("several: views", [0] * 6, questions="dev_unseen"),
+            ]
+        )
+    )
+    return path
+
+
+def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_articles(ranks_file: Path) -> None:
+    [row] = compare(f"{ranks_file}:one vector", f"{ranks_file}:several: views", [1], question_set="dev")
+    one, several = np.array([1, 0, 0, 1, 0, 0.0]), np.array([1, 1, 0.5, 1, 0.5, 0])
+    articles = [0, 0, 1, 1, 2, 2]
+    assert (row.first, row.second) == pytest.approx((100 / 3, 400 / 6))
+    assert (row.low, row.high) == pytest.approx(tuple(cluster_interval(100 * (several - one), articles)))
+    assert row.p == paired_test(one, several, articles) == 0.25
+    assert row.questions == 6
+
+
+def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it_holds(ranks_file: Path) -> None:
+    several = f"{ranks_file}:several: views"
+    with pytest.raises(ConfigError, match=r"no system ' many'.*'one vector', 'several: views'"):
+        compare(f"{ranks_file}: many", several, [1])
+    with pytest.raises(ConfigError, match="several question sets; give --questions, one of dev, dev_unseen"):
+        compare(several, several, [1])
+    with pytest.raises(ConfigError, match="no question set 'train'; there are dev, dev_unseen"):
+        compare(several, several, [1], question_set="train")
+    with pytest.raises(DataError, match="does not exist; `mvr-ray evaluate` and `mvr-ray study` write"):
+        compare(f"{ranks_file.parent}/none.parquet:x", several, [1])

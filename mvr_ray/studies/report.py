@@ -39,8 +39,8 @@ PROVENANCE = {
         "through mean pooling, so readouts other than the mean ([CLS], viewers) start far behind"
     ),
     ".peers/all-mpnet-base-v2": (
-        "all-mpnet-base-v2; its model card lists the same training data as all-MiniLM-L6-v2's, SQuAD's training pairs, NQ "
-        "and TriviaQA among them, read through mean pooling, so readouts other than the mean start behind"
+        "all-mpnet-base-v2; its model card lists the same training data as all-MiniLM-L6-v2's, SQuAD's training pairs, "
+        "NQ and TriviaQA among them, read through mean pooling, so readouts other than the mean start behind"
     ),
 }
 """What is known of a backbone before a study trains it: it stands in every report that compares readouts."""
