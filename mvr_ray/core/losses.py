@@ -7,7 +7,7 @@ With f_v = scale x <q, p_v> for each view that the passage has, and f = max_v f_
            (MVR eq. 6)   global: the same softmax over the passages, each by its best view
            (MVR eq. 7)   local:  -log( exp(f / t) / sum_v exp(f_v / t) ) over the positive's own views
            (MVR eq. 8)   t = max(floor, exp(-decay x epoch)), in both
-    CAMVR  (CAMVR 13)    global, but f(q,p+) = f_a, a the view of the snippet that holds the answer
+    CAMVR  (CAMVR 13)    global alone, and f(q,p+) = f_a, a the view of the snippet that holds the answer
 
 Everything is a mean over the questions. All passages of the batch that are not the question's positive are negatives,
 save those told to be positives too. A row of `mask_PV` with no view at all is padding: its passage takes no part.
@@ -100,7 +100,8 @@ def camvr_loss(
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
-    """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one.
+    """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one
+    (ours; the paper's loss is eq. 13 alone, a local weight of 0).
 
     answer_QV marks the views whose snippets hold the answer: the paper knows one, of several the best counts (ours).
     Where a question has none, or only such as its passage lacks (cut off by truncation), its best view stands in. With

@@ -9,7 +9,7 @@ import pytest
 from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.snippets import TITLE
+from mvr_ray.core.snippets import TITLE, snippet_spans
 from mvr_ray.distributed.analyze import ALL_VIEWS, _answer_view_ranks, analyze
 from mvr_ray.distributed.evaluate import judged
 from mvr_ray.distributed.retrieve import evaluate
@@ -157,6 +157,33 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
         assert one.scores == pytest.approx(wanted, rel=1e-4)
     assert all(a.answer_view != b.answer_view for a, b in zip(report.examples[::2], report.examples[1::2]))
     assert analyze(run_over(small_index)).examples == report.examples
+
+
+def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_the_texts_views_after_it(
+    own_index, run_over
+):
+    from mvr_ray.distributed.reindex import index
+    from mvr_ray.distributed.router import open_router
+
+    encoder = {"strategy": "snippets", "title_view": True, "empty_snippets": "kept", "num_views": 4, "name": "titled"}
+    run = run_over(own_index, encoder=encoder, index={"name": "titled", "encoder": "untrained"})
+    index(run)
+    report = analyze(run)
+    assert {row.system for row in report.rows} == {*(f"view {view}" for view in (1, 2, 3, 4)), ALL_VIEWS}
+    assert all(1 <= one.answer_view <= 3 and None not in one.scores for one in report.examples)
+    kinds = set()
+    with open_router(run, local=True) as router:
+        for question in corpus.read_questions(Store(str(own_index)), "dev")[:40]:
+            for hit in router.search_text([question.text], 20).hits[0]:
+                passage = router.passages([hit.passage_id])[hit.passage_id]
+                matched = router.matching_snippet(passage, hit.view)
+                kinds.add((hit.view == 0, matched.kind))
+                if matched.kind == "snippet":
+                    first, *_ = snippet_spans(passage.text, 3, router.encoder.splitter)
+                    assert (hit.view == 1) == ((matched.start, matched.stop) == first)
+                if matched.kind == "title":
+                    assert (matched.start, matched.stop, matched.text) == (0, 0, passage.title)
+    assert (True, "title") in kinds and kinds <= {(True, "title"), (False, "snippet"), (False, "passage")}
 
 
 def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_index, run_over):
