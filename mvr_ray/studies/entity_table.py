@@ -38,7 +38,10 @@ def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
         for report in one.reports.get("entity_frequency", [])[:1]:
             for fields in report["ranks"]:
                 name = BM25 if fields["system"] == "bm25" else one.name
-                ranks.setdefault((name, fields["questions"]), QuestionRanks(**{**fields, "system": name}))
+                ranks.setdefault(
+                    (name, fields["questions"]),
+                    QuestionRanks(name, *(fields[part] for part in QuestionRanks._fields[1:])),
+                )
     return list(ranks.values())
 
 
