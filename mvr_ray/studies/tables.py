@@ -19,6 +19,7 @@ from mvr_ray.studies.comparisons import Difference, Values, change, difference, 
 from mvr_ray.studies.definition import BM25, FUSED, ContrastConfig, Study
 from mvr_ray.studies.execute import DoneStep
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
+from mvr_ray.types import FloatArray
 
 Value = str | float | int | None
 CROSS_ENCODER, READER = "cross-encoder training", "reader training"
@@ -294,24 +295,34 @@ def mining_table(found: Sequence[Measured]) -> Table | None:
 
 
 def reading_table(found: Sequence[Measured]) -> Table | None:
-    """What a reader answers from the rankings of each variant."""
+    """What a reader answers from the rankings of each variant, beside the paper's exact match (AOpt table 4), and the
+    paired test against the first variant."""
     rows: list[list[Value]] = []
+    first: dict[tuple[str, int], FloatArray] = {}
     for one in found:
         for report in one.reports.get("reading", [])[:1]:
             for asked in report["sets"]:
                 told = {(row["passages"], row["metric"]): row for row in asked["rows"]}
                 for k in sorted({passages for passages, _ in told}):
-                    both = [
-                        spoken(Cell(row["value"], row["low"], row["high"], 1))
+                    cells = [
+                        Cell(row["value"], row["low"], row["high"], 1)
                         for row in (told[k, "exact_match"], told[k, "f1"])
                     ]
-                    rows.append([one.name, asked["questions"], asked["asked"], k, *both])
-    note = "Percent by SQuAD's rules, with the 95 % interval over questions; answers from the first so many passages."
-    return (
-        Table("Reading", note, ["variant", "questions", "asked", "passages", "exact match", "F1"], rows)
-        if rows
-        else None
+                    own = [value for value in asked["values"] if value["passages"] == k]
+                    f1_Q = np.array([value["f1"] for value in own])
+                    base_Q = first.setdefault((asked["questions"], k), f1_Q)
+                    apart = difference([f1_Q], [base_Q], [value["article"] for value in own])
+                    row: list[Value] = [one.name, asked["questions"], asked["asked"], k]
+                    row += [percent(one.paper.get("exact_match")), *map(spoken, cells)]
+                    rows.append([*row, "" if base_Q is f1_Q else change(apart)])
+    columns = ["variant", "questions", "n", "passages", "paper exact match", "exact match", "F1"]
+    columns.append(f"F1 against {rows[0][0]}, p" if rows else "")
+    note = (
+        "Percent by SQuAD's rules, with 95 % intervals for which articles are resampled; answers from the first so "
+        "many passages. Paper: AOpt table 4, NQ, transductive. The last column is the difference of F1 in points, its "
+        "interval, and the p of the paired test, which flips whole articles."
     )
+    return Table("Reading", note, columns, rows) if rows else None
 
 
 def cost_table(found: Sequence[Measured]) -> Table | None:
