@@ -1,13 +1,18 @@
-"""A study's report: report.md, report.json, plots as PNG, and report.html, which holds everything in one file."""
+"""A study's report: report.md, report.json, plots as PNG, and report.html, which holds everything in one file; and what
+was found for every question, as Parquet."""
 
 import base64
 import html
+import io
 import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.studies import entity_table, refinement_tables, tables, view_tables
@@ -29,6 +34,8 @@ figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: 
 """
 
 
+ANSWERS = "answers.parquet"
+"""What a reader answered to every question: exact match and F1 by variant, question set and number of passages."""
 PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
 """Fields of reports with an entry a question: report.json leaves them out."""
 
@@ -89,6 +96,14 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     files = {f"{plot.name}.png": plot.png for plot in plots}
     if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found), *entity_table.ranks_of(found)]:
         files[QUESTION_RANKS] = question_ranks_bytes(ranks)
+    if answers := [
+        {"system": one.name, "questions": asked["questions"], **value}
+        for one in found
+        for report in one.reports.get("reading", [])
+        for asked in report["sets"]
+        for value in asked["values"]
+    ]:
+        files[ANSWERS] = _parquet(answers)
     files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
     files["report.html"] = _page(study, facts, shown, plots, commands).encode()
     plain = {
@@ -103,6 +118,12 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
     return StudyReport(files, shown)
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer, compression="zstd")
+    return buffer.getvalue()
 
 
 def _without(value: Any, names: frozenset[str]) -> Any:
