@@ -10,7 +10,7 @@ from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.snippets import TITLE, snippet_spans
-from mvr_ray.distributed.analyze import ALL_VIEWS, _answer_view_ranks, analyze
+from mvr_ray.distributed.analyze import ALL_VIEWS, OwnViews, _answer_view_ranks, _examples, _spans, analyze
 from mvr_ray.distributed.evaluate import judged
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
@@ -19,7 +19,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
-from mvr_ray.types import Hit, Question
+from mvr_ray.types import Hit, Passage, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -157,6 +157,47 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
         assert one.scores == pytest.approx(wanted, rel=1e-4)
     assert all(a.answer_view != b.answer_view for a, b in zip(report.examples[::2], report.examples[1::2]))
     assert analyze(run_over(small_index)).examples == report.examples
+
+
+def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_first_other_view():
+    rng = np.random.default_rng(4)
+    passages = {i: Passage(i, f"title {i}", "") for i in "abcde"}
+    spans = {"a": [(0, 1), (1, 2), None], "b": [(0, 1)] * 3, "c": [(0, 1)] * 3, "d": [(0, 1)] * 3, "e": [(0, 1)] * 3}
+    own = [
+        ("d", 1),
+        ("c", 0),
+        ("d", 1),
+        ("a", 0),
+        ("c", -1),
+        ("d", 2),
+        ("b", 2),
+        ("c", 2),
+        ("a", 1),
+        ("e", 0),
+        ("b", 0),
+    ]
+    asked = [Question(f"q{at}", f"Question {at}?", positive_ids=(i,)) for at, (i, _) in enumerate(own)]
+    mask_QV = np.ones((len(own), 3), bool)
+    mask_QV[7, 1] = False
+    views = OwnViews(rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None], mask_QV)
+    queries_QD = rng.random((len(own), 4), np.float32)
+    found = _examples(asked, views, queries_QD, np.array([view for _, view in own]), passages, spans)
+    told = [(one.passage_id, one.title, one.question, one.answer_view) for one in found]
+    assert told == [
+        ("b", "title b", "Question 6?", 2),
+        ("b", "title b", "Question 9?", 0),
+        ("c", "title c", "Question 1?", 0),
+        ("c", "title c", "Question 7?", 2),
+    ]
+    assert found[3].scores[1] is None
+    assert found[3].scores[2] == pytest.approx(sum(views.views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
+
+
+def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_camvr_would_cut(minilm):
+    encoder = DualEncoder.from_backbone(str(minilm), EncoderSpec(strategy="viewers", num_views=2))
+    passage = Passage("p", "", "One comes first. Two follows it. Three ends it.")
+    assert list(_spans(encoder, passage)) == snippet_spans(passage.text, 2, encoder.splitter)
+    assert encoder.view_spans(passage) == [None, None]
 
 
 def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_the_texts_views_after_it(
