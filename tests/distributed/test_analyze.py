@@ -185,7 +185,7 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
     told = [(one.passage_id, one.title, one.question, one.answer_view) for one in found]
     assert told == [
         ("b", "title b", "Question 6?", 2),
-        ("b", "title b", "Question 9?", 0),
+        ("b", "title b", "Question 10?", 0),
         ("c", "title c", "Question 1?", 0),
         ("c", "title c", "Question 7?", 2),
     ]
