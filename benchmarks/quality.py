@@ -41,6 +41,7 @@ FREE = "refine.max_heldout_loss=100"
 LINEAR = ["refine.method=linear", "refine.positives=all", "refine.keep_length=true", FREE]
 RAW = ["refine.method=linear", "refine.positives=all", "refine.keep_length=false", FREE]
 FEEDBACK = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=1", FREE]
+TWO = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=2", FREE]
 BUDGET = ["train.max_steps=60", "train.dev_questions=null", "train.epochs=1"]
 DPR = ["encoder.name=dpr", "encoder.strategy=cls", "train.loss=dpr", "train.warm_start_steps=60", *BUDGET]
 CAMVR = ["encoder.name=camvr", "encoder.strategy=snippets", "train.loss=camvr", "train.warm_start_steps=60", *BUDGET]
@@ -78,10 +79,12 @@ FULL = [
     refined("one mean vector, linear form", MEAN, LINEAR, ONE),
     refined("one mean vector, linear form, raw as in the paper", MEAN, RAW, ONE),
     refined("one mean vector, feedback views", MEAN, FEEDBACK, ONE),
+    refined("one mean vector, two feedback views a passage", MEAN, TWO, ONE),
     System(EIGHT, [("index", SNIPPETS), ("evaluate", SNIPPETS)], ONE),
     refined("snippet means, linear form", SNIPPETS, LINEAR, EIGHT),
     refined("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
     refined("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
+    refined("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
 ]
 REDUCED = [
     FULL[0],
@@ -198,7 +201,8 @@ def main(size: str, extra: list[str]) -> None:
             continue
         done = [run_stage(stage, overrides) for stage, overrides in commands(system, size, extra)]
         keep_ranks(ranks, system.name, done[-1]["report"])
-        kept["systems"][system.name] = done
+        done_systems = {**kept["systems"], system.name: done}
+        kept["systems"] = {one.name: done_systems[one.name] for one in systems if one.name in done_systems}
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
         path.with_suffix(".md").write_text(table(size, kept, ranks))
         print(table(size, kept, ranks), flush=True)
