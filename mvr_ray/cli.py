@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:  # a run's record takes INFO lines, the terminal does not
+        handler.setLevel(logging.WARNING)
     app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
 
 

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,14 @@ def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:
     for _ in range(3):
         run_stage("mine", run, lambda _run, _progress: {}, print_config=False, as_json=True)
     assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_a_run_keeps_its_info_lines_and_the_terminal_shows_none(tmp_path: Path) -> None:
+    """In a process of its own, where the root logger stands at WARNING as `main` sets it."""
+    (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
+    (tmp_path / "run.yaml").write_text("prepare: {sources: [{path: passages.jsonl, format: jsonl}], num_shards: 1}\n")
+    command = [sys.executable, "-c", "from mvr_ray.cli import main; main()", "prepare", "run.yaml", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    [line] = [text for text in (only_record(tmp_path / "store") / "log").read_text().splitlines() if " INFO " in text]
+    assert "mvr_ray.store.prepare" in line and "passages=1" in line
+    assert "INFO" not in done.stderr

@@ -5,6 +5,7 @@ the sources and the settings alone. Nothing of the store changes before all is w
 replaced is corpus.json, which names the parts.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,8 @@ from mvr_ray.store.formats import (
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
 from mvr_ray.store.spool import Spool
 from mvr_ray.types import Passage, Progress, Question, no_progress
+
+log = logging.getLogger(__name__)
 
 REPORT_EVERY = 5000
 
@@ -119,6 +122,7 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
         )
         _require_equal(cut.num_pieces if passages is None else len(passages), written.num_passages, "kept", "written")
         _put_in_place(cfg, store, files, written.infos, report)
+    log.info("prepared: corpus=%s passages=%d digest=%s", cfg.corpus, report.passages_written, report.digest)
     return report
 
 

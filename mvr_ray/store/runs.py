@@ -64,6 +64,8 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("mvr_ray")
     logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
     clock, outcome, trouble = time.monotonic(), "done", None
     try:
         yield kept
@@ -75,6 +77,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         raise
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
         summary = {
             "stage": stage,
             "outcome": outcome,
