@@ -261,8 +261,7 @@ def _view_values(
     asked: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
 ) -> dict[str, Any]:
     """The values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
-    scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(own.views_QVD))
-    wins_Q = metrics.winning_views(scores_QV, own.mask_QV)
+    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
     number: dict[str, int] = {}
     passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in asked])
     known_Q = answer_Q >= 0
@@ -378,6 +377,8 @@ def _own_views(asked: Sequence[Question], shards: Sequence[_ShardViews], describ
     return OwnViews(views_QVD, mask_QV)
 
 
-def _unit(vectors: FloatArray) -> FloatArray:
-    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / np.where(norms > 0, norms, 1.0)
+def _shares_of_longest(queries_QD: FloatArray, views_QVD: FloatArray) -> FloatArray:
+    """Inner products in shares of |q| times the length of the passage's longest view: cosines where views have length
+    1, and the order of the search where they do not. [Q, V]"""
+    longest_Q = np.linalg.norm(queries_QD, axis=-1) * np.linalg.norm(views_QVD, axis=-1).max(axis=-1)
+    return np.einsum("qd,qvd->qv", queries_QD, views_QVD) / np.where(longest_Q > 0, longest_Q, 1.0)[:, None]

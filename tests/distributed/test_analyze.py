@@ -10,7 +10,15 @@ from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.snippets import TITLE, snippet_spans
-from mvr_ray.distributed.analyze import ALL_VIEWS, OwnViews, _answer_view_ranks, _examples, _spans, analyze
+from mvr_ray.distributed.analyze import (
+    ALL_VIEWS,
+    OwnViews,
+    _answer_view_ranks,
+    _examples,
+    _shares_of_longest,
+    _spans,
+    analyze,
+)
 from mvr_ray.distributed.evaluate import judged
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
@@ -244,3 +252,17 @@ def test_one_view_has_nothing_to_compare(own_index, run_over):
     assert {row.system for row in report.rows} == {ALL_VIEWS}
     values = report._asdict()
     assert [values[name] for name in ("lv", "ppl", "view_pair_cosine", "attention_kl")] == [None] * 4
+
+
+def test_the_view_that_wins_is_the_one_that_search_finds_whatever_the_length_of_views():
+    """Cosines would send a question to a short view of the right direction, where search by raw products does not."""
+    rng = np.random.default_rng(4)
+    queries, views = rng.normal(size=(50, 6)), rng.normal(size=(50, 4, 6)) * rng.uniform(0.1, 9, (50, 4, 1))
+    raw = np.einsum("qd,qvd->qv", queries, views)
+    shares = _shares_of_longest(queries, views)
+    assert (shares.argmax(axis=1) == raw.argmax(axis=1)).all()
+    assert np.abs(shares).max() <= 1
+    unit = views / np.linalg.norm(views, axis=-1, keepdims=True)
+    cosines = np.einsum("qd,qvd->qv", queries / np.linalg.norm(queries, axis=-1, keepdims=True), unit)
+    np.testing.assert_allclose(_shares_of_longest(queries, unit), cosines)
+    assert (cosines.argmax(axis=1) != raw.argmax(axis=1)).any()
