@@ -139,17 +139,18 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     shards = _search(run, store, described, queries_QD, [q.positive_ids[0] for q in asked], progress)
     rows: list[EvaluationRow] = []
     all_ranks: list[QuestionRanks] = []
+    article_of = articles_of(asked, passages)
     for view in range(described.num_views + 1) if described.num_views > 1 else [1]:
         merged = merge_hits([shard.found[view] for shard in shards], max(run.evaluate.k))
         said = ALL_VIEWS if view == described.num_views else f"view {view + 1}"
         found = judged(asked, merged, passages, run.evaluate.match)
-        result = system_result(said, name, found, passages, run.evaluate)
+        result = system_result(said, name, found, article_of, run.evaluate)
         rows += result.rows
         if view == described.num_views:
             all_ranks.append(result.ranks)
         if view == described.num_views and encoder.spec.has_snippets:
             matched = _answer_view_ranks(found, merged, passages, encoder, run.evaluate)
-            rows += _answer_view_rows(name, asked, matched, passages, run.evaluate)
+            rows += _answer_view_rows(name, matched, article_of, run.evaluate)
     own = _own_views(asked, shards, described)
     spans = {i: _spans(encoder, passage) for i, passage in there.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in asked])
@@ -209,12 +210,11 @@ def _answer_view_ranks(
 
 
 def _answer_view_rows(
-    name: str, questions: Sequence[Question], ranks: Mapping[str, int], passages: Corpus, settings: EvaluateConfig
+    name: str, ranks: Mapping[str, int], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> list[EvaluationRow]:
     """`answer_view/top-k` (CAMVR eq. 15) with the intervals that `answer/top-k` has."""
     if not ranks:
         return []
-    article_of = articles_of(questions, passages)
     groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
     rows: list[EvaluationRow] = []
     for k in sorted(set(settings.k)):

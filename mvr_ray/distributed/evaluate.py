@@ -11,7 +11,7 @@ article are not independent. Only whole answers count: a version of which a shar
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -89,16 +89,17 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     with open_router(run, version) as router:
         described = router.manifest
         ranked = rank_questions(run, router, sets, rank, progress)
+        articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
         for name, questions in sets:
             own = list(itertools.islice(ranked, len(questions)))
-            results.append(system_result(run.index.name, name, own, router.corpus, settings))
+            results.append(system_result(run.index.name, name, own, articles[name], settings))
         words = BM25Index(router.corpus, progress) if settings.bm25 or settings.hybrid else None
         if words and settings.bm25:
             for asked in sets:
                 found = bm25_ranking(words, router.corpus, asked, rank, progress)
-                results.append(system_result("bm25", asked.name, found, router.corpus, settings))
+                results.append(system_result("bm25", asked.name, found, articles[asked.name], settings))
         if words and settings.hybrid:
-            results += _hybrid_results(run, router, words, sets, progress)
+            results += _hybrid_results(run, router, words, sets, articles, progress)
     log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
     return EvaluationReport(
         described.index,
@@ -112,7 +113,12 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
 
 
 def _hybrid_results(
-    run: RunConfig, router: Router, words: BM25Index, sets: Sequence[QuestionSet], progress: Progress
+    run: RunConfig,
+    router: Router,
+    words: BM25Index,
+    sets: Sequence[QuestionSet],
+    articles: Mapping[str, Mapping[str, str]],
+    progress: Progress,
 ) -> list[SystemResult]:
     """BM25 + weight x dense on every set, with the weight that answers most of the held-out set's questions."""
     settings, store, name = run.evaluate, Store(run.store.path), run.evaluate.hybrid
@@ -129,15 +135,19 @@ def _hybrid_results(
         fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
         found = judged(asked.questions, fused, router.corpus, settings.match)
         name = f"bm25 + {chosen.weight:g} x dense"
-        results.append(system_result(name, asked.name, found, router.corpus, settings))
+        results.append(system_result(name, asked.name, found, articles[asked.name], settings))
     return results
 
 
 def system_result(
-    system: str, name: str, ranked: Sequence[RankedQuestion], passages: Corpus, settings: EvaluateConfig
+    system: str,
+    name: str,
+    ranked: Sequence[RankedQuestion],
+    article_of: Mapping[str, str],
+    settings: EvaluateConfig,
 ) -> SystemResult:
-    """Every metric that the set's questions allow, and the ranks that they come from."""
-    article_of = articles_of([row.question for row in ranked], passages)
+    """Every metric that the set's questions allow, and the ranks that they come from. `article_of` maps question ids to
+    articles (`articles_of`)."""
     ks = sorted(set(settings.k))
     rows: list[EvaluationRow] = []
     answer_ranks: dict[str, int] = {}

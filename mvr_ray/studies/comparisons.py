@@ -9,6 +9,7 @@
 Shapes: S seeds, Q questions.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +20,13 @@ from mvr_ray.core.metrics import Groups, found_within, interval_over_seeds, pair
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.types import FloatArray
 
+_SAME = 1e-9
+"""Seeds that differ by less have no spread for a t-test."""
+
 
 class Difference(NamedTuple):
-    """In points. `p` is that of the paired test over articles; those over seeds are nan where there is one seed."""
+    """In points. `p` is that of the paired test over articles; those of the t-tests are nan where there is one seed, or
+    where seeds do not differ."""
 
     points: float
     low: float
@@ -74,8 +79,8 @@ def difference(better_SQ: Sequence[FloatArray], than_SQ: Sequence[FloatArray], a
         interval.low,
         interval.high,
         paired_test(better.mean(axis=0), than.mean(axis=0), articles_Q),
-        float(stats.ttest_ind(a_S, b_S).pvalue) if several else float("nan"),
-        float(stats.ttest_rel(a_S, b_S).pvalue) if several else float("nan"),
+        float(stats.ttest_ind(a_S, b_S).pvalue) if several and max(np.ptp(a_S), np.ptp(b_S)) > _SAME else math.nan,
+        float(stats.ttest_rel(a_S, b_S).pvalue) if several and np.ptp(a_S - b_S) > _SAME else math.nan,
         seeds,
         len(articles_Q),
     )

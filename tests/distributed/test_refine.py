@@ -226,7 +226,8 @@ def best_round(report: RefineReport) -> int:
 def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store):
     kept = Store(str(store))
     corpus.write_questions(kept, "few", corpus.read_questions(kept, "squad_known")[:12])
-    report = refining.refine(config(store, method="passage", questions="few", step_size=0.2, rounds=3, labels="gold"))
+    raw = {"labels": "gold", "keep_length": False}
+    report = refining.refine(config(store, method="passage", questions="few", step_size=0.2, rounds=3, **raw))
     chosen = report.rounds[report.best_round - 1]
     assert report.best_round == best_round(report)
     assert chosen.gate_gold_top1 < max(row.gate_gold_top1 for row in report.rounds)
@@ -239,7 +240,8 @@ def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     """The step is far too large: later rounds cost held-out accuracy, the first does not."""
     kept = Store(str(store))
     corpus.write_questions(kept, "few", corpus.read_questions(kept, "squad_known")[:12])
-    run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, labels="gold")
+    raw = {"labels": "gold", "keep_length": False}
+    run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, **raw)
     report = refining.refine(run)
     assert report.best_round == best_round(report)
     gates = [row.gate_gold_top1 for row in report.rounds]

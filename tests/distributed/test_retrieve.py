@@ -11,7 +11,7 @@ import pytest
 from mvr_ray.core.answers import has_answer
 from mvr_ray.core.encoder import DualEncoder
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.evaluate import measured
+from mvr_ray.distributed.evaluate import system_result
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
@@ -176,11 +176,14 @@ def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
         RankedQuestion(Question("c", "?", positive_ids=("p2",)), [right, wrong]),
         RankedQuestion(Question("d", "?"), []),
     ]
-    values = {row.metric: (row.value, row.n) for row in measured("s", "q", ranked, settings)}
+    result = system_result("s", "q", ranked, dict.fromkeys("abcd", "one article"), settings)
+    values = {row.metric: (row.value, row.n) for row in result.rows}
     assert values["answer/top-1"] == (0.5, 2)
     assert values["gold/top-1"] == (0.0, 1)
     assert values["gold/mrr"] == (0.0, 1)
     assert values["gold/ndcg@10"] == (pytest.approx(1 / math.log2(3)), 1)
+    assert result.ranks.question_ids == ["a", "b", "c", "d"]
+    assert (result.ranks.answer_ranks, result.ranks.gold_ranks) == ([0, -1, None, None], [None, None, 1, None])
 
 
 class LosesOnce:
