@@ -3,7 +3,8 @@
     top_k(q) = 1 if one of the first k passages of q bears an answer (or is judged relevant), else 0
 
 The test is paired: it asks how often a difference as large arises when the two systems' values are swapped at random,
-for whole articles together where they are known, as they are in files of question ranks; the interval resamples them.
+for whole articles together where they are known, as they are in files of question ranks; the interval resamples them,
+and adds the spread over seeds.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from mvr_ray.core.metrics import cluster_interval, paired_test
+from mvr_ray.core.metrics import interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
@@ -71,13 +72,19 @@ def compare(
     questions = sorted(both[0].ranks)
     articles = both[0].articles or both[1].articles
     groups = [articles.get(question, f"question {question}") for question in questions]
-    ranks = [np.array([one.ranks[question] for question in questions]) for one in both]
+    ranks = [np.array([one.ranks[question] for question in questions]).T for one in both]
+    seeds = [len(ranks_SQ) for ranks_SQ in ranks]
+    if seeds[0] != seeds[1] and 1 not in seeds:
+        raise ConfigError(
+            f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
+            f"with one that was not trained"
+        )
     rows = []
     for k in ks:
-        a_Q, b_Q = ((ranks_QS <= k).mean(axis=1) for ranks_QS in ranks)
-        points = 100 * float(a_Q.mean()), 100 * float(b_Q.mean())
-        low, high = cluster_interval(100 * (b_Q - a_Q), groups, seed)
-        p = paired_test(a_Q, b_Q, groups, seed)
+        a_SQ, b_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
+        points = 100 * float(a_SQ.mean()), 100 * float(b_SQ.mean())
+        low, high = interval_over_seeds(100 * (b_SQ - a_SQ), groups, seed)
+        p = paired_test(a_SQ.mean(axis=0), b_SQ.mean(axis=0), groups, seed)
         rows.append(Compared(f"top-{k}", *points, points[1] - points[0], low, high, p, len(questions)))
     return rows
 

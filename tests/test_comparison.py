@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mvr_ray.comparison import compare
-from mvr_ray.core.metrics import cluster_interval, paired_test
+from mvr_ray.core.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes
+from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes, read_question_ranks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
 from mvr_ray.types import Question
 
@@ -118,7 +118,9 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     one, several = np.array([1, 0, 0, 1, 0, 0.0]), np.array([1, 1, 0.5, 1, 0.5, 0])
     articles = [0, 0, 1, 1, 2, 2]
     assert (row.first, row.second) == pytest.approx((100 / 3, 400 / 6))
-    assert (row.low, row.high) == pytest.approx(tuple(cluster_interval(100 * (several - one), articles)))
+    seeds = np.array([[1, 1, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0.0]])
+    assert (row.low, row.high) == pytest.approx(tuple(interval_over_seeds(100 * (seeds - one), articles)))
+    assert row.high - row.low > np.ptp(cluster_interval(100 * (several - one), articles))
     assert row.p == paired_test(one, several, articles) == 0.25
     assert row.questions == 6
 
@@ -131,5 +133,9 @@ def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it
         compare(several, several, [1])
     with pytest.raises(ConfigError, match="no question set 'train'; there are dev, dev_unseen"):
         compare(several, several, [1], question_set="train")
+    three = [part._replace(seed=seed) for part in read_question_ranks(ranks_file)[:1] for seed in range(3)]
+    (ranks_file.parent / "three.parquet").write_bytes(question_ranks_bytes(three))
+    with pytest.raises(ConfigError, match=r"has 3 seeds and .* has 2"):
+        compare(f"{ranks_file.parent}/three.parquet:one vector", several, [1], question_set="dev")
     with pytest.raises(DataError, match="does not exist; `mvr-ray evaluate` and `mvr-ray study` write"):
         compare(f"{ranks_file.parent}/none.parquet:x", several, [1])

@@ -2,7 +2,7 @@
 
     value of a question    1 where an answer-bearing (or gold) passage stands among the first k hits, else 0
     difference             mean over seeds and questions of value(better) - value(than), in points
-    interval               articles and seeds are resampled together (`core.metrics.interval_over_seeds`)
+    interval               articles resampled, the spread over seeds added (`core.metrics.interval_over_seeds`)
     paired test            signs of whole articles are flipped, values being means over seeds
     t-tests                over seeds alone, unpaired as in CAMVR table 6, and paired
 

@@ -19,7 +19,7 @@ def refinement_table(found: Sequence[Measured]) -> Table | None:
     sets, newest = _sets(found), _decays(found)
     heldout = [name for name in sets[1:] if name not in _gates(found)]
     rows: list[list[Value]] = []
-    for told in _told_rounds(found):
+    for told in _shown_rounds(found):
         row: list[Value] = [told.index, told.label, told.round]
         for name in sets:
             row += [_spoken_top1(told, name), percent(told.measured(name)["gold"]["1"])]
@@ -45,7 +45,7 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
     and beside BM25 and the fusion with it (AOpt table 3)."""
     sets = _sets(found)
     shown = list(dict.fromkeys([*sets[:1], *sets[-1:]]))
-    ks = list(next(_told_rounds(found)).measured(shown[0])["answer"]) if shown else []
+    ks = list(next(_shown_rounds(found)).measured(shown[0])["answer"]) if shown else []
     rows: list[list[Value]] = []
     for one in found:
         for report in one.reports.get("evaluate", []):
@@ -62,7 +62,7 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
                 paper = _paper(one, "BM25" if system == "bm25" else "hybrid search", ks)
                 if not any(row[0] == name for row in rows):
                     rows.append([name, "" if system == "bm25" else system, "0", paper, *told])
-    for told in _told_rounds(found):
+    for told in _shown_rounds(found):
         values = [
             " / ".join(percent(told.measured(which)[kind][k]) for k in ks)
             for which in shown
@@ -105,7 +105,7 @@ def _paper(one: Measured, method: str, ks: Sequence[str]) -> str:
 def motion_table(found: Sequence[Measured]) -> Table | None:
     """What a setting moved, what it skipped, how far norms drifted, and how passages crowd into foreign lists."""
     rows: list[list[Value]] = []
-    for told in _told_rounds(found):
+    for told in _shown_rounds(found):
         setting, each = told.setting, told.after
         moved = "" if setting["method"] in (*ONE_SHOT, "feedback_views") else setting["step_size"] * each["number"]
         counts = [each[name] for name in ("num_moved", "skipped_domain", "skipped_no_positive")]
@@ -185,8 +185,8 @@ def _gates(found: Sequence[Measured]) -> list[str]:
     ]
 
 
-class _Told(NamedTuple):
-    """A setting after one round: which index, which round and why it is told."""
+class _ShownRound(NamedTuple):
+    """A setting after one round, as a row of a table: index, setting, and which round it is."""
 
     variant: Measured
     index: str
@@ -206,13 +206,15 @@ class _Told(NamedTuple):
         return next(one for one in sets if one["questions"] == name)
 
 
-def _told_rounds(found: Sequence[Measured]) -> Iterator[_Told]:
+def _shown_rounds(found: Sequence[Measured]) -> Iterator[_ShownRound]:
     for one in found:
         for report in one.reports.get("refinement_grid", []):
             articles = {asked["questions"]: asked["articles"] for asked in report["sets"]}
             first = report["tried"][0]
             start = first["rounds"][0]
-            yield _Told(one, one.name, "before", "0", first["setting"] | {"step_size": 0.0}, start, start, articles)
+            yield _ShownRound(
+                one, one.name, "before", "0", first["setting"] | {"step_size": 0.0}, start, start, articles
+            )
             for tried in report["tried"]:
                 rounds, chosen = tried["rounds"], tried["chosen"]
                 last = len(rounds) - 1
@@ -221,7 +223,9 @@ def _told_rounds(found: Sequence[Measured]) -> Iterator[_Told]:
                     (f"{last}, kept" if chosen == last else f"{last}, refused" if not chosen else str(last), last)
                 )
                 for name, at in told:
-                    yield _Told(one, one.name, tried["label"], name, tried["setting"], start, rounds[at], articles)
+                    yield _ShownRound(
+                        one, one.name, tried["label"], name, tried["setting"], start, rounds[at], articles
+                    )
 
 
 def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
@@ -241,21 +245,21 @@ def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
             one["answer_ranks"],
             one["gold_ranks"],
         )
-        for told in _told_rounds(found)
+        for told in _shown_rounds(found)
         for one in told.after["sets"]
     ]
 
 
-def _top1(told: _Told, name: str, *, before: bool = False) -> Any:
+def _top1(told: _ShownRound, name: str, *, before: bool = False) -> Any:
     return hits_within(told.measured(name, before=before)["answer_ranks"], 1)
 
 
-def _spoken_top1(told: _Told, name: str) -> str:
+def _spoken_top1(told: _ShownRound, name: str) -> str:
     values_Q = _top1(told, name)
     return spoken(Cell(float(values_Q.mean()), *cluster_interval(values_Q, told.articles[name]), 1))
 
 
-def _spoken_change(told: _Told, name: str) -> str:
+def _spoken_change(told: _ShownRound, name: str) -> str:
     if told.after is told.before:
         return ""
     return change(difference([_top1(told, name)], [_top1(told, name, before=True)], told.articles[name]))
