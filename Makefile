@@ -1,9 +1,9 @@
-# make demo | test | check | chaos | studies | bench | clean. Every target makes .venv itself.
+# make demo | test | test-slow | check | chaos | studies | bench | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check chaos studies bench clean
+.PHONY: demo test test-slow check chaos studies bench clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -22,8 +22,15 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
 
+# Two processes share the test files in the order in which the files are collected, the long ones first.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) check
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# Commands that are killed, trainings that are interrupted, whole chains, jobs on a cluster.
+test-slow: $(STAMP)
+	$(PYTEST) -m 'slow and not nodes' $(ARGS)
 
 # Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
 chaos: $(STAMP)

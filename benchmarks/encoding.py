@@ -35,8 +35,8 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding import quantized
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import FloatArray, Passage
 
@@ -189,7 +189,7 @@ def without_tiles(folder: Path) -> None:
     torch.set_num_threads(THREADS)
     quantized.attention_dtype = lambda: torch.float32
     seen = [Passage("", "", text) for text in task["calibration"]]
-    encoder = DualEncoder.from_backbone(task["backbone"], SPEC).lower("int8", seen)
+    encoder = DualEncoder.from_backbone(task["backbone"], SPEC).to_precision("int8", seen)
     print(json.dumps({"ready": "int8"}), flush=True)
     for _ in sys.stdin:
         embed(encoder, task["texts"])
@@ -202,7 +202,7 @@ def large(peers: Path) -> Part:
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     paragraphs = squad().paragraphs
     seen = [Passage("", "", text) for text in sample(paragraphs, CALIBRATION)]
-    encoders = {"fp32": full, "bf16": full.lower("bf16"), "int8": full.lower("int8", seen)}
+    encoders = {"fp32": full, "bf16": full.to_precision("bf16"), "int8": full.to_precision("int8", seen)}
     drawn = sample(paragraphs, LARGE)
     fifths = [drawn[at::ROUNDS] for at in range(ROUNDS)]
     told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
@@ -271,8 +271,8 @@ def measured(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     seen = sample(data.paragraphs, CALIBRATION)
     encoders = {
         "fp32": full,
-        "bf16": full.lower("bf16"),
-        "int8": full.lower("int8", [Passage("", "", text) for text in seen]),
+        "bf16": full.to_precision("bf16"),
+        "int8": full.to_precision("int8", [Passage("", "", text) for text in seen]),
     }
     part = Part("encoding", f"Encoding on a CPU: {num} SQuAD paragraphs", "passages")
     told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}

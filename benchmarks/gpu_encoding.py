@@ -21,11 +21,11 @@ from measure import Bar, Part, interleaved, speedup
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.cuda_packed import UnpaddedTower
-from mvr_ray.core.losses import LossTerms, dpr_loss
-from mvr_ray.core.training import Share, StepSettings, loss_and_gradients
-from mvr_ray.core.views import TokenizedPassage, pack_tokens, unpack_tokens
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower
+from mvr_ray.core.encoding.views import TokenizedPassage, pack_tokens, unpack_tokens
+from mvr_ray.core.learning.losses import LossTerms, dpr_loss
+from mvr_ray.core.learning.training import PassSettings, RankInputs, loss_and_gradients
 from mvr_ray.types import FloatArray, IntArray, Passage
 
 MAX_TOKENS, PEER_BATCH, WINDOW = 256, 32, 1024
@@ -148,11 +148,11 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
     plain = DualEncoder.from_backbone(folder, SPEC).to(device)
     some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
     padded = plain.embed_passages(some).views_PVD[:, 0]
-    exact = UnpaddedTower(plain.passage_tower, torch.float32).views(some, 1).views_PVD[:, 0]
+    exact = UnpaddedGpuTower(plain.passage_tower, torch.float32).views(some, 1).views_PVD[:, 0]
     away = float(np.abs(torch.nn.functional.normalize(exact, dim=-1).cpu().numpy() - padded).max())
     part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
     halved = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    encoder = plain.lower("bf16" if halved else "fp32")
+    encoder = plain.to_precision("bf16" if halved else "fp32")
     low = encoder.embed_passages(some)
     cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
     part.facts["least cosine of a bf16 embedding with fp32"] = cosine
@@ -190,7 +190,7 @@ def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtyp
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device).train()
     tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
     asked = [" ".join(text.split()[:14]) for text in texts[:questions]]
-    share = Share(asked, tokenized, torch.ones(len(tokenized), dtype=torch.bool, device=device))
+    share = RankInputs(asked, tokenized, torch.ones(len(tokenized), dtype=torch.bool, device=device))
     positive_Q = torch.arange(questions, device=device)
     optimizer = torch.optim.AdamW(encoder.parameters(), 2e-5, fused=device.startswith("cuda"))
 
@@ -198,7 +198,7 @@ def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtyp
         return dpr_loss(queries_QD, views_PVD, mask_PV, positive_Q, scale=20.0)
 
     def step() -> None:
-        loss_and_gradients(encoder, share, loss, StepSettings(precision=precision))
+        loss_and_gradients(encoder, share, loss, PassSettings(precision=precision))
         optimizer.step()
         optimizer.zero_grad()
         machine.sync()

@@ -17,7 +17,7 @@ from measure import Bar, Part, interleaved, speedup
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes
-from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows, Tuning
+from mvr_ray.core.searching.cuda_scan import DeviceRows, FusedKernel, Tuning
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.core.searching.kernels import GPU_STEP, TorchKernel
 from mvr_ray.core.searching.scan import Scan, cut_steps, score_error
@@ -170,7 +170,7 @@ def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
     kernel, plain = scan.kernel, TorchKernel(str(scan.kernel.device))
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
     rows_ND, scale_N1 = scan.resident[0]
-    some = Rows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
+    some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     asked_QD, counts_P = plain.put(queries_QD), np.full(count, V)
     truth_QP = plain.best_views(asked_QD, plain.ready(*some), counts_P, V)
     found_QP = kernel.best_views(asked_QD, some, counts_P, V)[:, :count]
@@ -182,7 +182,7 @@ def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
 
 def tuned(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
     """The fastest of TUNINGS on the first step; one that the device cannot run is passed by."""
-    step, rows = scan.steps[0], Rows(*scan.resident[0])
+    step, rows = scan.steps[0], DeviceRows(*scan.resident[0])
     asked_QD = scan.kernel.put(drawn(queries, scan.table.dimension))
     seconds = {}
     if not scan.kernel.fused or not machine.device.startswith("cuda"):
@@ -233,7 +233,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
 
         def scanned(asked_QD: torch.Tensor = asked_QD) -> None:
             for step, held in zip(scan.steps, scan.resident):
-                kernel.best_views(asked_QD, Rows(*held), step.counts_P, step.uniform)
+                kernel.best_views(asked_QD, DeviceRows(*held), step.counts_P, step.uniform)
             machine.sync()
 
         name = f"{what}, batch {batch}"
@@ -257,7 +257,7 @@ def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str,
     plain = TorchKernel(machine.device)
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
     rows_ND, scale_N1 = scan.resident[0]
-    some = Rows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
+    some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     counts_P, asked_QD = np.full(count, V), plain.put(drawn(1, scan.table.dimension))
 
     def ours() -> None:

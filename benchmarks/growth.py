@@ -34,7 +34,7 @@ from measure import Bar, Part, line, write
 SIZES, LARGE, TEN_MILLION_VIEWS = (10_000, 30_000, 100_000), (1_000_000,), 1_250_000
 SHARDS, SEARCHERS, PASSAGES_A_QUESTION, GATE, ASKED = 8, 2, 40, 64, 256
 STAGES = ("index", "refine", "search of refine, a question", "publish", "retrieve")
-ROLES = {"build_one": "index builder", "ShardRefiner": "refiner", "SeatedSearcher": "searcher"}
+ROLES = {"build_one": "index builder", "ShardRefiner": "refiner", "SearcherActor": "searcher"}
 """The task or actor that Ray names in a process's title, and what `mvr-ray plan` calls it."""
 LARGE_FILE = RESULTS / "bench" / "growth-large.json"
 BOUND = 1.05
@@ -129,20 +129,19 @@ def descendants(root: int) -> list[int]:
 
 def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
     """One size, start to end; `whole`: all stages, else build and serve alone."""
-    from mvr_ray import plan as planning
+    from mvr_ray import capacity
+    from mvr_ray.distributed import build_index, session
     from mvr_ray.distributed import refine as refining
-    from mvr_ray.distributed import reindex, session
-    from mvr_ray.distributed.refinement.fleet import Refiners
+    from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
     from mvr_ray.distributed.retrieve import retrieve
-    from mvr_ray.distributed.router import Router
     from mvr_ray.store import manifest
 
     run = config(folder)
     known = passages // PASSAGES_A_QUESTION
     corpus = made_up.prepare(run, passages, {"known": known, "gate": GATE, "asked": ASKED})
     staged = made_up.stage(run, corpus)
-    planned = planning.plan(
-        run, planning.corpus_size(run), planning.most_feedback_views(run, passages), planning.passage_bytes(run)
+    planned = capacity.plan(
+        run, capacity.corpus_size(run), capacity.most_feedback_views(run, passages), capacity.passage_bytes(run)
     )
     seconds: dict[str, float] = {}
     told: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staged}}
@@ -160,20 +159,16 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
         return within
 
     with session.connect(run.resources), Watch()() as watch:
-        described = timed("index", reindex.index)(run)
+        described = timed("index", build_index.index)(run)
         told["disk"]["corpus"] = bytes_under(folder / "corpora")
         told["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")
         told["disk"]["embeddings"] = described.num_bytes
         if whole:
             refining.describe = timed("publish", refining.describe)
             publish, manifest.publish = manifest.publish, timed("publish", manifest.publish)
-            searches = [(of, of.search) for of in (Refiners, Router)]
-            for of, search in searches:
-                of.search = timed("search of refine", search)
+            search, RefinerPool.search = RefinerPool.search, timed("search of refine", RefinerPool.search)
             report = timed("refine", refining.refine)(run)
-            manifest.publish = publish
-            for of, search in searches:
-                of.search = search
+            manifest.publish, RefinerPool.search = publish, search
             searched = seconds.pop("search of refine")
             seconds["refine"] -= searched
             seconds["search of refine, a question"] = searched / (known + GATE)

@@ -28,10 +28,10 @@ from machine import RESULTS, ROOT, hardware
 from peers import environment
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.losses import mvr_loss
-from mvr_ray.core.metrics import view_pair_cosine
-from mvr_ray.core.views import TokenizedPassage
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.core.judging.metrics import view_pair_cosine
+from mvr_ray.core.learning.losses import mvr_loss
 from mvr_ray.types import FloatArray, Passage
 
 PEER = Path(__file__).with_name("lightning_ir_peer.py")

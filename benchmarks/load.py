@@ -36,7 +36,7 @@ from machine import ROOT
 from measure import Bar, Part, write
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import reindex
+from mvr_ray.distributed import build_index
 from mvr_ray.store import prepare
 from mvr_ray.store.corpus import read_questions
 from mvr_ray.store.files import Store
@@ -277,7 +277,7 @@ def main() -> None:
     run = run_of(port)
     store = Store(run.store.path)
     prepare.prepare(run.prepare, store)
-    described = reindex.index(run)
+    described = build_index.index(run)
     questions = [question.text for question in read_questions(store, "load")]
     bodies = [json.dumps({"queries": [text], "k": 10}).encode() for text in questions]
     random.Random(0).shuffle(bodies)

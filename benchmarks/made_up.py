@@ -16,7 +16,7 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encode import chunks_of, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import build_shard, index_params
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of, write_passages, write_questions
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store, sha256_of
@@ -89,7 +89,7 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
         with store.scratch() as scratch:
             folder = scratch / "shard"
             folder.mkdir()
-            with EmbeddingWriter(folder / layout.EMBEDDINGS, D, V) as writer:
+            with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
                 for low in range(0, len(ids), BLOCK):
                     writer.write(block(ids[low : low + BLOCK], shard * 1000 + low // BLOCK))
             entries.append(build_shard(store, draft, shard, folder))
@@ -113,8 +113,8 @@ def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int
             file = folder / "part.arrow"
             write_passages(file, (Passage(name, f"article {name}", texts[int(name) % 256]) for name in ids))
             digest = sha256_of(file)
-            part = PartInfo(layout.corpus_part(shard, digest), len(ids), file.stat().st_size, digest)
-            store.put_file(file, f"{layout.corpus_dir(run.prepare.corpus)}/{part.file}")
+            part = PartInfo(paths.corpus_part(shard, digest), len(ids), file.stat().st_size, digest)
+            store.put_file(file, f"{paths.corpus_dir(run.prepare.corpus)}/{part.file}")
         infos.append(part)
     gold = iter(rng.permutation(passages).tolist())
     counts = {}
@@ -122,7 +122,7 @@ def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int
         made = [_question(name, i, next(gold)) for i in range(count)]
         counts[name] = write_questions(store, name, made)
     info = CorpusInfo(run.prepare.corpus, corpus_digest(infos), passages, tuple(infos), (), counts, {})
-    store.write_bytes(layout.corpus_json(run.prepare.corpus), info.to_json())
+    store.write_bytes(paths.corpus_json(run.prepare.corpus), info.to_json())
     return Corpus.open(store, run.prepare.corpus)
 
 

@@ -25,20 +25,20 @@ from measure import FOLDER, Bar, Part, interleaved, speedup, write
 from rates import read_rates
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core import aopt
-from mvr_ray.core.pseudo_labels import LabelMatrices, Labels, label_matrices
-from mvr_ray.distributed import reindex, session
-from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
+from mvr_ray.core.refining import aopt
+from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
+from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.labels import label_round
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe
 from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
-from mvr_ray.distributed.refinement.shards import RefinerTask, ShardViews, state_path
-from mvr_ray.distributed.refinement.state import ShardState
+from mvr_ray.distributed.refinement.refiner_pool import HitTable, RefinerPool
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
+from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
-from mvr_ray.store import corpus, layout, manifest, prepare
+from mvr_ray.store import corpus, manifest, paths, prepare
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -106,7 +106,7 @@ def stored(store: Store, described: Manifest) -> Stored:
         block
         for entry in described.shards
         for block in EmbeddingShard.open(
-            store.local_path(layout.shard_dir(described.index, entry.digest)) / layout.EMBEDDINGS
+            store.local_path(paths.shard_dir(described.index, entry.digest)) / paths.EMBEDDINGS
         ).blocks()
     ]
     return Stored(described, blocks, [name for block in blocks for name in block.ids])
@@ -143,11 +143,11 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     """From the hits of the version to the moved views, as the loop does it. Gives the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: HitTable = loop.search(0, loop.labelled, queries_LD, "retrieve")
+        hits: HitTable = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
     with clock("judge"):
-        loop.judge.rank(loop.judge.unsearched(), loop.labelled, hits)
+        loop.evaluator.rank(loop.evaluator.unsearched(), loop.labelled, hits)
     with clock("label"):
-        labels = label_round(loop.refine, loop.judge, loop.refiners, 0, queries_LD, hits)
+        labels = label_round(loop.refine, loop.evaluator, loop.refiners, PUBLISHED, queries_LD, hits)
     with clock("update"):
         _, moved = loop.step(0, labels, queries_LD)
     print(moved.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
@@ -215,7 +215,7 @@ def by_optimiser(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
 
 def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> None:
     """All passages in closed form against loops over some of them, all with as many threads as the round has."""
-    views = ShardViews(of.blocks)
+    views = StoredViews(of.blocks)
     slot_L = views.slots(labels.passage_L, labels.view_L)
     views_ND = np.concatenate([block.vectors_ND for block in of.blocks])
     passage_N = np.repeat(np.arange(len(of.ids)), made_up.V)
@@ -262,7 +262,7 @@ def rates(part: Part, loop: RefinementLoop, of: Stored) -> None:
     names = ("retrieval of a round", "exact search")
     samples = interleaved(
         {
-            names[0]: lambda: loop.refiners.search(0, queries_QD, DEPTH, "", no_progress),
+            names[0]: lambda: loop.refiners.search(PUBLISHED, queries_QD, DEPTH, "", no_progress),
             names[1]: lambda: [exact.search(queries_QD[at : at + 256], DEPTH) for at in range(0, RATE_QUESTIONS, 256)],
         }
     )
@@ -270,7 +270,7 @@ def rates(part: Part, loop: RefinementLoop, of: Stored) -> None:
     part.bars.append(Bar("retrieval's rate over that of exact search", speedup(samples, *names), 0.95, note=SHARES))
 
 
-def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Refiners, staging: str) -> None:
+def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: RefinerPool, staging: str) -> None:
     """A version of which 5 % of the passages changed, against a whole build from embedded passages; both published.
 
     A build's time runs from when its first task is sent: what `index` does before is opening the encoder.
@@ -278,7 +278,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
     store, rng = Store(run.store.path), np.random.default_rng(5)
     numbers = iter(range(100))
     began = [0.0]
-    build = reindex._build
+    build = build_index._build
 
     def build_from_now(*given: Any) -> Any:
         began[0] = time.perf_counter()
@@ -287,26 +287,27 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
     def whole() -> None:
         name = f"whole{next(numbers)}"
         own = run.model_copy(update={"index": run.index.model_copy(update={"name": name})})
-        shutil.copytree(staged, store.local_path(layout.staging_root(name)), copy_function=os.link)
-        reindex._build = build_from_now
-        reindex.index(own)
+        shutil.copytree(staged, store.local_path(paths.staging_root(name)), copy_function=os.link)
+        build_index._build = build_from_now
+        build_index.index(own)
         seconds["whole build"].append(time.perf_counter() - began[0])
-        reindex._build = build
+        build_index._build = build
         shutil.rmtree(store.local_path(f"indexes/{name}"))
 
-    def loaded(at: int) -> None:
-        """Refiners hold the state, as after a round's step: any question about one passage makes them read it."""
+    def loaded(at: StateId) -> None:
+        """The refiners hold the state, as after a round's step: any question about one passage makes them read it."""
         one, query_1D = np.zeros(1, np.int64), np.zeros((1, made_up.D), np.float32)
-        refiners.each("winners", at, {entry.shard: (one, one, query_1D) for entry in of.described.shards})
+        label = Labels(one, one, np.zeros(1, np.int16), np.ones(1, bool))
+        refiners.winners(at, {entry.shard: label for entry in of.described.shards}, query_1D)
 
     def changed() -> None:
-        at = 1 + next(numbers)
+        at = StateId("round", 1 + next(numbers))
         base = manifest.read(store, run.index.name)
         for entry in of.described.shards:
             rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
-            state = ShardState.untouched(made_up.D).with_feedback(rows, vectors)
-            store.write_bytes(state_path(staging, at, entry.shard), state.to_bytes())
+            state = ShardChanges.untouched(made_up.D).with_feedback(rows, vectors)
+            store.write_bytes(at.shard_path(staging, entry.shard), state.to_bytes())
         loaded(at)
         began[0] = time.perf_counter()
         described, _ = describe(run, of.described, refiners, at, [], {})
@@ -344,16 +345,16 @@ def main() -> None:
         with clock("make views"):
             made_up.stage(run, corpus.Corpus.open(store, "squad"))
         staged = Path(folder) / "staged"
-        shutil.copytree(store.local_path(layout.staging_root("squad")), staged, copy_function=os.link)
+        shutil.copytree(store.local_path(paths.staging_root("squad")), staged, copy_function=os.link)
         with session.connect(run.resources) as info:
             session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
             with clock("index"):
-                described = reindex.index(run)
+                described = build_index.index(run)
             of = stored(store, described)
             questions, queries_TD = asked(store, of)
             journal = Journal(store, described, run, questions)
             task = RefinerTask(store.address, described, journal.folder)
-            with Refiners(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
+            with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
                     loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, no_progress)
                 rebuilds(part, run, staged, of, refiners, journal.folder)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,18 +25,12 @@ from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.channel import Channels
-from mvr_ray.distributed.searching.coalesce import Coalescing
+from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
-from mvr_ray.distributed.searching.searchers import (
-    Asked,
-    Holding,
-    LocalFleet,
-    SearcherTask,
-    ShardFound,
-    Unanswered,
-)
-from mvr_ray.distributed.searching.seats import SeatedSearcher
+from mvr_ray.distributed.searching.messages import ShardResults
+from mvr_ray.distributed.searching.node_placement import SearcherActor
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask, ShardAssignment
+from mvr_ray.distributed.searching.transport import Connection
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray
@@ -48,25 +42,25 @@ BATCHES = {1: 40, 32: 7, 256: 5}
 """Queries at once, and how many rounds of them."""
 RUN = RunConfig.model_validate({"index": {"name": "made"}})
 CLIENTS, ROUND_S, DEADLINE_S = 32, 4.0, 2.0
-IDLE = "over a channel to each searcher; what stays is waking two processes and merging."
+IDLE = "over a Flight connection to each searcher; what stays is waking two processes and merging."
 FLOOR = (
-    "with one searcher nothing is shared out, and the whole cost of a call shows: hits are pickled, sent, merged. With "
+    "with one searcher nothing is shared out, and the whole cost of a call shows: hits are encoded, sent, merged. With "
     "two searchers the router is faster than the process."
 )
 
 
-class TimedSearcher(SeatedSearcher):
+class TimedSearcher(SearcherActor):
     """A searcher that remembers how long each of its searches took."""
 
     def __init__(self, task: SearcherTask) -> None:
         super().__init__(task)
         self.seconds: list[float] = []
 
-    def search(
-        self, queries_QD: FloatArray, k: int, asked: Asked, version: int | None = None, call: str = ""
-    ) -> list[ShardFound | Unanswered]:
+    def scan(
+        self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int | None = None, call: str = ""
+    ) -> ShardResults:
         began = time.perf_counter()
-        answers = super().search(queries_QD, k, asked, version, call)
+        answers = super().scan(queries_QD, k, shards, version, call)
         self.seconds.append(time.perf_counter() - began)
         return answers
 
@@ -104,7 +98,7 @@ def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> B
     described = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
     every = tuple(range(shards))
     parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
-    remote.placed[described.version] = [Holding(described, part) for part in parts]
+    remote.placed[described.version] = [ShardAssignment(described, part) for part in parts]
     fleet = remote.fleet(described)
     local = LocalFleet(SearcherTask(store.address, described, every, held_by))
     fleet.ready()
@@ -113,8 +107,8 @@ def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> B
 
 
 def by_ray(routed: Router, queries_QD: FloatArray) -> None:
-    """The same search without channels."""
-    with patch.object(Channels, "call", lambda *_: None):
+    """The same search by Ray's calls alone."""
+    with patch.object(Connection, "_usable_client", lambda _: None):
         routed.search(queries_QD, K)
 
 
@@ -189,7 +183,7 @@ def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float
 
 def loads(part: Part, both: Both) -> None:
     """The same clients with and without searches put together, in turn."""
-    together = Coalescing(both.routed.fleet)
+    together = DynamicBatcher(both.routed.fleet)
     routed = Router(both.routed.store, both.routed.manifest, together)
     cases = {"one by one": both.routed, "coalesced": routed}
     runs: dict[str, list[Load]] = {name: [] for name in cases}

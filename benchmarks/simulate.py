@@ -77,7 +77,7 @@ def encoding_rate(cores: int) -> float | None:
     import torch
 
     from mvr_ray.config import resolve_path
-    from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+    from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
     from mvr_ray.errors import MvrRayError
     from mvr_ray.types import Passage
 

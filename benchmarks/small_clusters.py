@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.searching.codes import encode
 from mvr_ray.distributed import session
-from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.distributed.searching.scatter import Ask
+from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.searching.dispatch import ShardRequest
+from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -114,8 +115,8 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
 
 
 @contextmanager
-def opened(folder: Path, searchers: int) -> Iterator[LiveRouter]:
-    with open_live(simulated(folder, searchers), canary_s=3600, coalesce=False) as live:
+def opened(folder: Path, searchers: int) -> Iterator[HotSwapRouter]:
+    with open_hot_swap_router(simulated(folder, searchers), probe_s=3600, coalesce=False) as live:
         live.ready()
         for _ in range(3):
             live.search(queries(1), K)
@@ -141,20 +142,19 @@ class Quiet(NamedTuple):
         return float(np.clip(2 / self.longer, 1.0, 2.0))
 
 
-def quiet(live: LiveRouter, times: int) -> Quiet:
+def quiet(live: HotSwapRouter, times: int) -> Quiet:
     searchers: Any = live.searchers
     version = live.manifest.version
-    shards = [dict.fromkeys(holding.shards) for holding in searchers.fleet(live.manifest).of_actors]
+    shards = [assignment.shards for assignment in searchers.fleet(live.manifest).of_actors]
     query_1D = queries(1)
     cpu: list[float] = []
 
-    def ask(*held: dict[int, None]) -> None:
+    def ask(*held: tuple[int, ...]) -> None:
         """Of the first searchers, one each."""
         asked = {}
         for group, here in enumerate(held):
-            args = (query_1D, K, here, version)
-            asked[group] = Ask("search", args, lambda actor, call, args=args: actor.search.remote(*args, call))
-        searchers.scatter.gather(asked, 60.0)
+            asked[group] = ShardRequest("scan", encode_scan(ScanRequest(query_1D, K, here, version)))
+        searchers.dispatcher.gather(asked, 60.0)
 
     def search() -> None:
         began = time.process_time()
@@ -162,9 +162,9 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
         cpu.append(time.process_time() - began)
 
     cases: dict[str, Callable[[], Any]] = {
-        "call": lambda: ask({}),
+        "call": lambda: ask(()),
         "alone": lambda: ask(shards[0]),
-        "half": lambda: ask(dict.fromkeys(list(shards[0])[::2])),
+        "half": lambda: ask(shards[0][::2]),
         "search": search,
     }
     if len(shards) > 1:
@@ -184,7 +184,7 @@ def quiet(live: LiveRouter, times: int) -> Quiet:
     return Quiet(work, half_s, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
 
 
-def loaded(live: LiveRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
+def loaded(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds of searches that arrive at these times, whoever is under way."""
     taken = np.zeros(len(arrival_Q))
     query_1D = queries(1)
@@ -209,7 +209,7 @@ class Seen(NamedTuple):
     loaded_Q: NDArray[np.float64]
 
 
-def seen(live: LiveRouter, searchers: int, sizes: Sizes, seed: int) -> Seen:
+def seen(live: HotSwapRouter, searchers: int, sizes: Sizes, seed: int) -> Seen:
     own = quiet(live, sizes.idle_calls)
     at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
     rate = LOAD * at_once / (searchers * float(np.median(own.work)) + own.cpu_s)

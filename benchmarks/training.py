@@ -27,11 +27,12 @@ from measure import ROUNDS, Bar, Part, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.batches import Example
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.losses import dpr_loss
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.learning.batches import Example
+from mvr_ray.core.learning.losses import dpr_loss
 from mvr_ray.distributed.training.checkpoints import Checkpoints
-from mvr_ray.distributed.training.retriever import Loop, TrainingJob
+from mvr_ray.distributed.training.retriever import RetrieverLoop
+from mvr_ray.distributed.training.train_model import TrainingJob
 from mvr_ray.store.files import Store
 from mvr_ray.types import IntArray, Passage
 
@@ -56,7 +57,7 @@ class Pairs:
         return [self.examples[number] for number in numbers]
 
 
-class Timed(Loop):
+class Timed(RetrieverLoop):
     """The loop, its batches in the order of the pairs; it keeps its losses."""
 
     def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:

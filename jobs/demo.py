@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import typer
 
-from mvr_ray.cli import Config, Overrides, told
+from mvr_ray.cli.commands import Config, Overrides, exit_on_error
+from mvr_ray.cli.progress import Reporter, duration
+from mvr_ray.cli.tables import hit_text, print_shown, report_tables, table
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.evaluate import EvaluationRow
 from mvr_ray.distributed.router import open_router
@@ -21,7 +23,6 @@ from mvr_ray.serving.service import SearchRequest, SearchService
 from mvr_ray.stages import STAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import record, to_plain
-from mvr_ray.terminal import Reporter, duration, hit_text, print_shown, report_tables, table
 
 QUESTIONS = (
     "Who painted the ceiling of the Sistine Chapel?",
@@ -136,7 +137,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @app.command()
-@told
+@exit_on_error
 def main(config: Config = "configs/demo.yaml", overrides: Overrides = None) -> None:
     """Play every stage and compare one vector, several views, trained, and refined."""
     run = load_run(config, overrides or ())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from mvr_ray.core.metrics import interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run

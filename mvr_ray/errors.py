@@ -15,7 +15,7 @@ MvrRayError
 │   │   └── PublishConflictError   another publisher took the version number
 │   └── DigestError          a file's content is not what its manifest says
 ├── ResourceError        the machine or cluster cannot place what was asked for
-│   └── RoomError            a version's shards do not fit beside those that are open
+│   └── InsufficientMemoryError            a version's shards do not fit beside those that are open
 ├── CoverageError        some shards did not answer
 │   └── DamagedShardsError   some could not, because a file of theirs is damaged (also a DigestError)
 ├── OverloadedError      too many calls wait already (ask again after `retry_after_s`)
@@ -90,7 +90,7 @@ class ResourceError(MvrRayError, RuntimeError):
     """The machine or cluster cannot place what was asked for."""
 
 
-class RoomError(ResourceError):
+class InsufficientMemoryError(ResourceError):
     """A version's shards do not fit beside those that are open; no file of it was read."""
 
 

@@ -1,4 +1,4 @@
-"""What every view of a passage says to some questions, as values and as one page (CAMVR, Figure 4).
+"""Shows what every view of a passage contributes to some questions, as values and as one page (CAMVR, Figure 4).
 
 A page is a whole in itself: no script, nothing loaded from outside, readable in light and dark. A passage is a table:
 views down, with the snippet that each stands for; questions across, with each view's score as a bar from 0.
@@ -120,7 +120,7 @@ def page(explanation: Explanation) -> str:
 def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) -> str:
     heads = "".join(
         f'<th scope="col"><div class="key" style="--mark: {_mark(number)}">{escape(question)}<br>'
-        f'<span class="soft">{escape(_won(winner))}</span></div></th>'
+        f'<span class="soft">{escape(_winner_text(winner))}</span></div></th>'
         for number, (question, winner) in enumerate(zip(questions, passage.winners))
     )
     whole = any(view.kind == "passage" for view in passage.views)
@@ -159,7 +159,7 @@ def stands_for(view: ExplainedView) -> str:
     return words.get(view.kind, view.text or "")
 
 
-def _won(winner: Winner) -> str:
+def _winner_text(winner: Winner) -> str:
     rank = f", hit {winner.rank}" if winner.rank is not None else ""
     return f"view {winner.view} with {winner.score:.4f}{rank}"
 

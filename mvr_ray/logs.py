@@ -1,6 +1,6 @@
 """Log lines of processes that serve: one JSON object each, with the request that it was written for.
 
-    {"time": "2026-01-31T12:00:00.123+00:00", "level": "INFO", "logger": "mvr_ray.serving.gate",
+    {"time": "2026-01-31T12:00:00.123+00:00", "level": "INFO", "logger": "mvr_ray.serving.middleware",
      "request": "4f1c...", "message": "request: method=POST route=/v1/search status=200 took_ms=8.1"}
 
 Commands keep their own plain lines; nothing here writes to standard output.
@@ -23,7 +23,7 @@ def request_id() -> str:
 
 
 @contextmanager
-def during(request: str) -> Iterator[None]:
+def request_context(request: str) -> Iterator[None]:
     """Lines written in the block are this request's. A thread that is started in it must be told anew."""
     before = _request.set(request)
     try:

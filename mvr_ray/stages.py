@@ -10,7 +10,7 @@ from typing import Any
 from mvr_ray.config import RunConfig
 from mvr_ray.types import Progress
 
-Work = Callable[[RunConfig, Progress], Any]
+StageFunction = Callable[[RunConfig, Progress], Any]
 
 
 def _prepare(run: RunConfig, progress: Progress) -> Any:
@@ -39,16 +39,16 @@ def _mine(run: RunConfig, progress: Progress) -> Any:
 
 def _index(run: RunConfig, progress: Progress) -> Any:
     """Encode the corpus, build an index a shard, publish a version."""
-    from mvr_ray.distributed import health, reindex
+    from mvr_ray.distributed import build_index, job_metrics
 
-    return reindex.index(run, health.watched("index", run.index.name, progress))
+    return build_index.index(run, job_metrics.with_metrics("index", run.index.name, progress))
 
 
 def _refine(run: RunConfig, progress: Progress) -> Any:
     """Improve the live version from labelled questions or feedback, publish the next one."""
-    from mvr_ray.distributed import health, refine
+    from mvr_ray.distributed import job_metrics, refine
 
-    return refine.refine(run, health.watched("refine", run.index.name, progress))
+    return refine.refine(run, job_metrics.with_metrics("refine", run.index.name, progress))
 
 
 def _evaluate(run: RunConfig, progress: Progress) -> Any:
@@ -65,7 +65,7 @@ def _analyze(run: RunConfig, progress: Progress) -> Any:
     return analyze.analyze(run, progress)
 
 
-STAGES: dict[str, Work] = {
+STAGES: dict[str, StageFunction] = {
     "prepare": _prepare,
     "train": _train,
     "mine": _mine,

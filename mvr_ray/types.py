@@ -96,7 +96,7 @@ SEARCHED = "searched"
 class ShardState(NamedTuple):
     """What became of one shard in an answer: `searched`, or why it was not.
 
-    `died` its searcher is starting again; `late` no answer in time; `hung` its searcher did not even answer the canary
+    `died` its searcher is starting again; `late` no answer in time; `hung` its searcher did not even answer its probe
     and was replaced; `damaged` a file of it is not what its manifest says, and `reason` tells which. A shard that gave
     its first rows, but not the further ones that it was asked for, is not `searched`, and `reason` says so.
     """

@@ -1,13 +1,13 @@
-"""What can be done with the versions of an index, as the command line asks for it."""
+"""Lists, verifies, repairs, rolls back and collects the versions of an index for the command line."""
 
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
-from mvr_ray.store.collect import collect
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
 
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
@@ -48,7 +48,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
     if not numbers:
         raise MissingInputError(f"index {index!r} in {run.store.path} has no version; run `mvr-ray index CONFIG`")
     if version is not None and version not in numbers:
-        raise ConfigError(f"versions: index {index!r} has no version {version}; there are {_spoken(numbers)}")
+        raise ConfigError(f"versions: index {index!r} has no version {version}; there are {_number_list(numbers)}")
     match action:
         case "list":
             return [version_line(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
@@ -62,7 +62,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
             return repair(store, manifest.read(store, index, version))
         case "rollback":
             if version is None:
-                raise ConfigError(f"versions: rollback to which version? There are {_spoken(numbers)}")
+                raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
             return version_line(manifest.rollback(store, index, version), live=True)
         case _:
             removed = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
@@ -101,5 +101,5 @@ def version_line(described: Manifest, live: bool) -> VersionLine:
     )
 
 
-def _spoken(numbers: list[int]) -> str:
+def _number_list(numbers: list[int]) -> str:
     return ", ".join(str(number) for number in sorted(numbers))

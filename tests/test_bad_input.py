@@ -1,4 +1,4 @@
-"""What a user gets wrong, and the exact words and exit status that the command line answers with.
+"""Gives the command line wrong input, and compares its words and exit status with what is promised.
 
 Run files and the words of a search are refused before anything is opened: `test_config.py` and `test_cli.py` hold those
 texts. Here stand the sources, encoders and indexes that are not what they should be.
@@ -21,7 +21,7 @@ import yaml
 from mvr_ray.cli import main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 
 NUM_PASSAGES = 12
@@ -29,7 +29,7 @@ Said = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
+def command(capsys: pytest.CaptureFixture[str]) -> Said:
     """Runs `mvr-ray` with these words; gives (exit status, stdout, the last line of stderr)."""
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -65,10 +65,10 @@ def passages(count: int = NUM_PASSAGES) -> str:
 # --- sources -----------------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_is_not_there_is_named(said: Said, tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
     message = f"mvr-ray: source {path} does not exist ({path}); check prepare.sources"
-    assert said("prepare", run_file(tmp_path)) == (1, "", message)
+    assert command("prepare", run_file(tmp_path)) == (1, "", message)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_a_source_that_is_not_there_is_named(said: Said, tmp_path: Path) -> None
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
-    said: Said, tmp_path: Path, row: str, reason: str
+    command: Said, tmp_path: Path, row: str, reason: str
 ) -> None:
     path = tmp_path / "passages.tsv"
     path.write_text(passages(3) + row + "\n")
-    assert said("prepare", run_file(tmp_path)) == (
+    assert command("prepare", run_file(tmp_path)) == (
         1,
         "",
         f"mvr-ray: 1 bad rows, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
@@ -98,7 +98,7 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Path:
+def indexed_folder(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Path:
     """A folder with run.yaml and a store with version 1; nobody may change it."""
     folder = tmp_path_factory.mktemp("bad-input")
     (folder / "passages.tsv").write_text(passages())
@@ -110,14 +110,14 @@ def indexed(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Path:
 
 
 @pytest.fixture
-def config(indexed: Path, tmp_path: Path) -> str:
+def config(indexed_folder: Path, tmp_path: Path) -> str:
     """The run file of a copy that a test may damage."""
 
-    def copied(source: str, target: str) -> None:
+    def link_weights(source: str, target: str) -> None:
         """Weights are linked: 90 MB that no test writes into (`flip` makes a new file)."""
         (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
-    shutil.copytree(indexed / "store", tmp_path / "store", copy_function=copied)
+    shutil.copytree(indexed_folder / "store", tmp_path / "store", copy_function=link_weights)
     return run_file(tmp_path)
 
 
@@ -137,21 +137,21 @@ def config(indexed: Path, tmp_path: Path) -> str:
         ),
     ],
 )
-def test_a_backbone_that_does_not_exist_is_named(said: Said, config: str, backbone: str, message: str) -> None:
+def test_a_backbone_that_does_not_exist_is_named(command: Said, config: str, backbone: str, message: str) -> None:
     status = 2 if backbone.startswith("package:") else 1
-    assert said("index", config, f"encoder.backbone={backbone}") == (status, "", f"mvr-ray: {message}")
+    assert command("index", config, f"encoder.backbone={backbone}") == (status, "", f"mvr-ray: {message}")
 
 
 def encoder_folder(store: Path) -> Path:
     described = manifest.read(Store(str(store)), "index")
-    return store / layout.encoder_dir(described.encoder_name, described.encoder_fingerprint)
+    return store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint)
 
 
 @pytest.mark.ray
-def test_an_index_whose_encoder_is_gone_says_which_it_needs(said: Said, config: str, tmp_path: Path) -> None:
+def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     shutil.rmtree(folder)
-    assert said("search", config, "which river?") == (
+    assert command("search", config, "which river?") == (
         1,
         "",
         f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. Train it "
@@ -160,11 +160,11 @@ def test_an_index_whose_encoder_is_gone_says_which_it_needs(said: Said, config: 
 
 
 @pytest.mark.ray
-def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(said: Said, config: str, tmp_path: Path) -> None:
+def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
-    file = folder / layout.ENCODER_JSON
+    file = folder / paths.ENCODER_JSON
     file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": "0" * 16}))
-    assert said("search", config, "which river?") == (
+    assert command("search", config, "which river?") == (
         1,
         "",
         f"mvr-ray: {folder} holds encoder {'0' * 16}, but {folder.name} was asked for, which made the embeddings; "
@@ -174,32 +174,32 @@ def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(said: Said, 
 
 @pytest.mark.ray
 def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
-    said: Said, config: str, tmp_path: Path
+    command: Said, config: str, tmp_path: Path
 ) -> None:
     folder = encoder_folder(tmp_path / "store")
     [weights] = folder.rglob("model.safetensors")
     flip(weights, -1)
-    status, out, message = said("search", config, "which river?")
+    status, out, message = command("search", config, "which river?")
     assert (status, out) == (1, "")
     assert message.startswith(f"mvr-ray: encoder snapshot {folder} was saved as {folder.name} but loads as ")
 
 
 @pytest.mark.ray
 def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
-    said: Said, config: str, tmp_path: Path
+    command: Said, config: str, tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path / "store"))
     first = manifest.read(store, "index")
     manifest.publish(store, dataclasses.replace(first, parent=1, dimension=128))
     num = first.shards[0].num_passages
-    assert said("search", config, "which river?") == (
+    assert command("search", config, "which river?") == (
         1,
         "",
         f"mvr-ray: shard 0 of index 'index' holds {num} passages in dimension 384; its manifest says {num} in 128. "
         f"Roll back, or index again",
     )
-    assert said("versions", config, "rollback", "1")[0] == 0
-    assert said("search", config, "which river?")[0] == 0
+    assert command("versions", config, "rollback", "1")[0] == 0
+    assert command("search", config, "which river?")[0] == 0
 
 
 def flip(file: Path, at: int) -> None:
@@ -210,19 +210,19 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.ray
-def test_a_flipped_byte_is_found_by_search_and_verify_and_named(said: Said, config: str, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, config: str, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     entry = manifest.read(store, "index").shards[1]
-    name = f"{layout.shard_dir('index', entry.digest)}/{layout.EMBEDDINGS}"
-    file, sha256 = tmp_path / "store" / name, entry.files[layout.EMBEDDINGS].sha256
+    name = f"{paths.shard_dir('index', entry.digest)}/{paths.EMBEDDINGS}"
+    file, sha256 = tmp_path / "store" / name, entry.files[paths.EMBEDDINGS].sha256
     flip(file, file.stat().st_size // 2)
-    assert said("search", config, "which river?") == (
+    assert command("search", config, "which river?") == (
         1,
         "",
         f"mvr-ray: {file} of shard 1 is missing or damaged (its sha256 is not {sha256}); repair it: "
         f"mvr-ray versions CONFIG repair",
     )
-    status, _, message = said("versions", config, "verify")
+    status, _, message = command("versions", config, "verify")
     assert (status, message) == (
         1,
         f"mvr-ray: 1 of 4 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
@@ -231,41 +231,43 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(said: Said, conf
 
 
 @pytest.mark.ray
-def test_a_flipped_byte_in_a_manifest_is_found(said: Said, config: str, tmp_path: Path) -> None:
-    file = tmp_path / "store" / layout.manifest("index", 1)
+def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_path: Path) -> None:
+    file = tmp_path / "store" / paths.manifest("index", 1)
     written = json.loads(file.read_text())["digest"]
     file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
     message = f"mvr-ray: {file} is damaged: its digest is not {written}; publish again or roll back"
-    assert said("versions", config, "verify") == (1, "", message)
-    assert said("search", config, "which river?") == (1, "", message)
+    assert command("versions", config, "verify") == (1, "", message)
+    assert command("search", config, "which river?") == (1, "", message)
 
 
 @pytest.mark.ray
-def test_a_question_of_ten_thousand_words_is_answered(said: Said, config: str) -> None:
-    status, out, _ = said("search", config, "which river ends " + "there " * 10_000, "-k", str(NUM_PASSAGES), "--json")
+def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str) -> None:
+    status, out, _ = command(
+        "search", config, "which river ends " + "there " * 10_000, "-k", str(NUM_PASSAGES), "--json"
+    )
     assert status == 0
     assert len({hit["id"] for hit in json.loads(out)["results"][0]}) == NUM_PASSAGES
 
 
 @pytest.mark.ray
 def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once(
-    said: Said, config: str, tmp_path: Path
+    command: Said, config: str, tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked.txt"
     asked.write_text("a\n" + "river " * 10_000 + "\n")
     words = (f"questions={asked}", f"output={tmp_path / 'out.json'}", "format=dpr", "retrieve.k=500")
-    assert said("retrieve", config, *words)[0] == 0
+    assert command("retrieve", config, *words)[0] == 0
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [len({hit["id"] for hit in row["ctxs"]}) for row in rows] == [NUM_PASSAGES, NUM_PASSAGES]
 
 
 @pytest.mark.ray
-def test_an_empty_question_in_a_file_is_named_with_its_line(said: Said, config: str, tmp_path: Path) -> None:
+def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, config: str, tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
     asked.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
     words = (f"questions={asked}", f"output={tmp_path / 'out.json'}")
     message = f"mvr-ray: 1 bad rows, first: {asked}:2: question is empty"
-    assert said("retrieve", config, *words) == (1, "", message)
+    assert command("retrieve", config, *words) == (1, "", message)
 
 
 # --- no room -----------------------------------------------------------------------------------------------------
@@ -303,11 +305,11 @@ def no_growth() -> Iterator[None]:
 
 
 @pytest.mark.ray
-def test_a_version_that_finds_no_room_is_not_published(said: Said, indexed: Path, tmp_path: Path) -> None:
-    shutil.copytree(indexed / "store" / "indexes", tmp_path / "store" / "indexes")
+def test_a_version_that_finds_no_room_is_not_published(command: Said, indexed_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(indexed_folder / "store" / "indexes", tmp_path / "store" / "indexes")
     config = run_file(tmp_path)
     with full(tmp_path / "store") as reason:
-        status, out, message = said("versions", config, "rollback", "1")
+        status, out, message = command("versions", config, "rollback", "1")
         assert manifest.list_versions(Store(str(tmp_path / "store")), "index") == [1]
     assert (status, out) == (1, "")
     assert message.startswith("mvr-ray: index 'index' version 2 not published, 1 stays live: ")

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from ray.exceptions import RayTaskError
 
-from mvr_ray.cli import main, run_stage, told
+from mvr_ray.cli import exit_on_error, main, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]):
+def command(capsys: pytest.CaptureFixture[str]):
     """Runs `mvr-ray` with these words; gives (exit status, stdout, stderr)."""
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -39,8 +39,10 @@ STAGES = ("prepare", "train", "mine", "index", "refine", "evaluate", "retrieve",
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_shows_its_resolved_run_and_does_nothing(said, run_file: str, tmp_path: Path, stage: str) -> None:
-    status, out, _ = said(stage, run_file, "train.epochs=7", "--print-config")
+def test_every_stage_shows_its_resolved_run_and_does_nothing(
+    command, run_file: str, tmp_path: Path, stage: str
+) -> None:
+    status, out, _ = command(stage, run_file, "train.epochs=7", "--print-config")
     shown = tmp_path / "shown.yaml"
     shown.write_text(out)
     assert status == 0
@@ -49,7 +51,7 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(said, run_file: str
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "plan", "serve"])
-def test_every_stage_refuses_a_run_file_that_does_not_exist(said, stage: str) -> None:
+def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str) -> None:
     missing = {
         "retrieve": "retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
         "format=dpr|trec|parquet|jsonl",
@@ -57,7 +59,7 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(said, stage: str) ->
         "output=FILE to keep the predictions",
     }
     nowhere = "run file nowhere.yaml does not exist; the shipped ones are in configs/"
-    assert said(stage, "nowhere.yaml") == (2, "", f"mvr-ray: {missing.get(stage, nowhere)}\n")
+    assert command(stage, "nowhere.yaml") == (2, "", f"mvr-ray: {missing.get(stage, nowhere)}\n")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,8 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(said, stage: str) ->
         ("retrieve.k=0", "retrieve.k: Input should be greater than or equal to 1 (given: 0)"),
     ],
 )
-def test_a_wrong_override_is_refused_by_name(said, run_file: str, override: str, message: str) -> None:
-    assert said("index", run_file, override) == (2, "", f"mvr-ray: {run_file}: {message}\n")
+def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: str, message: str) -> None:
+    assert command("index", run_file, override) == (2, "", f"mvr-ray: {run_file}: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +94,9 @@ def test_a_wrong_override_is_refused_by_name(said, run_file: str, override: str,
     ],
 )
 def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
-    said, run_file: str, words: tuple[str, ...], message: str
+    command, run_file: str, words: tuple[str, ...], message: str
 ) -> None:
-    assert said("search", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
+    assert command("search", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,9 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     ],
 )
 def test_an_explanation_that_cannot_be_given_is_refused_before_any_index_is_open(
-    said, run_file: str, words: tuple[str, ...], message: str
+    command, run_file: str, words: tuple[str, ...], message: str
 ) -> None:
-    assert said("explain", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
+    assert command("explain", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -131,42 +133,42 @@ def test_an_explanation_that_cannot_be_given_is_refused_before_any_index_is_open
         (("question=q", "output=o"), "retrieve: question=... is not known"),
     ],
 )
-def test_retrieve_says_what_it_lacks(said, run_file: str, words: tuple[str, ...], message: str) -> None:
-    status, out, err = said("retrieve", run_file, *words)
+def test_retrieve_says_what_it_lacks(command, run_file: str, words: tuple[str, ...], message: str) -> None:
+    status, out, err = command("retrieve", run_file, *words)
     assert (status, out) == (2, "")
     assert err.startswith(f"mvr-ray: {message}")
 
 
-def test_read_says_what_it_lacks(said, run_file: str) -> None:
-    status, out, err = said("read", run_file, "rankings=dev.json")
+def test_read_says_what_it_lacks(command, run_file: str) -> None:
+    status, out, err = command("read", run_file, "rankings=dev.json")
     assert (status, out) == (2, "")
     assert err.startswith("mvr-ray: read: rankings=... is not known; give ranking=FILE as `mvr-ray retrieve` wrote it")
-    status, out, err = said("read", run_file, "ranking=nowhere.json", "output=out.jsonl")
+    status, out, err = command("read", run_file, "ranking=nowhere.json", "output=out.jsonl")
     assert (status, out) == (1, "")
     assert "reader 'reader' is neither stored in " in err
 
 
 @pytest.mark.parametrize("action", ["list", "show", "verify", "repair", "rollback", "collect"])
-def test_versions_of_an_index_that_is_not_there_name_the_command_that_makes_it(said, run_file: str, action) -> None:
-    status, _, err = said("versions", run_file, action)
+def test_versions_of_an_index_that_is_not_there_name_the_command_that_makes_it(command, run_file: str, action) -> None:
+    status, _, err = command("versions", run_file, action)
     assert status == 1
     assert "index 'small'" in err
     assert err.endswith("has no version; run `mvr-ray index CONFIG`\n")
 
 
-def test_versions_refuse_an_unknown_action(said, run_file: str) -> None:
+def test_versions_refuse_an_unknown_action(command, run_file: str) -> None:
     message = "mvr-ray: versions: 'purge' is not one of list, show, verify, repair, rollback, collect\n"
-    assert said("versions", run_file, "purge") == (2, "", message)
+    assert command("versions", run_file, "purge") == (2, "", message)
 
 
-def test_plan_without_a_corpus_says_what_to_run(said, run_file: str) -> None:
-    status, _, err = said("plan", run_file)
+def test_plan_without_a_corpus_says_what_to_run(command, run_file: str) -> None:
+    status, _, err = command("plan", run_file)
     assert status == 1
     assert "run `mvr-ray prepare CONFIG` first, or say how many with --passages N" in err
 
 
-def test_plan_totals_are_the_sums_of_their_lines(said, run_file: str) -> None:
-    _, out, _ = said("plan", run_file, "--passages", "1000", "--json")
+def test_plan_totals_are_the_sums_of_their_lines(command, run_file: str) -> None:
+    _, out, _ = command("plan", run_file, "--passages", "1000", "--json")
     made = json.loads(out)
     for kind, total in made["totals"].items():
         assert total == sum(line["bytes_each"] * line["count"] for line in made["lines"] if line["kind"] == kind)
@@ -179,7 +181,7 @@ def test_an_interrupt_is_one_line_and_status_130(capsys) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background may have it ignored
     try:
         with pytest.raises(Exception) as ended:
-            told(command)()
+            exit_on_error(command)()
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.exit_code == 130
@@ -193,7 +195,7 @@ def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys
         ).as_instanceof_cause()
 
     with pytest.raises(Exception) as ended:
-        told(command)()
+        exit_on_error(command)()
     assert ended.value.exit_code == 1
     assert capsys.readouterr().err == "mvr-ray: file.tsv:3: row has 2 columns\n"
 
@@ -245,3 +247,9 @@ def test_a_run_keeps_its_info_lines_and_the_terminal_shows_none(tmp_path: Path) 
     [line] = [text for text in (only_record(tmp_path / "store") / "log").read_text().splitlines() if " INFO " in text]
     assert "mvr_ray.store.prepare" in line and "passages=1" in line
     assert "INFO" not in done.stderr
+
+
+def test_doctor_tries_the_cluster_that_the_run_file_names(command, run_file: str) -> None:
+    status, out, _ = command("doctor", run_file, "resources.address=http://127.0.0.1:8265", "--json")
+    [cluster] = [check for check in json.loads(out) if check["name"] == "cluster"]
+    assert status == 1 and not cluster["ok"] and "http://127.0.0.1:8265" in cluster["detail"]

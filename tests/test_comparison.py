@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mvr_ray.comparison import compare
-from mvr_ray.core.metrics import cluster_interval, interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QuestionRanks, question_ranks_bytes, read_question_ranks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking

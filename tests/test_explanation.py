@@ -11,7 +11,7 @@ EVIL = "<script>alert('x & y')</script><img src=https://a.example/b onerror=\"c\
 VOID = {"meta", "br"}
 
 
-class Parsed(HTMLParser):
+class PageParser(HTMLParser):
     """Elements with their attributes, the text of each table row, and whether every element was closed in order."""
 
     def __init__(self, text: str) -> None:
@@ -57,7 +57,7 @@ def made(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -
 
 
 def test_text_never_becomes_markup_and_is_all_there() -> None:
-    parsed = Parsed(page(made(text=EVIL, question=f"Who {EVIL}?")))
+    parsed = PageParser(page(made(text=EVIL, question=f"Who {EVIL}?")))
     assert not {tag for tag, _ in parsed.elements} & {"script", "img"}
     assert not any(name.startswith("on") for _, attributes in parsed.elements for name in attributes)
     assert parsed.unclosed == []
@@ -68,19 +68,19 @@ def test_text_never_becomes_markup_and_is_all_there() -> None:
 def test_nothing_is_loaded_from_anywhere() -> None:
     text = page(made())
     assert not re.search(r"https?:|//|url\(|@import", text.replace("<!doctype", ""))
-    assert not any({"src", "href"} & attributes.keys() for _, attributes in Parsed(text).elements)
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in PageParser(text).elements)
     assert "prefers-color-scheme: dark" in text
 
 
 def test_each_view_stands_in_a_row_with_what_it_stands_for_and_its_scores() -> None:
-    head, first, second = Parsed(page(made())).rows
+    head, first, second = PageParser(page(made())).rows
     assert "Where?" in head and "view 0 with 0.5000, hit 1" in head and "view 8 with 0.5000" in head
     assert all(part in first for part in ("A hill. A sea.", "0.5000", "-0.2500"))
     assert all(part in second for part in ("feedback", "0.1250", "0.5000"))
 
 
 def test_the_best_view_of_each_question_and_no_other_is_marked() -> None:
-    cells = [attributes["class"] for tag, attributes in Parsed(page(made())).elements if tag == "td" and attributes]
+    cells = [attributes["class"] for tag, attributes in PageParser(page(made())).elements if tag == "td" and attributes]
     assert cells == ["score won", "score", "score", "score won"]
 
 
@@ -88,7 +88,7 @@ def test_the_best_view_of_each_question_and_no_other_is_marked() -> None:
     "scores", [((0.5, -0.25), (0.125, 0.5)), ((-3.0, -1.0), (-2.0, -0.5)), ((0.0, 0.0), (0.0, 0.0))]
 )
 def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
-    bars = [attributes["style"] for tag, attributes in Parsed(page(made(scores=scores))).elements if tag == "i"]
+    bars = [attributes["style"] for tag, attributes in PageParser(page(made(scores=scores))).elements if tag == "i"]
     low, high = min(0.0, *map(min, scores)), max(0.0, *map(max, scores)) or 1.0
     for bar, score in zip(bars, [score for row in scores for score in row], strict=True):
         left, width = (float(number) for number in re.findall(r"[\d.]+", bar))
@@ -97,4 +97,4 @@ def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
 
 
 def test_a_page_of_no_passage_is_a_page() -> None:
-    assert "Which view answers?" in Parsed(page(made().model_copy(update={"passages": []}))).text
+    assert "Which view answers?" in PageParser(page(made().model_copy(update={"passages": []}))).text

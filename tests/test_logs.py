@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mvr_ray import logs
-from mvr_ray.distributed.searching.coalesce import Coalescing
-from mvr_ray.distributed.searching.searchers import Gathered
+from mvr_ray.distributed.searching.batching import DynamicBatcher
+from mvr_ray.distributed.searching.messages import ShardResults
 
 
 @pytest.fixture
-def written():
+def log_lines():
     """A logger of the package's name, on its own, and what it wrote; not every message may be in a report."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
@@ -24,12 +24,12 @@ def written():
     return log, lambda: [json.loads(line) for line in text.getvalue().splitlines()]
 
 
-def test_a_line_is_one_object_with_its_request_whatever_the_message_holds(written):
-    log, lines = written
+def test_a_line_is_one_object_with_its_request_whatever_the_message_holds(log_lines):
+    log, lines = log_lines
     log.info("before: n=%d", 1)
-    with logs.during("r1"):
+    with logs.request_context("r1"):
         log.warning('two lines:\n"quoted" %s', "\udcff")
-        with logs.during("r2"):
+        with logs.request_context("r2"):
             try:
                 raise ValueError("broken")
             except ValueError:
@@ -47,17 +47,17 @@ def test_searches_that_go_together_are_the_first_ones_request():
     asked, runs, goes_on = [], threading.Event(), threading.Event()
 
     class Fleet:
-        def ask(self, queries_QD, k, asked_of, timeout_s, hear=None):
+        def fan_out(self, queries_QD, k, shards, timeout_s, again=False, on_partial=None):
             asked.append(logs.request_id())
             runs.set()
             assert goes_on.wait(30)
-            return Gathered([], [])
+            return ShardResults([], [])
 
-    fleet = Coalescing(Fleet(), at_once=1)
+    fleet = DynamicBatcher(Fleet(), at_once=1)
 
     def ask(request: str) -> None:
-        with logs.during(request):
-            fleet.ask(np.zeros((1, 2), np.float32), 1, {0: None}, 60)
+        with logs.request_context(request):
+            fleet.fan_out(np.zeros((1, 2), np.float32), 1, (0,), 60)
 
     threads = [threading.Thread(target=ask, args=("r1",))]
     threads[0].start()

@@ -1,4 +1,4 @@
-"""What a user reads: progress lines, sizes, tables of reports, hits with the snippet marked."""
+"""Checks what a user reads: progress lines, sizes, tables of reports, hits with the snippet marked."""
 
 import io
 import sys
@@ -6,20 +6,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from mvr_ray.serving.service import Exact, FoundPassage, Snippet
-from mvr_ray.terminal import (
-    Reporter,
-    duration,
-    exactness,
-    hit_text,
-    print_json,
-    print_shown,
-    progress_line,
-    report_tables,
-    results_only,
-    size,
-    write,
-)
+from mvr_ray.cli.progress import Reporter, duration, progress_line
+from mvr_ray.cli.tables import exactness, hit_text, print_json, print_shown, report_tables, results_only, size, write
+from mvr_ray.serving.service import Exact, PassageHit, Snippet
 
 
 @pytest.mark.parametrize(
@@ -60,7 +49,7 @@ def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interva
 
 def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 1000.0, 1010.0])
-    monkeypatch.setattr("mvr_ray.terminal.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mvr_ray.cli.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Reporter(stream, interval_s=0) as progress:
         for done in (1, 3, 1, 3):
@@ -70,7 +59,7 @@ def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.Monk
 
 def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     text = "The Nile is long. The Rhine is shorter. So it goes."
-    found = FoundPassage(
+    found = PassageHit(
         id="p1",
         score=0.5,
         view=1,
@@ -122,10 +111,10 @@ def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys)
 
 
 def test_what_an_answer_is_worth_is_said_in_a_few_words():
-    def told(certified: bool, method: str, recall: float | None = None) -> str:
+    def certificate_text(certified: bool, method: str, recall: float | None = None) -> str:
         return exactness(Exact(certified=certified, method=method, rounds=1, rescored=9, recall=recall))
 
-    assert told(True, "flat") == "exact"
-    assert told(True, "flat over stored views") == "exact (flat over stored views)"
-    assert told(False, "hnsw") == "approximate (hnsw)"
-    assert told(False, "faiss IVF8,SQ8", 0.97349) == "approximate (faiss IVF8,SQ8, recall 0.973 when built)"
+    assert certificate_text(True, "flat") == "exact"
+    assert certificate_text(True, "flat over stored views") == "exact (flat over stored views)"
+    assert certificate_text(False, "hnsw") == "approximate (hnsw)"
+    assert certificate_text(False, "faiss IVF8,SQ8", 0.97349) == "approximate (faiss IVF8,SQ8, recall 0.973 when built)"

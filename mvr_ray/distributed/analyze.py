@@ -20,25 +20,25 @@ import numpy as np
 import ray
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core import metrics
-from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.attention import attention_kl_table, mean_attention_kl, view_attention
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.scoring import ShardAnswer, merge_hits, score_blocks
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
+from mvr_ray.core.judging import metrics
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.attention import attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.snippets import TITLE, Span, snippet_spans, snippet_text
+from mvr_ray.core.searching.scoring import ShardAnswer, merge_hits, score_blocks
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judged, system_result
-from mvr_ray.distributed.failures import own_errors
+from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
@@ -218,7 +218,7 @@ def _answer_view_rows(
     groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
     rows: list[EvaluationRow] = []
     for k in sorted(set(settings.k)):
-        values_Q = metrics.found_within(ranks_Q, k)
+        values_Q = metrics.hit_within(ranks_Q, k)
         low, high = metrics.cluster_interval(values_Q, groups, settings.seed, settings.bootstrap)
         metric, value = f"answer_view/top-{k}", float(values_Q.mean())
         rows.append(EvaluationRow(ALL_VIEWS, name, metric, value, low, high, len(values_Q)))
@@ -303,11 +303,10 @@ def _search(
             if entry.num_passages
         ]
         done: list[_ShardViews] = []
-        with own_errors("analyzing views"):
-            for reference in waiting:
-                done.append(ray.get(reference))
-                progress("analyze views", len(done), len(waiting))
-    return done
+        for views in task_results(waiting, "analyzing views"):
+            done.append(views)
+            progress("analyze views", len(done), len(waiting))
+    return sorted(done, key=lambda views: views.found[0][0])
 
 
 def _analyze_shard(
@@ -319,12 +318,12 @@ def _analyze_shard(
     found: list[ShardAnswer] = []
     for view in range(described.num_views):
         kept = [own for block in blocks if (own := of_view(block, view)).ids]
-        found.append(_found(shard, kept, queries_QD, k))
-    found.append(_found(shard, blocks, queries_QD, k))
+        found.append(_rank_in_shard(shard, kept, queries_QD, k))
+    found.append(_rank_in_shard(shard, blocks, queries_QD, k))
     return _ShardViews(found, _passages_of(blocks, set(wanted), described.dimension))
 
 
-def _found(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int) -> ShardAnswer:
+def _rank_in_shard(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int) -> ShardAnswer:
     ids = [passage_id for block in blocks for passage_id in block.ids]
     hits = score_blocks(queries_QD, blocks, k) if blocks else None
     if hits is None:

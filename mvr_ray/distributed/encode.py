@@ -1,4 +1,4 @@
-"""Passages to embeddings on a pool of encoder actors, chunk by chunk.
+"""Encode passages into embeddings on a pool of encoder actors, chunk by chunk.
 
 A chunk is `index.sort_window` passages of one corpus part, in id order. A CPU task tokenises it (where encoders use no
 GPU, Ray Data runs that step inside the encoder's process); an encoder sorts it by length, embeds it in batches of at
@@ -23,29 +23,36 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 import torch
-from ray.data import ActorPoolStrategy, TaskPoolStrategy
+from ray.data import TaskPoolStrategy
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.core.encoder import DualEncoder, TokenizedPassage
-from mvr_ray.core.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
+from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
-from mvr_ray.distributed.dataflow import rows
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
+from mvr_ray.distributed.models import translate_out_of_memory
+from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
 from mvr_ray.errors import ResourceError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
-__all__ = ["Chunk", "EncodeTask", "LocalEncoder", "encode_corpus", "encode_task", "resolve_encoder", "staged_chunks"]
+__all__ = [
+    "ChunkRange",
+    "EncodeTask",
+    "LocalEncoder",
+    "encode_corpus",
+    "encode_task",
+    "resolve_encoder",
+    "staged_chunks",
+]
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS = 4096
 
-
-class Chunk(NamedTuple):
+class ChunkRange(NamedTuple):
     """Rows `start` up to `stop` of one corpus part."""
 
     shard: int
@@ -69,8 +76,8 @@ class EncodeTask(NamedTuple):
     tokens_per_batch: int
     sort_window: int
 
-    def staged(self, chunk: Chunk) -> str:
-        return layout.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
+    def staged(self, chunk: ChunkRange) -> str:
+        return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
 
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> EncodeTask:
@@ -93,15 +100,17 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> Encode
     )
 
 
-def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[Chunk]:
+def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
     total = corpus.info.parts[shard].num_passages
-    return [Chunk(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)]
+    return [
+        ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
+    ]
 
 
-def staged_chunks(task: EncodeTask, chunks: Iterable[Chunk]) -> set[Chunk]:
+def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
     """Which of the chunks are in the staging folder. A file there is whole: it was put there in one step."""
     store = Store(task.store)
-    names = set(store.list(layout.staging_dir(task.index, task.key)))
+    names = set(store.list(paths.staging_dir(task.index, task.key)))
     return {chunk for chunk in chunks if task.staged(chunk).rpartition("/")[2] in names}
 
 
@@ -127,19 +136,22 @@ def encode_corpus(
     if not missing:
         return 0
     with session.connect(resources) as info:
-        cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
-        session.require(info, [session.Need("encoders", resources.encoders_min, cpus, gpus)])
-        for row in rows(_pipeline(task, missing, resources), "encoding"):
+        session.require(info, [pool_need("encoders", resources)])
+        for row in stream_rows(_pipeline(task, missing, resources), "encoding"):
             done += row["passages"]
             progress("encode", done, total)
     return done - before
 
 
-def _pipeline(task: EncodeTask, chunks: Sequence[Chunk], resources: ResourcesConfig) -> ray.data.Dataset:
+def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> ray.data.Dataset:
     tokenize: Any = tokenize_chunks
     tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
+    encoder: Any = ChunkEncoder
+    gpu = resources.gpus_per_encoder > 0
+    constructor = {"task": task, "threads": resources.torch_threads, "gpu": gpu}
+    in_hand = {"max_concurrent_calls_per_actor": chunks_at_once(gpu), "enable_true_multi_threading": True}
     return (
-        ray.data.from_items([chunk._asdict() for chunk in chunks], override_num_blocks=min(len(chunks), MAX_BLOCKS))
+        dataset([chunk._asdict() for chunk in chunks])
         .map_batches(
             tokenize,
             batch_size=1,
@@ -147,24 +159,7 @@ def _pipeline(task: EncodeTask, chunks: Sequence[Chunk], resources: ResourcesCon
             fn_kwargs={"task": task},
             compute=TaskPoolStrategy(size=tokenizers),
         )
-        .map_batches(
-            ChunkEncoder,
-            batch_size=1,
-            batch_format="pyarrow",
-            fn_constructor_kwargs={
-                "task": task,
-                "threads": resources.torch_threads,
-                "gpu": resources.gpus_per_encoder > 0,
-            },
-            num_cpus=resources.cpus_per_encoder,
-            num_gpus=resources.gpus_per_encoder,
-            compute=ActorPoolStrategy(
-                min_size=resources.encoders_min,
-                max_size=resources.encoders_max,
-                max_concurrent_calls_per_actor=chunks_at_once(resources.gpus_per_encoder > 0),
-                enable_true_multi_threading=True,
-            ),
-        )
+        .map_batches(encoder, fn_constructor_kwargs=constructor, **pool_options(resources, **in_hand))
     )
 
 
@@ -217,19 +212,13 @@ class ChunkEncoder:
 
     def encode(self, batch: pa.Table, at: int) -> int:
         """Embed the chunk in row `at`, unless it was written before this call was retried."""
-        shard, start, stop = (batch.column(name)[at].as_py() for name in Chunk._fields)
-        path = self.task.staged(Chunk(shard, start, stop))
+        shard, start, stop = (batch.column(name)[at].as_py() for name in ChunkRange._fields)
+        path = self.task.staged(ChunkRange(shard, start, stop))
         if not self.store.exists(path):
             packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
             ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
-            try:
-                with self.turn:
-                    block = embed_chunk(self.encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
-            except torch.OutOfMemoryError as error:
-                raise ResourceError(
-                    f"the GPU has no room for a batch of {self.task.tokens_per_batch} tokens ({error}); "
-                    f"lower index.tokens_per_batch"
-                ) from None
+            with self.turn, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
+                block = embed_chunk(self.encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
             self._write(block, path)
         return stop - start
 

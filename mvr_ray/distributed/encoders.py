@@ -1,4 +1,4 @@
-"""Which encoder snapshot a stage works with, and opening it in any process of the cluster.
+"""Find the encoder snapshot that a stage works with, and open it in any process of the cluster.
 
 A snapshot in the store never changes, so its name and fingerprint say everything. `index.encoder` chooses it: a
 fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from the backbone here, and saved), or auto.
@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.snippets import train_punkt
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.snippets import train_punkt
+from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
 from mvr_ray.errors import FingerprintError, MissingInputError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Passage
@@ -52,31 +53,25 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 
     `corpus` is read where `encoder.sentences` or int8 asks for its texts; absent: the run's own.
     """
-    found = _named(run, corpus)
-    return found if run.index.precision == "fp32" else _lowered(run, found, corpus)
+    found = _named_encoder(run, corpus)
+    return found if run.index.precision == "fp32" else _in_lower_precision(run, found, corpus)
 
 
-def _named(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
+def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
     wanted = run.index.encoder
     if wanted in ("trained", "auto"):
-        newest = latest_fingerprint(store, name)
+        newest = latest_fingerprint(store, ENCODERS, name)
         if newest is not None:
             return local_encoder(store, name, newest)
         if wanted == "trained":
             raise MissingInputError(
-                f"no trained encoder {name!r} in {store.where(layout.encoders_dir(name))}; train one "
+                f"no trained encoder {name!r} in {store.where(paths.encoders_dir(name))}; train one "
                 f"(mvr-ray train CONFIG), or set index.encoder=untrained"
             )
     elif wanted != "untrained":
         return local_encoder(store, name, wanted)
-    return _untrained(run, store, corpus)
-
-
-def latest_fingerprint(store: Store, name: str) -> str | None:
-    """Fingerprint of the snapshot that was trained last, None where none was."""
-    path = layout.latest_encoder(name)
-    return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
+    return _untrained_encoder(run, store, corpus)
 
 
 def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
@@ -84,16 +79,16 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
 
     Raises MissingInputError, naming those that are there, and FingerprintError when the folder holds another encoder.
     """
-    path = layout.encoder_dir(name, fingerprint)
-    if not store.exists(f"{path}/{layout.ENCODER_JSON}"):
-        known = [entry for entry in store.list(layout.encoders_dir(name)) if not entry.endswith(".json")]
+    path = paths.encoder_dir(name, fingerprint)
+    if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
+        known = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
             f"{', '.join(known) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
             f"index.encoder"
         )
     folder = store.local_path(path)
-    described = json.loads((folder / layout.ENCODER_JSON).read_text(encoding="utf-8"))
+    described = json.loads((folder / paths.ENCODER_JSON).read_text(encoding="utf-8"))
     if described["fingerprint"] != fingerprint:
         raise FingerprintError(
             f"{store.where(path)} holds encoder {described['fingerprint']}, but {fingerprint} was asked for, which "
@@ -105,11 +100,7 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
     """Put a snapshot in the store under its fingerprint; an equal one that is there stays."""
-    fingerprint = encoder.fingerprint
-    with store.scratch() as folder:
-        encoder.save(folder / fingerprint)
-        store.upload_dir(folder / fingerprint, layout.encoder_dir(name, fingerprint))
-    return local_encoder(store, name, fingerprint)
+    return local_encoder(store, name, save_model(store, ENCODERS, name, encoder))
 
 
 def open_encoder(store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False) -> DualEncoder:
@@ -135,7 +126,7 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
     return DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)
 
 
-def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
+def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
     encoder = make_encoder(run, store, corpus)
     held = save_encoder(store, run.encoder.name, encoder)
     strategy = encoder.spec.strategy
@@ -143,19 +134,19 @@ def _untrained(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEnco
     return held
 
 
-def _lowered(run: RunConfig, full: LocalEncoder, corpus: Corpus | None) -> LocalEncoder:
+def _in_lower_precision(run: RunConfig, full: LocalEncoder, corpus: Corpus | None) -> LocalEncoder:
     """The encoder that was lowered for a corpus of this name stays its encoder when the corpus grows."""
     store, name, precision = Store(run.store.path), full.name, run.index.precision
     encoder = DualEncoder.load(full.folder)
-    if encoder.lowered.precision == precision:
+    if encoder.precision.name == precision:
         return full
-    record = layout.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
+    record = paths.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
     if not store.exists(record):
         texts: list[Passage] = []
         if precision == "int8":
             texts = spread(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
         gpu = run.resources.gpus_per_encoder > 0
-        held = save_encoder(store, name, encoder.lower(precision, texts, gpu))
+        held = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, held.fingerprint, precision)
         with suppress(FileExistsError):
             store.create_once(record, json.dumps({"fingerprint": held.fingerprint}).encode())

@@ -1,4 +1,4 @@
-"""How well an index version answers question sets: by answers, by gold passages, beside BM25.
+"""Measure how well an index version answers question sets: by answers, by gold passages, beside BM25.
 
     answer/top-k    share of questions with an answer-bearing passage among the first k        questions with answers
     gold/top-k      share of questions with a gold passage among the first k                   questions with gold ids
@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.answers import AnswerMatcher, Match
-from mvr_ray.core.fusion import choose_weight, fuse
-from mvr_ray.core.metrics import cluster_interval, first_ranks, found_within, ndcg, reciprocal_ranks
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.core.judging.metrics import cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
+from mvr_ray.core.searching.fusion import choose_weight, fuse
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.hybrid import both_lists
+from mvr_ray.distributed.hybrid import rank_pairs
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import ConfigError
@@ -126,7 +126,7 @@ def _hybrid_results(
     if name in {asked.name for asked in sets}:
         raise ConfigError(f"evaluate.hybrid is {name!r}, which is also reported on; choose the weight on another set")
     held = QuestionSet(name, corpus.read_questions(store, name))
-    pairs = [list(both_lists(run, router, words, asked, progress)) for asked in (held, *sets)]
+    pairs = [list(rank_pairs(run, router, words, asked, progress)) for asked in (held, *sets)]
     scores = [[both.scores for both in lists] for lists in pairs]
     chosen = choose_weight(scores[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
     log.info("hybrid weight: weight=%g accuracy=%.3f set=%s", chosen.weight, chosen.accuracy, name)
@@ -163,7 +163,7 @@ def system_result(
         ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in answered])
         answer_ranks = dict(zip((row.question.id for row in answered), ranks_Q.tolist()))
         for k in ks:
-            add(f"answer/top-{k}", found_within(ranks_Q, k), answered)
+            add(f"answer/top-{k}", hit_within(ranks_Q, k), answered)
     judged = [row for row in ranked if row.question.positive_ids]
     if judged:
         gold = [dict.fromkeys(row.question.positive_ids, 1) for row in judged]
@@ -171,7 +171,7 @@ def system_result(
         ranks_Q = first_ranks([[i in wanted for i in ids] for ids, wanted in zip(lists, gold)])
         gold_ranks = dict(zip((row.question.id for row in judged), ranks_Q.tolist()))
         for k in ks:
-            add(f"gold/top-{k}", found_within(ranks_Q, k), judged)
+            add(f"gold/top-{k}", hit_within(ranks_Q, k), judged)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), judged)
         add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), judged)
     ids = [row.question.id for row in ranked]

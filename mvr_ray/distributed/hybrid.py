@@ -1,4 +1,4 @@
-"""Two searches of every question, BM25 and the index, as one ranking (`core.fusion`).
+"""Two searches of every question, BM25 and the index, as one ranking (`core.searching.fusion`).
 
 BM25 is in the driver's memory; searchers answer for the index, a batch of questions at a time.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.fusion import fuse
+from mvr_ray.core.searching.fusion import fuse
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import Router
@@ -15,7 +15,7 @@ from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.types import Hit, Progress, Question, no_progress
 
 
-class BothLists(NamedTuple):
+class RankPair(NamedTuple):
     """BM25's scores by passage id, and the index's hits by passage id."""
 
     question: Question
@@ -28,14 +28,14 @@ class BothLists(NamedTuple):
         return self.sparse, {name: hit.score for name, hit in self.hits.items()}
 
 
-def both_lists(
+def rank_pairs(
     run: RunConfig,
     router: Router,
     words: BM25Index,
     asked: QuestionSet,
     progress: Progress = no_progress,
     ranker: QuestionRanker | None = None,
-) -> Iterator[BothLists]:
+) -> Iterator[RankPair]:
     """The first `evaluate.hybrid_depth` hits of BM25 and of the index, question by question."""
     size, depth = run.retrieve.batch, run.evaluate.hybrid_depth
     ranker = ranker or QuestionRanker(router, RankSettings(k=depth), run.resources.torch_threads)
@@ -45,7 +45,7 @@ def both_lists(
         found = words.search([question.text for question in batch.questions], depth)
         for question, sparse, hits in zip(batch.questions, found, answer.hits):
             scores = {hit.passage_id: hit.score for hit in sparse}
-            yield BothLists(question, scores, {hit.passage_id: hit for hit in hits})
+            yield RankPair(question, scores, {hit.passage_id: hit for hit in hits})
         progress("questions, by words and views", low + len(batch.questions), len(asked.questions))
 
 
@@ -62,7 +62,7 @@ def rank_hybrid(
     A passage that only BM25 found has view -1.
     """
     ranker = QuestionRanker(router, settings, run.resources.torch_threads)
-    for both in both_lists(run, router, BM25Index(router.corpus, progress), asked, progress, ranker):
+    for both in rank_pairs(run, router, BM25Index(router.corpus, progress), asked, progress, ranker):
         best = fuse(*both.scores, weight, settings.k)
         passages = router.passages([one.passage_id for one in best])
         nowhere = Hit("", 0.0, -1, -1, -1)

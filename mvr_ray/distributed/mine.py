@@ -1,4 +1,4 @@
-"""Hard negatives: passages that a search ranks high for a question and that do not answer it.
+"""Mine hard negatives: passages that a search ranks high for a question and that do not answer it.
 
 The search is BM25 over the corpus, or the live index (ANCE's loop: train, index, mine, train again). From the ranks of
 the window, gold passages and those that hold an answer are dropped, and the report counts what each filter took.
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import MineConfig, RunConfig
-from mvr_ray.core.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.reading.cross_encoder import share_beside
-from mvr_ray.distributed.bm25 import BM25Hit, BM25Index
+from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
@@ -46,7 +46,7 @@ class MineReport(NamedTuple):
     without: int
 
 
-class Mined(NamedTuple):
+class HardNegatives(NamedTuple):
     """The hard negatives of one question, and what its hits came to. `scores`: of its positive, then of each."""
 
     ids: tuple[str, ...]
@@ -55,11 +55,6 @@ class Mined(NamedTuple):
     answer_bearing: int
     likely: int = 0
     scores: tuple[float, ...] = ()
-
-
-def bm25_search(corpus: Corpus, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[BM25Hit]]:
-    """The best k passages a text by BM25, best first; fewer where fewer share a word with it."""
-    return BM25Index(corpus, progress).search(texts, k, progress)
 
 
 def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
@@ -72,12 +67,12 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     questions = read_questions(store, cfg.questions)
     corpus = Corpus.open(store, run.prepare.corpus)
     matcher = AnswerMatcher()
-    left: list[Left] = []
-    for question, hits in zip(questions, _ranked(run, corpus, questions, progress)):
-        left.append(filtered(question, hits[cfg.rank_from :], corpus, matcher, cfg))
+    left: list[FilteredHits] = []
+    for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
+        left.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
         progress("mine", len(left), len(questions))
     if cfg.cross_encoder:
-        from mvr_ray.distributed.rescore import pair_scores
+        from mvr_ray.distributed.rerank import pair_scores
 
         held = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
         asked = [
@@ -89,11 +84,11 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         ]
         scores = pair_scores(run, corpus, asked, progress)
         results = [
-            denoised(of, own, cfg, number=row) if len(own) else chosen(of, cfg, number=row)
+            denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
             for row, (of, own) in enumerate(zip(left, scores))
         ]
     else:
-        results = [chosen(of, cfg, number=row) for row, of in enumerate(left)]
+        results = [choose_negatives(of, cfg, number=row) for row, of in enumerate(left)]
     _not_all_answers(results, cfg)
     made = [
         question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
@@ -122,7 +117,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     return report
 
 
-class Left(NamedTuple):
+class FilteredHits(NamedTuple):
     """Hits of one question that are neither gold nor hold an answer, best first, and how many were either."""
 
     ids: list[str]
@@ -131,7 +126,9 @@ class Left(NamedTuple):
     answer_bearing: int
 
 
-def filtered(question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig) -> Left:
+def filter_hits(
+    question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig
+) -> FilteredHits:
     """What gold and answers leave of a question's hits."""
     gold = set(question.positive_ids)
     others = [passage_id for passage_id in ids if passage_id not in gold]
@@ -139,26 +136,26 @@ def filtered(question: Question, ids: Sequence[str], corpus: Corpus, matcher: An
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)
         left = [i for i in others if not matcher.has_answer(texts[i].text, question.answers)]
-    return Left(left, len(ids), len(ids) - len(others), len(others) - len(left))
+    return FilteredHits(left, len(ids), len(ids) - len(others), len(others) - len(left))
 
 
-def chosen(left: Left, cfg: MineConfig, *, number: int) -> Mined:
+def choose_negatives(left: FilteredHits, cfg: MineConfig, *, number: int) -> HardNegatives:
     """The best, or a draw, of what is left; `number` seeds the draw."""
-    rows = _drawn(len(left.ids), cfg, number)
-    return Mined(tuple(left.ids[row] for row in rows), *left[1:])
+    rows = _sample_negatives(len(left.ids), cfg, number)
+    return HardNegatives(tuple(left.ids[row] for row in rows), *left[1:])
 
 
-def denoised(left: Left, scores: FloatArray, cfg: MineConfig, *, number: int) -> Mined:
+def denoise(left: FilteredHits, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
     """The same, of those that the cross-encoder does not take for answers. `scores` begin with the positive's."""
     asked = left.ids[: cfg.denoise_depth]
     clean = np.flatnonzero(share_beside(float(scores[0]), scores[1:]) < cfg.denoise_share)
-    rows = clean[_drawn(len(clean), cfg, number)]
+    rows = clean[_sample_negatives(len(clean), cfg, number)]
     kept = tuple(asked[row] for row in rows)
     told = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
-    return Mined(kept, *left[1:], likely=len(asked) - len(clean), scores=told)
+    return HardNegatives(kept, *left[1:], likely=len(asked) - len(clean), scores=told)
 
 
-def _not_all_answers(results: Sequence[Mined], cfg: MineConfig) -> None:
+def _not_all_answers(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
     """A cross-encoder that takes everything for an answer knows nothing yet, and would leave nothing to learn from."""
     likely = sum(mined.likely for mined in results)
     if likely and not any(mined.ids for mined in results):
@@ -174,14 +171,14 @@ def _first_in(held: Mapping[str, Passage], question: Question) -> bool:
     return bool(question.positive_ids) and question.positive_ids[0] in held
 
 
-def _drawn(count: int, cfg: MineConfig, number: int) -> IntArray:
+def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
     if not cfg.sample or count <= cfg.num_negatives:
         return np.arange(min(count, cfg.num_negatives))
     rng = np.random.default_rng([cfg.seed, number, _SAMPLE])
     return np.sort(rng.choice(count, cfg.num_negatives, replace=False))
 
 
-def _ranked(
+def _rank_passages(
     run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress
 ) -> Iterator[Sequence[str]]:
     """Passage ids for each question down to `mine.rank_to`, best first."""

@@ -1,4 +1,4 @@
-"""Readers and cross-encoders: which one a stage works with, and opening it in any process of the cluster.
+"""Store models under their fingerprints, and find and open a reader or cross-encoder in any process of the cluster.
 
 A setting names one that training stored (NAME, or NAME/FINGERPRINT for an older one), a folder, `package:NAME/path` or
 a hub model. A stored one reaches every worker through the store; a folder must be on all machines, and a worker
@@ -7,10 +7,13 @@ refuses one that is not what the driver has.
     <store>/readers/<name>/<fingerprint>/             a Hugging Face folder and reader.json
     <store>/readers/<name>/latest.json                which one was trained last, and its metrics
     <store>/cross_encoders/...                        the same, with cross_encoder.json
+    <store>/encoders/...                              the same, with encoder.json; found by `encoders`
 """
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -18,28 +21,31 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, PairSpec
-from mvr_ray.core.reading.headed import HeadedModel
 from mvr_ray.core.reading.reader import Reader, ReaderSpec
-from mvr_ray.errors import FingerprintError, MissingInputError
-from mvr_ray.store import layout
+from mvr_ray.core.reading.task_model import TaskModel
+from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
-M = TypeVar("M", bound=HeadedModel)
+AnyModel = TypeVar("AnyModel")
+M = TypeVar("M", bound=TaskModel)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Kind(Generic[M]):
+class ModelKind(Generic[AnyModel]):
     """What is the same for all models of a task: the class, the store's room for them, the setting that names one."""
 
-    model: type[M]
+    model: type[AnyModel]
     room: str
     setting: str
 
 
-READERS = Kind(Reader, "readers", "read.reader")
-CROSS_ENCODERS = Kind(CrossEncoder, "cross_encoders", "mine.cross_encoder")
+ENCODERS = ModelKind(DualEncoder, "encoders", "index.encoder")
+READERS = ModelKind(Reader, "readers", "read.reader")
+CROSS_ENCODERS = ModelKind(CrossEncoder, "cross_encoders", "mine.cross_encoder")
 
 
 class ModelAddress(NamedTuple):
@@ -61,16 +67,16 @@ def pair_spec(run: RunConfig) -> PairSpec:
     return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
 
 
-def find_model(run: RunConfig, kind: Kind[Any], wanted: str) -> ModelAddress:
+def find_model(run: RunConfig, kind: ModelKind[Any], wanted: str) -> ModelAddress:
     """The model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
     store, what = Store(run.store.path), kind.model.what
     name, _, fingerprint = wanted.partition("/")
     newest = latest_fingerprint(store, kind, name) if re.fullmatch(r"[\w.-]+", name) else None
     kept = []
     if newest:
-        kept = [entry for entry in store.list(layout.models_dir(kind.room, name)) if not entry.endswith(".json")]
+        kept = [entry for entry in store.list(paths.models_dir(kind.room, name)) if not entry.endswith(".json")]
     if newest and (fingerprint or newest) in kept:
-        return ModelAddress(store.address, layout.model_dir(kind.room, name, fingerprint or newest), "")
+        return ModelAddress(store.address, paths.model_dir(kind.room, name, fingerprint or newest), "")
     if wanted.startswith("package:") or Path(wanted).expanduser().is_dir():
         return ModelAddress(store.address, "", str(resolve_path(wanted).absolute()))
     if newest:
@@ -80,15 +86,16 @@ def find_model(run: RunConfig, kind: Kind[Any], wanted: str) -> ModelAddress:
         )
     if _HUB_NAME.fullmatch(wanted):
         return ModelAddress(store.address, "", wanted)
+    names = ", ".join(_model_names(store, kind)) or "none"
     raise MissingInputError(
-        f"{what} {wanted!r} is neither stored in {store.name} (there are: {', '.join(_stored(store, kind)) or 'none'}) "
+        f"{what} {wanted!r} is neither stored in {store.name} (there are: {names}) "
         f"nor a folder; train one (mvr-ray train CONFIG train.task={kind.model.task}), or name a folder or a hub model "
         f"(OWNER/MODEL) in {kind.setting}"
     )
 
 
 def open_model(
-    kind: Kind[M],
+    kind: ModelKind[M],
     address: ModelAddress,
     spec: Any,
     *,
@@ -113,20 +120,31 @@ def open_model(
     return model.to("cuda") if gpu else model
 
 
-def latest_fingerprint(store: Store, kind: Kind[Any], name: str) -> str | None:
+def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | None:
     """Fingerprint of the model of this name that was trained last, None where none was."""
-    path = layout.latest_model(kind.room, name)
+    path = paths.latest_model(kind.room, name)
     return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
 
 
-def save_model(store: Store, kind: Kind[Any], name: str, model: HeadedModel) -> str:
+def save_model(store: Store, kind: ModelKind[Any], name: str, model: TaskModel | DualEncoder) -> str:
     """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays."""
     fingerprint = model.fingerprint
     with store.scratch() as folder:
         model.save(folder / fingerprint)
-        store.upload_dir(folder / fingerprint, layout.model_dir(kind.room, name, fingerprint))
+        store.upload_dir(folder / fingerprint, paths.model_dir(kind.room, name, fingerprint))
     return fingerprint
 
 
-def _stored(store: Store, kind: Kind[Any]) -> list[str]:
-    return [name for name in store.list(kind.room) if store.exists(layout.latest_model(kind.room, name))]
+def _model_names(store: Store, kind: ModelKind[Any]) -> list[str]:
+    return [name for name in store.list(kind.room) if store.exists(paths.latest_model(kind.room, name))]
+
+
+@contextmanager
+def translate_out_of_memory(tokens_per_batch: int, setting: str) -> Iterator[None]:
+    """ResourceError, naming the setting to lower, where a batch does not fit in the GPU's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"the GPU has no room for a batch of {tokens_per_batch} tokens ({error}); lower {setting}"
+        ) from None

@@ -6,23 +6,19 @@ does not depend on how many rankers there are. Batches come back in any order an
 Shapes: Q queries, D dimension.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import ray.data
 import torch
-from ray.data import ActorPoolStrategy
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.answers import AnswerMatcher, Match
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.distributed import session
-from mvr_ray.distributed.dataflow import in_order, rows
+from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.router import MatchingSnippet, Router
-from mvr_ray.distributed.searching.searchers import Fleet
+from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
@@ -31,7 +27,6 @@ from mvr_ray.types import Answer, FloatArray, Hit, Passage, Progress, Question, 
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS = 4096
 TRIES = 3
 SNIPPETS_KEPT = 100_000
 
@@ -111,8 +106,8 @@ class QuestionRanker:
         return self._snippets[key].text
 
 
-class _RankerActor:
-    """A ranker on a worker: batches as JSON in and out. Opens its encoder with the first batch."""
+class _PoolRanker:
+    """A ranker on a worker. It opens its encoder with the first batch."""
 
     def __init__(
         self, store: str, described: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
@@ -120,14 +115,9 @@ class _RankerActor:
         router = Router(Store(store), described, fleet, threads=threads, gpu=gpu)
         self.ranker = QuestionRanker(router, settings, threads)
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        numbers, ranked = [], []
-        for row in table.to_pylist():
-            name, questions = json.loads(row["questions"])
-            hits = self.ranker.rank(QuestionSet(name, [_question(fields) for fields in questions]))
-            numbers.append(row["number"])
-            ranked.append(json.dumps(hits))
-        return pa.table({"number": pa.array(numbers, pa.int64()), "ranked": pa.array(ranked, pa.large_string())})
+    def __call__(self, batch: tuple[str, Sequence[Sequence[Any]]]) -> list[list[RankedPassage]]:
+        name, questions = batch
+        return self.ranker.rank(QuestionSet(name, [_question(fields) for fields in questions]))
 
 
 def rank_questions(
@@ -146,10 +136,8 @@ def rank_questions(
     ]
     if not batches:
         return
-    items = [{"number": number, "questions": json.dumps(batch)} for number, batch in enumerate(batches)]
-    cpus, gpus = resources.cpus_per_encoder, resources.gpus_per_encoder
     needs = [
-        session.Need("rankers", resources.encoders_min, cpus, gpus),
+        pool_need("rankers", resources),
         session.Need(
             "searchers",
             min(resources.searchers, len(router.manifest.shards)) * resources.replicas,
@@ -158,27 +146,18 @@ def rank_questions(
         ),
     ]
     session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
-    actor: Any = _RankerActor
-    ranked = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
-        actor,
-        batch_size=1,
-        batch_format="pyarrow",
-        fn_constructor_kwargs={
-            "store": router.store.address,
-            "described": router.manifest,
-            "fleet": router.fleet,
-            "settings": settings,
-            "threads": resources.torch_threads,
-            "gpu": gpus > 0,
-        },
-        num_cpus=cpus,
-        num_gpus=gpus,
-        compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
-    )
+    arguments = {
+        "store": router.store.address,
+        "described": router.manifest,
+        "fleet": router.fleet,
+        "settings": settings,
+        "threads": resources.torch_threads,
+        "gpu": resources.gpus_per_encoder > 0,
+    }
     done, total = 0, sum(len(batch.questions) for batch in batches)
-    for row in in_order(rows(ranked, "ranking questions")):
-        questions = batches[row["number"]].questions
-        for question, hits in zip(questions, json.loads(row["ranked"])):
+    ranked = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
+    for (_, questions), lists in zip(batches, ranked):
+        for question, hits in zip(questions, lists):
             yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
         done += len(questions)
         progress("questions", done, total)

@@ -1,4 +1,4 @@
-"""Answers read out of a ranking's passages, by a pool of readers, and how good they are by SQuAD's rules.
+"""Read answers out of a ranking's passages with a pool of readers, and score them by SQuAD's rules.
 
     exact match    1 where the prediction is an answer, once case, punctuation and articles are gone
     F1             overlap of their words, with the answer that overlaps best
@@ -17,30 +17,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import ray.data
-import torch
-from ray.data import ActorPoolStrategy
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.metrics import cluster_interval
-from mvr_ray.core.reading.reader import Reader, ReaderSpec, Span, ToRead, choose
+from mvr_ray.core.judging.answers import exact_match_score, f1_score
+from mvr_ray.core.judging.metrics import cluster_interval
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
 from mvr_ray.distributed import session
-from mvr_ray.distributed.dataflow import in_order, rows
-from mvr_ray.distributed.models import READERS, ModelAddress, find_model, open_model, reader_spec
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, ResourceError
+from mvr_ray.distributed.models import (
+    READERS,
+    ModelAddress,
+    find_model,
+    open_model,
+    reader_spec,
+    translate_out_of_memory,
+)
+from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, finished_file
 from mvr_ray.store.formats import RankedQuestion, read_ranking
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
-
-MAX_BLOCKS = 4096
 
 
 class ReadRow(NamedTuple):
@@ -96,7 +97,7 @@ class ReadTask(NamedTuple):
 
 
 class QuestionReader:
-    """Reads batches of questions; one actor of the pool. Batches come and go as JSON."""
+    """Reads batches of questions, each with the texts of its passages; one actor of the pool."""
 
     def __init__(self, task: ReadTask) -> None:
         self.task = task
@@ -109,19 +110,9 @@ class QuestionReader:
             READERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
         )
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        torch.set_num_threads(self.task.threads)
-        read = [json.dumps(self.read(json.loads(asked))) for asked in table.column("asked").to_pylist()]
-        return pa.table({"number": table.column("number"), "read": pa.array(read, pa.large_string())})
-
-    def read(self, asked: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
-        try:
-            return self.reader.read([ToRead(*item) for item in asked], self.task.tokens_per_batch)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"the GPU has no room for a batch of {self.task.tokens_per_batch} tokens ({error}); "
-                f"lower read.tokens_per_batch"
-            ) from None
+    def __call__(self, batch: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
+        with translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+            return self.reader.read([ReadRequest(*item) for item in batch], self.task.tokens_per_batch)
 
 
 def read(
@@ -153,10 +144,7 @@ def read(
     unread = 0
     with ExitStack() as stack:
         info = stack.enter_context(session.connect(resources))
-        needs = [
-            session.Need("readers", resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
-        ]
-        session.require(info, needs)
+        session.require(info, [pool_need("readers", resources)])
         file = None
         if output is not None:
             aside = stack.enter_context(finished_file(output))
@@ -213,24 +201,10 @@ def _read_all(
     run: RunConfig, task: ReadTask, ranked: Sequence[RankedQuestion], progress: Progress
 ) -> Iterator[list[Span | None]]:
     """The best span of every passage of every question, in order."""
-    size, resources = run.read.batch, run.resources
-    items = []
-    for number, start in enumerate(range(0, len(ranked), size)):
-        asked = [(row.question.text, [hit.text for hit in row.passages]) for row in ranked[start : start + size]]
-        items.append({"number": number, "asked": json.dumps(asked)})
-    actor: Any = QuestionReader
-    pipeline = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
-        actor,
-        batch_size=1,
-        batch_format="pyarrow",
-        fn_constructor_kwargs={"task": task},
-        num_cpus=resources.cpus_per_encoder,
-        num_gpus=resources.gpus_per_encoder,
-        compute=ActorPoolStrategy(min_size=resources.encoders_min, max_size=resources.encoders_max),
-    )
-    done = 0
-    for row in in_order(rows(pipeline, "reading")):
-        batch = json.loads(row["read"])
+    size, done = run.read.batch, 0
+    questions = [(row.question.text, [hit.text for hit in row.passages]) for row in ranked]
+    batches = [questions[start : start + size] for start in range(0, len(questions), size)]
+    for batch in map_in_pool(QuestionReader, {"task": task}, batches, run.resources, "reading"):
         done += len(batch)
         progress("read", done, len(ranked))
         for spans in batch:

@@ -14,17 +14,17 @@ import dataclasses
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.refine_policy import MOVES_QUERIES, Reject, Stop
-from mvr_ray.distributed import router, session
+from mvr_ray.core.refining.refine_policy import MOVES_QUERIES, Reject, Stop
+from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners, fill
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe, save_queries
 from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
-from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, RefineReport
-from mvr_ray.distributed.refinement.shards import RefinerTask
-from mvr_ray.errors import CoverageError, DataError
+from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
+from mvr_ray.distributed.refinement.report import RefineReport
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
+from mvr_ray.errors import DataError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -36,7 +36,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     """Refine the live version of `index.name` and publish the result, unless it costs too much accuracy.
 
     Raises MissingInputError (no index, no question set), ConfigError, DataError (feedback), FingerprintError,
-    CoverageError, ResourceError, PublishConflictError (another version was published meanwhile).
+    ResourceError, PublishConflictError (another version was published meanwhile).
     """
     store = Store(run.store.path)
     base = manifest.read(store, run.index.name)
@@ -49,16 +49,13 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources) as info:
         session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
-        first = None
-        if not journal.rounds:
-            first = _routed_hits(run, base, queries_TD[: questions.num_labelled], progress)
         task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
-        with Refiners(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
+        with RefinerPool(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
             keep_length = run.refine.keep_length
             if keep_length is None:
                 keep_length = base.similarity == "cosine"
             loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress, keep_length)
-            end = loop.run(first)
+            end = loop.run()
             report, refined = _conclude(run, store, base, loop, end)
     if refined is not None:
         journal.save_report(report)
@@ -89,7 +86,7 @@ def _conclude(
     )
     if isinstance(end, Reject) or end.best_round == 0:
         return report, None
-    at = loop.views_at(end.best_round)
+    at = loop.state_id(end.best_round)
     refined, rewritten = describe(run, base, loop.refiners, at, accuracy, report.settings)
     report = dataclasses.replace(report, dirty_share=refined.dirty_share or 0.0, rewritten_shards=rewritten)
     if run.refine.method in MOVES_QUERIES:
@@ -136,27 +133,3 @@ def embed_questions(
         blocks.append(encoder.embed_queries(texts[low : low + QUERY_BLOCK]))
         progress("embed questions", min(low + QUERY_BLOCK, len(texts)), len(texts))
     return np.concatenate(blocks)
-
-
-def _routed_hits(run: RunConfig, base: Manifest, queries_LD: FloatArray, progress: Progress) -> HitTable | None:
-    """What the published version answers to the labelled questions; None where its index is only approximate."""
-    if base.index_params["kind"] != "flat":
-        return None
-    k = min(max(run.refine.depth, *REPORT_DEPTHS), base.num_passages)
-    entries = sorted(base.shards, key=lambda entry: entry.shard)
-    start = dict(zip((e.shard for e in entries), np.cumsum([0, *(e.num_passages for e in entries)]).tolist()))
-    hits = HitTable(np.full((len(queries_LD), k), -1, np.int64), np.full((len(queries_LD), k), -1, np.int16))
-    with router.open_router(run, base.version) as opened:
-        for low in range(0, len(queries_LD), QUERY_BLOCK):
-            block = slice(low, low + QUERY_BLOCK)
-            answer = opened.search(queries_LD[block], k)
-            if answer.coverage_share < 1:
-                raise CoverageError(
-                    f"refinement needs every passage, but {answer.passages_searched} of {answer.passages_total} "
-                    f"were searched; see which searcher died, then run the same command again"
-                )
-            if not answer.exact.certified:
-                return None
-            fill(answer.hits, hits.passage_QK[block], hits.view_QK[block], lambda hit: start[hit.shard] + hit.row)
-            progress("refine: first retrieval", min(block.stop, len(queries_LD)), len(queries_LD))
-    return hits

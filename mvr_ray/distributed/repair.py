@@ -1,4 +1,4 @@
-"""Damaged shards of a version: built again from what is whole of them, and put back under the same digest.
+"""Repair damaged shards of a version: rebuild them from their whole files, under the same digest.
 
     whole files (of the shard folder, or of one set aside earlier)  +  the index built from whole embeddings
     all equal to the manifest's digests?   damaged folder -> quarantine, new one -> its place
@@ -17,10 +17,10 @@ from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import build_index
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta
-from mvr_ray.store.overlay import open_embeddings
 
 log = logging.getLogger(__name__)
 
@@ -66,43 +66,43 @@ def repair(store: Store, described: Manifest) -> RepairReport:
     for shard in sorted({problem.shard for problem in problems}):
         own = [problem for problem in problems if problem.shard == shard]
         if shard == QUERIES:
-            repairs.append(Repair(shard, "lost", _spoken(own), "", _cure(store, described, [p.path for p in own])))
+            repairs.append(Repair(shard, "lost", _lines(own), "", _cure(store, described, [p.path for p in own])))
         else:
             repairs.append(_repair_shard(store, described, entries[shard], own))
     return RepairReport(described.index, described.version, len(entries), repairs)
 
 
 def _repair_shard(store: Store, described: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:
-    index, place = described.index, layout.shard_dir(described.index, entry.digest)
+    index, place = described.index, paths.shard_dir(described.index, entry.digest)
     with shard_folder(store) as folder:
         missing = _build_missing(described, entry, folder, _collect_whole(store, index, entry, folder))
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
-            return Repair(entry.shard, "lost", _spoken(problems), "", _cure(store, described, [place]))
+            return Repair(entry.shard, "lost", _lines(problems), "", _cure(store, described, [place]))
         aside = ""
         if store.exists(place):
-            aside = layout.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
+            aside = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
             store.move_dir(place, aside)
         made = manifest.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
     if made != entry:
         raise DigestError(f"shard {entry.shard} was built as {made.digest}, its manifest says {entry.digest}")
     log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, aside or "nothing")
-    return Repair(entry.shard, "repaired", _spoken(problems), aside, "")
+    return Repair(entry.shard, "repaired", _lines(problems), aside, "")
 
 
 def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) -> list[str]:
     """Copy each file of the shard that is whole somewhere into `folder`; gives the names that are nowhere whole."""
     missing = []
     for name, file in entry.files.items():
-        places = [layout.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
-        if not any(_copied(store, f"{place}/{name}", file, folder / name) for place in places):
+        places = [paths.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
+        if not any(_copy_whole_file(store, f"{place}/{name}", file, folder / name) for place in places):
             missing.append(name)
     return missing
 
 
 def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
     """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
-    if not missing or {layout.EMBEDDINGS, layout.CHANGES} & set(missing) or not entry.num_passages:
+    if not missing or {paths.EMBEDDINGS, paths.CHANGES} & set(missing) or not entry.num_passages:
         return missing
     built = folder.with_name("built")
     built.mkdir()
@@ -123,11 +123,11 @@ def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing
 
 def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
     """Folders of this shard that were set aside before."""
-    root = layout.quarantine_root(index)
+    root = paths.quarantine_root(index)
     return [f"{root}/{name}" for name in store.list(root) if name.rpartition("-")[0] == entry.digest]
 
 
-def _copied(store: Store, path: str, file: FileEntry, target: Path) -> bool:
+def _copy_whole_file(store: Store, path: str, file: FileEntry, target: Path) -> bool:
     """Whether a file of the store, copied to `target`, is what the manifest says; else `target` is not there."""
     if store.size_bytes(path) != file.num_bytes or store.sha256(path) != file.sha256:
         return False
@@ -145,20 +145,20 @@ def _equals(path: Path, file: FileEntry) -> bool:
     return path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
 
 
-def _cure(store: Store, described: Manifest, paths: Iterable[str]) -> str:
+def _cure(store: Store, described: Manifest, damaged_paths: Iterable[str]) -> str:
     """The command that brings back what cannot be rebuilt: encoding again, or a version that does not name it."""
     if described.operation == "index":
         return "encode it again, and no other shard: mvr-ray index CONFIG"
-    lost = set(paths)
+    lost = set(damaged_paths)
     for version in reversed(manifest.list_versions(store, described.index)):
         other = manifest.read(store, described.index, version)
-        named = {layout.shard_dir(other.index, entry.digest) for entry in other.shards}
-        named |= {layout.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
+        named = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
+        named |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
         if not lost & named:
             back = f"version {version} does not need it: mvr-ray versions CONFIG rollback {version}"
             return f"{back}; or do the {described.operation.partition(':')[0]} again on it"
     return f"encode again, then do the {described.operation.partition(':')[0]} again: mvr-ray index CONFIG"
 
 
-def _spoken(problems: Sequence[Problem]) -> list[str]:
+def _lines(problems: Sequence[Problem]) -> list[str]:
     return [f"{problem.path} {problem.reason}" for problem in problems]

@@ -1,4 +1,4 @@
-"""The live version over another number of shards, without encoding: every view moves as it is.
+"""Distribute the live version over another number of shards, without encoding: views move bit by bit.
 
     shard of a passage:  h(id) mod n   before,   h(id) mod m   after
     read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
@@ -20,7 +20,6 @@ import ray
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.failures import own_errors
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -31,15 +30,16 @@ from mvr_ray.distributed.shards import (
     shard_recall,
     write_note,
 )
+from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, Dtype, EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ MAX_SHARDS = 65_536
 
 
 class ReshardTask(NamedTuple):
-    """What a task builds one new shard from. `base` is the version that is dealt anew, `staging` the key of notes."""
+    """What a task builds one new shard from. `base` is the version to reshard, `staging` the key of notes."""
 
     store: str
     base: Manifest
@@ -57,7 +57,7 @@ class ReshardTask(NamedTuple):
     recall_sample: int
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """Where a passage lies among the blocks that a task has open."""
 
     passage_id: str
@@ -100,19 +100,18 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), run.index.recall_sample)
     with session.connect(run.resources) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-        with own_errors("dealing shards anew"):
-            shards = _build(task, progress)
-    dealt = described(base, shards)
-    require_all_kept(base, dealt)
-    published = manifest.publish(store, dealt)
-    store.delete_dir(layout.staging_dir(base.index, task.staging))
+        shards = _build(task, progress)
+    new = manifest_over(base, shards)
+    require_same_counts(base, new)
+    published = manifest.publish(store, new)
+    store.delete_dir(paths.staging_dir(base.index, task.staging))
     progress("passages before = after", published.num_passages, base.num_passages)
     progress("views before = after", published.num_vectors, base.num_vectors)
     return _report(base, published)
 
 
 def staging_key(base: Manifest, num_shards: int) -> str:
-    """Names the notes of this work: by what the version holds, and how many shards it is dealt to."""
+    """Names the notes of this work: by what the version holds, and over how many shards."""
     decides = f"{base.content_digest()} {base.version} {num_shards}"
     return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
 
@@ -123,31 +122,31 @@ def sources(shard: int, num_before: int, num_after: int) -> list[int]:
     return list(range(shard % step, num_before, step))
 
 
-def deal_one(task: ReshardTask, shard: int) -> BuiltShard:
+def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
     """One new shard from the old ones, or as it is noted already."""
     store, base = Store(task.store), task.base
-    note = layout.staged_shard(base.index, task.staging, "dealt", shard)
+    note = paths.staged_shard(base.index, task.staging, "dealt", shard)
     if noted := read_note(store, base.index, note):
         return noted
     with shard_folder(store) as folder:
-        blocks = [block for old in _opened(store, task, shard) for block in old.blocks()]
+        blocks = [block for old in _open_old_shards(store, task, shard) for block in old.blocks()]
         rows = sorted(
-            Row(passage_id, number, row)
+            BlockRow(passage_id, number, row)
             for number, block in enumerate(blocks)
             for row, passage_id in enumerate(block.ids)
             if shard_of(passage_id, task.num_shards) == shard
         )
         dtype: Dtype = "fp16" if base.dtype == "fp16" else "fp32"
-        with EmbeddingWriter(folder / layout.EMBEDDINGS, base.dimension, base.num_views, dtype) as writer:
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, dtype) as writer:
             for start in range(0, len(rows), BATCH_PASSAGES):
-                writer.write(gathered(blocks, rows[start : start + BATCH_PASSAGES]))
+                writer.write(gather_rows(blocks, rows[start : start + BATCH_PASSAGES]))
         entry = build_shard(store, base, shard, folder)
     built = BuiltShard(entry, shard_recall(store, base, entry, task.recall_sample), None, None)
     write_note(store, note, built)
     return built
 
 
-def gathered(blocks: Sequence[EmbeddingBlock], rows: Sequence[Row]) -> EmbeddingBlock:
+def gather_rows(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> EmbeddingBlock:
     """The passages at these rows, in their order, bit by bit as they are."""
     slots = [slice(*blocks[at.block].row_ptr[at.row : at.row + 2].tolist()) for at in rows]
     return EmbeddingBlock(
@@ -158,7 +157,7 @@ def gathered(blocks: Sequence[EmbeddingBlock], rows: Sequence[Row]) -> Embedding
     )
 
 
-def described(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
+def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
     """The manifest of the version over its new shards; what was measured on views holds as before."""
     recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
     metrics = {name: value for name, value in base.metrics.items() if name != "recall"}
@@ -173,16 +172,16 @@ def described(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
     )
 
 
-def require_all_kept(base: Manifest, dealt: Manifest) -> None:
+def require_same_counts(base: Manifest, new: Manifest) -> None:
     """RowsLostError unless as many passages and views came out as went in.
 
     A new shard holds no id twice and only ids that hash to it, so equal numbers mean equal sets.
     """
-    if (dealt.num_passages, dealt.num_vectors) != (base.num_passages, base.num_vectors):
+    if (new.num_passages, new.num_vectors) != (base.num_passages, base.num_vectors):
         raise RowsLostError(
             f"index {base.index!r} version {base.version} has {base.num_passages} passages and {base.num_vectors} "
-            f"views, its {len(dealt.shards)} new shards {dealt.num_passages} and {dealt.num_vectors}; nothing was "
-            f"published. Its shards are not the hash of their ids: index again (mvr-ray index CONFIG)"
+            f"views, its {len(new.shards)} new shards {new.num_passages} and {new.num_vectors}; "
+            f"nothing was published. Its shards are not the hash of their ids: index again (mvr-ray index CONFIG)"
         )
 
 
@@ -213,7 +212,7 @@ def _require_possible(store: Store, base: Manifest) -> None:
         )
     named = [(entry, name, file) for entry in base.shards for name, file in _embeddings(entry).items()]
     for entry, name, file in named:
-        path = f"{layout.shard_dir(base.index, entry.digest)}/{name}"
+        path = f"{paths.shard_dir(base.index, entry.digest)}/{name}"
         size, wanted = store.size_bytes(path), file.num_bytes
         if size != wanted:
             has = "is missing" if size < 0 else f"has {size} bytes, not {wanted}"
@@ -229,7 +228,7 @@ def _require_possible(store: Store, base: Manifest) -> None:
         )
 
 
-def _opened(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingShard]:
+def _open_old_shards(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingShard]:
     """The embeddings of the old shards that a new one comes from, each found equal to its digest."""
     base = task.base
     for source in sources(shard, len(base.shards), task.num_shards):
@@ -241,16 +240,14 @@ def _opened(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingSh
 
 def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
     """The files of a shard that hold its views."""
-    return {name: file for name, file in entry.files.items() if name in (layout.EMBEDDINGS, layout.CHANGES)}
+    return {name: file for name, file in entry.files.items() if name in (paths.EMBEDDINGS, paths.CHANGES)}
 
 
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:
     """All new shards in order; a task each, as many at a time as the cluster has CPUs for."""
-    remote: Any = ray.remote(deal_one).options(num_cpus=BUILD_CPUS)
-    waiting = [remote.remote(task, shard) for shard in range(task.num_shards)]
+    remote: Any = ray.remote(reshard_one).options(num_cpus=BUILD_CPUS)
     built: list[BuiltShard] = []
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1)
-        built += ray.get(ready)
-        progress("deal shards", len(built), task.num_shards)
+    for shard in task_results([remote.remote(task, shard) for shard in range(task.num_shards)], "resharding"):
+        built.append(shard)
+        progress("reshard", len(built), task.num_shards)
     return sorted(built, key=lambda shard: shard.entry.shard)

@@ -11,7 +11,7 @@ from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MissingInputError
-from mvr_ray.store import corpus, layout
+from mvr_ray.store import corpus, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
 from mvr_ray.types import Progress, no_progress
@@ -82,7 +82,7 @@ def retrieve(
 
 def question_set(store: Store, named: str) -> QuestionSet:
     """A stored question set by name, else the questions of a file."""
-    if re.fullmatch(r"[\w.-]+", named) and store.exists(layout.questions(named)):
+    if re.fullmatch(r"[\w.-]+", named) and store.exists(paths.questions(named)):
         return QuestionSet(named, corpus.read_questions(store, named))
     path = resolve_path(named)
     if not path.is_file():

@@ -1,6 +1,6 @@
 """The one door to an index version: queries in, the best passages of all shards out, and what was searched for them.
 
-    scatter  every shard gives its best rows and its frontier
+    dispatcher  every shard gives its best rows and its frontier
     merge    the best k of all shards; shards whose frontier reaches into them are asked again for k rows
     state    version, encoder, passages searched of those in the manifest, certified exact or approximate
 
@@ -21,25 +21,20 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
-from mvr_ray.core.searching.exact import checked_k, checked_queries, score_views
-from mvr_ray.core.snippets import TITLE, snippet_text
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.snippets import TITLE, snippet_text
+from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
+from mvr_ray.core.searching.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
-from mvr_ray.distributed.searching.searchers import (
-    Fleet,
-    LocalFleet,
-    SearcherTask,
-    ShardFound,
-    ShardSearcher,
-    Unanswered,
-)
+from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult
+from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, UnknownPassageError
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -159,7 +154,7 @@ class Router:
         """`search` with the questions' embeddings; embedding them counts towards the time."""
         began = time.monotonic()
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        with self._timed("encode"):
+        with self._record_time("encode"):
             queries_QD = self.embed(texts)
         left = allowed - (time.monotonic() - began)
         return self.search(queries_QD, k, timeout_s=left, min_coverage=min_coverage)
@@ -176,8 +171,8 @@ class Router:
         CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
         of those, when damaged files are among the causes.
         """
-        checked_k(k)
-        queries_QD = checked_queries(queries_QD, self.dimension)
+        check_k(k)
+        queries_QD = check_queries(queries_QD, self.dimension)
         allowed_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + allowed_s
         shards = [entry.shard for entry in self.manifest.shards]
@@ -186,28 +181,30 @@ class Router:
         exact = self.manifest.index_params["kind"] == "flat"
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
         kept_s = SECOND_ROUND_SHARE * allowed_s if first < k and min_coverage < 1 else 0.0
-        with self._timed("search"):
-            gathered = self.fleet.ask(queries_QD, first, dict.fromkeys(shards), deadline - kept_s - time.monotonic())
-        found, unanswered = {answer.shard: answer for answer in gathered.found}, list(gathered.unanswered)
-        with self._timed("merge"):
+        with self._record_time("search"):
+            answers = self.fleet.fan_out(queries_QD, first, shards, deadline - kept_s - time.monotonic())
+        found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
+        with self._record_time("merge"):
             merged, rounds = merge_hits(_in_order(found), k), 1
             again = needs_second_round(_in_order(found), merged, k) if exact else {}
         if again:
-            with self._timed("search"):
-                second = self.fleet.ask(queries_QD, k, again, deadline - time.monotonic())
-            for answer in second.found:
-                found[answer.shard] = overlaid(found[answer.shard], answer, again[answer.shard], k)
-            unanswered += [one._replace(told=one.told or FIRST_ROWS_KEPT) for one in second.unanswered]
+            with self._record_time("search"):
+                positions = distinct(np.concatenate(list(again.values())))
+                left_s = deadline - time.monotonic()
+                second = self.fleet.fan_out(queries_QD[positions], k, list(again), left_s, again=True)
+            for answer in second.results:
+                found[answer.shard] = overlay_results(found[answer.shard], answer, positions, k)
+            failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
             merged, rounds = merge_hits(_in_order(found), k), 2
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
-        silent = {shard: missing for missing in unanswered for shard in missing.shards}
+        silent = {shard: missing for missing in failures for shard in missing.shards}
         answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
-            self._told(answer, min_coverage)
+            self._check_coverage(answer, min_coverage)
         return answer
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def _record_time(self, stage: str) -> Iterator[None]:
         """Tell how long it took, also where it failed."""
         began = time.perf_counter()
         try:
@@ -223,28 +220,28 @@ class Router:
         Raises UnknownPassageError for an id that the version does not hold, ShardIndexError for vectors of another
         dimension, CoverageError when a shard is silent.
         """
-        queries_QD = checked_queries(queries_QD, self.dimension)
+        queries_QD = check_queries(queries_QD, self.dimension)
         described = self.manifest
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
-        gathered = self.fleet.views(wanted, self.timeout_s)
-        for missing in gathered.unanswered:
+        stored = self.fleet.views(wanted, self.timeout_s)
+        for missing in stored.failures:
             if missing.reason == DAMAGED:
-                raise DamagedShardsError(missing.told)
+                raise DamagedShardsError(missing.detail)
             raise CoverageError(
                 f"shard {missing.shards[0]} of index {described.index!r} version {described.version}, which would hold "
                 f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
                 f"Searchers that died start again by themselves: ask again"
             )
         for passage_id in passage_ids:
-            if passage_id not in gathered.found:
+            if passage_id not in stored.views:
                 raise UnknownPassageError(
                     f"index {described.index!r} version {described.version} holds no passage {passage_id!r}; "
                     f"give an id as `mvr-ray search CONFIG` shows it",
                     passage_id,
                 )
-        return [score_views(queries_QD, passage_id, *gathered.found[passage_id]) for passage_id in passage_ids]
+        return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
 
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""
@@ -289,13 +286,13 @@ class Router:
         digest = self.manifest.refined_queries.get(questions)
         if digest is None:
             return {}
-        path = layout.refined_queries(self.manifest.index, digest)
+        path = paths.refined_queries(self.manifest.index, digest)
         if not self.store.sha256(path).startswith(digest):
             raise DigestError(f"{self.store.where(path)} is damaged; refine again, or search without it")
         blocks = EmbeddingShard.open(self.store.local_path(path)).blocks()
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
-    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, Unanswered], rounds: int, rescored: int) -> Answer:
+    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, rescored: int) -> Answer:
         described = self.manifest
         params = described.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
@@ -305,14 +302,14 @@ class Router:
         recall = None if kind == "flat" else described.recall
         exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored, recall)
         states = tuple(
-            ShardState(entry.shard, entry.num_passages, missing.reason, missing.told)
+            ShardState(entry.shard, entry.num_passages, missing.reason, missing.detail)
             if (missing := silent.get(entry.shard))
             else ShardState(entry.shard, entry.num_passages, SEARCHED)
             for entry in described.shards
         )
         return Answer(hits, described.index, described.version, described.encoder_fingerprint, states, exactness)
 
-    def _told(self, answer: Answer, min_coverage: float) -> None:
+    def _check_coverage(self, answer: Answer, min_coverage: float) -> None:
         """CoverageError naming the silent shards, or a warning where so much is enough."""
         silent = [shard for shard in answer.shards if shard.state != SEARCHED]
         told = (
@@ -364,7 +361,8 @@ def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> Search
     resources = run.resources
     shards = tuple(entry.shard for entry in described.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
-    return SearcherTask(Store(run.store.path).address, described, shards, resources.torch_threads, device)
+    store = Store(run.store.path).address
+    return SearcherTask(store, described, shards, resources.torch_threads, device, resources.tls_dir)
 
 
 def _rounded_up(num_queries: int) -> int:
@@ -372,9 +370,8 @@ def _rounded_up(num_queries: int) -> int:
     return 1 << 4 * max(1, -(-(num_queries - 1).bit_length() // 4))
 
 
-def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, k: int) -> ShardFound:
+def overlay_results(first: ShardResult, second: ShardResult, positions: IntArray, k: int) -> ShardResult:
     """The first answer of a shard with the second one's lists, up to k long, for the queries that were asked again."""
-    assert positions is not None
     rows_QK = _laid_over(first.hits.rows_QK, second.hits.rows_QK, positions, k, -1)
     scores_QK = _laid_over(first.hits.scores_QK, second.hits.scores_QK, positions, k, -np.inf)
     views_QK = _laid_over(first.hits.views_QK, second.hits.views_QK, positions, k, -1)
@@ -383,7 +380,10 @@ def overlaid(first: ShardFound, second: ShardFound, positions: IntArray | None, 
     hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
     rescored_Q = np.array(first.rescored_Q)
     rescored_Q[positions] += second.rescored_Q
-    return ShardFound(first.shard, {**first.ids, **second.ids}, hits, rescored_Q)
+    rows_R, first_R = np.unique(np.concatenate([first.rows_R, second.rows_R]), return_index=True)
+    return ShardResult(
+        first.shard, hits, rescored_Q, rows_R, pa.concat_arrays([first.ids_R, second.ids_R]).take(first_R)
+    )
 
 
 def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float) -> T:
@@ -394,5 +394,10 @@ def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float
     return wide_QK
 
 
-def _in_order(found: Mapping[int, ShardFound]) -> list[ShardAnswer]:
-    return [found[shard].ranked for shard in sorted(found)]
+def _in_order(found: Mapping[int, ShardResult]) -> list[ShardAnswer]:
+    return [ranked(found[shard]) for shard in sorted(found)]
+
+
+def ranked(result: ShardResult) -> ShardAnswer:
+    """A shard's result as merging takes it."""
+    return result.shard, dict(zip(result.rows_R.tolist(), result.ids_R.to_pylist())), result.hits

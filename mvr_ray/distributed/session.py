@@ -1,4 +1,4 @@
-"""One Ray session: join or start a cluster, say what it has, refuse what it cannot place.
+"""Join or start a Ray cluster, describe it, and refuse what it can never place.
 
 Ray waits in silence for what it can never place, so every stage states its needs before it starts: `require` raises
 where Ray would hang. One CPU always stays free, because reading data needs a place beside a pool of actors.
@@ -10,18 +10,22 @@ import os
 import platform
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import ray
-from ray._private import services
-from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.ray_internals import (
+    READ_FROM,
+    accepts_without_token,
+    listens_on_loopback_alone,
+    loopback_node,
+    reread_authentication,
+)
 from mvr_ray.errors import ResourceError
 
 log = logging.getLogger(__name__)
@@ -36,10 +40,11 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+PRIVATE_LABEL = "mvr-ray/private"
+"""Marks the node of a private cluster, whose searchers listen on the loopback alone."""
 MAX_TEMP_PATH = 40
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
-_KNOCK_S = 5
 
 
 class Node(NamedTuple):
@@ -97,22 +102,25 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
     if ray.is_initialized():
         yield describe(private=False, can_grow=resources.autoscaling)
         return
-    with _joined(address) if address else _private(resources, dashboard):
+    with _join_cluster(address) if address else _private(resources, dashboard):
         yield describe(private=not address, can_grow=resources.autoscaling)
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token" if _has_token() and _asks_for_token(address) else "disabled"
-    _reread_authentication()
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise ResourceError(
-            f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): {error}; "
-            f"check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-        ) from error
+def _join_cluster(address: str) -> Iterator[None]:
+    with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
+        if "RAY_AUTH_MODE" not in os.environ:
+            # A client that sends a token to a cluster without tokens refuses its calls, and loses its actors.
+            use_token = _has_token() and not accepts_without_token(address)
+            os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
+        reread_authentication()
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise ResourceError(
+                f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
+                f"{error}; check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            ) from error
     try:
         yield
     finally:
@@ -125,19 +133,21 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
     secret = _own_token()
     os.environ.update(secret)
-    _reread_authentication()
+    reread_authentication()
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
+        with loopback_node():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
+                labels={PRIVATE_LABEL: "true"},
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
         yield
     except (OSError, ConnectionError) as error:
         if ray.is_initialized():
@@ -151,7 +161,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         for name in secret:
             os.environ.pop(name, None)
-        _reread_authentication()
+        reread_authentication()
 
 
 def _temporary_folder() -> Path:
@@ -168,34 +178,6 @@ def _own_token() -> dict[str, str]:
     if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def _asks_for_token(address: str) -> bool:
-    """Whether a cluster refuses who brings no token. True where that cannot be found out: then joining will tell.
-
-    Who joins a cluster without tokens as if it had them refuses the cluster's own calls, and loses every actor.
-    """
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    try:
-        found = services.canonicalize_bootstrap_address(address)
-        if not found:
-            return True
-        host, _, port = found.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S):
-            pass
-        _reread_authentication()
-        GcsClient(address=found)
-    except (ray.exceptions.RayError, OSError, ValueError):
-        return True
-    finally:
-        del os.environ["RAY_AUTH_MODE"]
-    return False
-
-
-def _reread_authentication() -> None:
-    """Ray reads RAY_AUTH_MODE and the token once, when it is imported; make it read them again."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _has_token() -> bool:
@@ -283,7 +265,7 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
     """
     checks = [
         Check("python", True, platform.python_version()),
-        Check("ray", ray.__version__.startswith("2.60."), f"{ray.__version__}; mvr_ray is tested with 2.60"),
+        Check("ray", ray.__version__.startswith(READ_FROM), f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*"),
     ]
     checks += [_library(name) for name in _LIBRARIES]
     checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]

@@ -1,4 +1,4 @@
-"""One shard at rest: its index built, named by its content, measured, and noted while its version is unfinished.
+"""Build one shard: its index, its name by content, its measurements, and its note while the version is unfinished.
 
 Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 """
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import IndexConfig
-from mvr_ray.core.collapse import Collapse, collapse_report
+from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
-from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
 RECALL_DEPTH = 100
@@ -31,7 +31,7 @@ BUILD_CPUS = 1.0
 class BuiltShard(NamedTuple):
     """A shard at rest and what was measured on it; None where there is nothing to measure.
 
-    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`core.pruning`).
+    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`pruning`).
     """
 
     entry: ShardEntry
@@ -75,12 +75,11 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
     if not store.exists(path):
         return None
     fields = json.loads(store.read_bytes(path))
-    entry = fields.pop("entry")
-    files = {name: manifest.FileEntry(**file) for name, file in entry.pop("files").items()}
-    folder = layout.shard_dir(index, entry["digest"])
-    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in files.items()):
+    entry = ShardEntry(**fields.pop("entry"))
+    folder = paths.shard_dir(index, entry.digest)
+    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in entry.files.items()):
         return None
-    return BuiltShard(ShardEntry(**entry, files=files), **fields)
+    return BuiltShard(entry, **fields)
 
 
 @contextmanager

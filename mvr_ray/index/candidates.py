@@ -1,4 +1,4 @@
-"""From nearest vectors to the best passages: what the approximate indexes share.
+"""Turns nearest vectors into the best passages, for all approximate indexes.
 
 A vector index returns vectors; k vectors may belong to one passage. So more are fetched, six times k at first (or
 all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.engines import make_kernel
-from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, checked_k, checked_queries, distinct
+from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, check_k, check_queries, distinct
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
@@ -56,8 +56,8 @@ class ApproximateIndex(ABC):
 
     def searched(self, queries_QD: FloatArray, k: int) -> Searched:
         """`search`, and how many candidates were scored exactly."""
-        queries_QD = checked_queries(queries_QD, self.dimension)
-        if checked_k(k) >= self.scan.table.num_scorable:
+        queries_QD = check_queries(queries_QD, self.dimension)
+        if check_k(k) >= self.scan.table.num_scorable:
             return self.scan.searched(queries_QD, k)
         found, unlucky_Q = self._candidates(queries_QD, k)
         best = best_first(self.scan.table.rescore(queries_QD, found), k)

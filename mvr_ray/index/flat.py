@@ -3,14 +3,17 @@
 Shapes: Q queries, D dimension.
 """
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mvr_ray.core.searching.codes import Codes, encode
 from mvr_ray.core.searching.engines import make_kernel
-from mvr_ray.core.searching.exact import checked_k, checked_queries
+from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
@@ -18,7 +21,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
 
 RESIDENT_SHARE = 0.8
 _ROWS = 4096
-
+_PAGES_SAMPLED = 64
 
 CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
 
@@ -54,7 +57,8 @@ def open_codes(folder: Path) -> Codes:
 
 class FlatIndex:
     """The vectors themselves, or their codes, which are scanned in their place. On a GPU what is scanned is copied
-    there once, as it is, if it fits; else it streams."""
+    there once, as it is, if it fits; else it streams. Batches of queries scan vectors of half precision where these are
+    in memory and the processor is faster with them than with their codes."""
 
     kind = "flat"
     exact = True
@@ -72,6 +76,9 @@ class FlatIndex:
         num_bytes = sum(block.vectors_ND.nbytes for block in blocks) if codes is None else codes.codes_ND.nbytes
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         self.scan = Scan(blocks, kernel, codes=codes, resident=resident)
+        halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)
+        faster = codes is not None and halves and getattr(kernel, "halves_are_faster", False)
+        self._vectors = self.scan.of_vectors() if faster else None
         self.num_passages = self.scan.table.num_passages
         self.num_vectors = self.scan.table.num_vectors
         self.dimension = self.scan.table.dimension
@@ -82,7 +89,24 @@ class FlatIndex:
 
     def searched(self, queries_QD: FloatArray, k: int) -> Searched:
         """`search`, and how many passages the scan, with its bound, left to be scored exactly."""
-        return self.scan.searched(checked_queries(queries_QD, self.dimension), checked_k(k))
+        return self.scan_for(len(queries_QD)).searched(check_queries(queries_QD, self.dimension), check_k(k))
+
+    def scan_for(self, num_queries: int) -> Scan[Any, Any]:
+        """The faster scan of so many queries, of the codes or of the vectors: the hits are the same."""
+        if self._vectors is None or num_queries < 2:
+            return self.scan
+        in_memory = all(_in_memory(block.vectors_ND) for block in self.scan.table.blocks)
+        return self._vectors if in_memory else self.scan
+
+
+def _in_memory(array: np.ndarray) -> bool:
+    """Whether pages at even distances of an array, which may be mapped from a file, are all in memory now."""
+    library, state, page = ctypes.CDLL(None), ctypes.c_ubyte(), mmap.PAGESIZE
+    for offset in np.linspace(0, max(array.nbytes - 1, 0), _PAGES_SAMPLED).astype(np.int64).tolist():
+        start = (array.ctypes.data + offset) // page * page
+        if library.mincore(ctypes.c_void_p(start), ctypes.c_size_t(1), ctypes.byref(state)) or not state.value & 1:
+            return False
+    return True
 
 
 def _fits(kernel: TorchKernel, num_bytes: int) -> bool:

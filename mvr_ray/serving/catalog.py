@@ -1,39 +1,27 @@
-"""The versions of one index: what is published, what each was made of, publishing and rolling back.
+"""Lists, publishes and rolls back the versions of one index.
 
 Reads manifests. Rolling back publishes, and so does an offer, when its files are whole; of two who publish on the same
 version one wins and the other is told.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
-from mvr_ray.serving.offer import PublishRequest, offered
-from mvr_ray.serving.publishing import Publications
-from mvr_ray.serving.wire import RequestError, ShardContent, VersionDetail, VersionInfo
+from mvr_ray.serving.manifest_payload import PublishRequest, manifest_from_payload
+from mvr_ray.serving.publish_jobs import PublishJobs
+from mvr_ray.serving.schemas import RequestError, ShardContent, VersionDetail, VersionInfo
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.versions import version_line
 
 
-class Catalog(Protocol):
-    """The versions behind a service."""
-
-    def all(self) -> list[VersionInfo]: ...
-
-    def one(self, version: int) -> VersionDetail: ...
-
-    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo: ...
-
-    def rollback(self, version: int) -> VersionInfo: ...
-
-
-class StoreCatalog:
+class VersionCatalog:
     """The versions of `index` in a store."""
 
     def __init__(self, store: Store, index: str) -> None:
         self.store = store
         self.index = index
-        self._publications = Publications(store, index)
+        self._publish_jobs = PublishJobs(store, index)
 
     def all(self) -> list[VersionInfo]:
         """Every version, ascending; the last is live."""
@@ -76,10 +64,10 @@ class StoreCatalog:
         Raises RequestError (422 where something is not what it says, 503 while files are read still),
         PublishConflictError where its parent is not the newest version.
         """
-        described = offered(request, self.index)
+        described = manifest_from_payload(request, self.index)
         if request.parent is not None:
             described = dataclasses.replace(described, parent=request.parent)
-        published = self._publications.publish(described, timeout_s)
+        published = self._publish_jobs.publish(described, timeout_s)
         live = published.version == manifest.latest_version(self.store, self.index)
         return VersionInfo(**version_line(published, live)._asdict())
 

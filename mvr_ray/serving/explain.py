@@ -1,4 +1,4 @@
-"""Which view of a passage answers a question, and what each view stands for: a search taken apart.
+"""Computes the score of every view of a passage for some questions, and the part of the text behind each view.
 
 Like `service`, a plain function over a router: no HTTP and no Ray in here.
 
@@ -11,19 +11,19 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.core.snippets import TITLE
+from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.limits import check_text
-from mvr_ray.serving.ports import Explainable as Explainable
-from mvr_ray.serving.wire import RequestError, WireModel
+from mvr_ray.serving.protocols import Explainable as Explainable
+from mvr_ray.serving.schemas import RequestError, RequestModel
 from mvr_ray.types import Answer, Passage, PassageScores
 
 Ranks = list[dict[str, int]]
 """For each question, the rank of its hits by passage id, counted from 1."""
 
 
-class ExplainRequest(WireModel):
+class ExplainRequest(RequestModel):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
@@ -68,7 +68,7 @@ def explain(router: Explainable, request: ExplainRequest, limits: ServeConfig) -
     answer = router.search(queries_QD[:0] if request.passages else queries_QD, request.k)
     ranks: Ranks = [{hit.passage_id: rank for rank, hit in enumerate(hits, 1)} for hits in answer.hits]
     ranks = ranks or [{} for _ in request.questions]
-    wanted = list(dict.fromkeys(request.passages)) or best_first(answer)
+    wanted = list(dict.fromkeys(request.passages)) or passages_by_rank(answer)
     try:
         scored = router.explain(queries_QD, wanted)
     except UnknownPassageError as error:
@@ -90,7 +90,7 @@ def explain(router: Explainable, request: ExplainRequest, limits: ServeConfig) -
     )
 
 
-def best_first(answer: Answer) -> list[str]:
+def passages_by_rank(answer: Answer) -> list[str]:
     """The hits of all questions, each passage once: the first of every question, then the second, and so on."""
     deepest = max((len(hits) for hits in answer.hits), default=0)
     return list(dict.fromkeys(hits[at].passage_id for at in range(deepest) for hits in answer.hits if at < len(hits)))

@@ -1,4 +1,4 @@
-"""What a request may ask for: the run file's `serve` section, and what an inner product can bear.
+"""Checks requests against the `serve` section of the run file, and vectors against float32.
 
 Shapes: Q queries, D dimension.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.wire import RequestError, SearchRequest, check_is_text
+from mvr_ray.serving.schemas import RequestError, SearchRequest, check_is_text
 from mvr_ray.types import FloatArray
 
 MAX_NORM = 1e16
@@ -53,7 +53,7 @@ def _is_readable(char: str) -> bool:
     return unicodedata.category(char)[0] in "LNPS" and char != "\ufffd"
 
 
-def checked_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatArray:
+def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatArray:
     """queries_QD float32. Raises RequestError naming the first vector that cannot be searched with."""
     for i, query in enumerate(queries):
         if len(query) != dimension:

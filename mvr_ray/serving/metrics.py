@@ -1,4 +1,4 @@
-"""What a server counts about itself, in Prometheus' text format.
+"""Counts requests, stages and answers of one replica in Prometheus' text format.
 
 Stages: `queue` from arrival to a free thread, `service` all that follows; of that, `encode` the questions, `search` the
 shards (each round), `merge` their answers, as the router tells them.
@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mvr_ray.serving.ports import Counting
-from mvr_ray.serving.wire import SearchResponse
+from mvr_ray.serving.protocols import SearchStats
+from mvr_ray.serving.schemas import SearchResponse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -44,7 +44,7 @@ class Metrics:
         for certified in ("true", "false"):
             self.answers.labels(certified)
 
-    def watch(self, router: Counting) -> None:
+    def watch(self, router: SearchStats) -> None:
         """Tell from now on what this router knows of its searchers and its version."""
         self.registry.register(_Searchers(router))
 
@@ -79,7 +79,7 @@ class Metrics:
 class _Searchers(Collector):
     """A router's own counts."""
 
-    def __init__(self, router: Counting) -> None:
+    def __init__(self, router: SearchStats) -> None:
         self.router = router
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The app's place on Ray Serve: one replica over the live version, and a command that stays with it."""
+"""Runs the app on Ray Serve: one replica over the live version, and a command that stays with it."""
 
 import logging
 import os
@@ -15,13 +15,13 @@ from ray.serve.context import _get_global_client
 from mvr_ray import logs
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving import door
+from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.auth import KnownToken, TokenStore, read_tokens, require_tokens
+from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.metrics import Metrics
-from mvr_ray.serving.sampling import RecallSampler
+from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import KnownToken, Tokens, read_tokens, require_tokens
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
 """Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
+SERVE_GRACE_S = 1.0
+"""Serve itself ends a request so long after `serve.timeout_ms`, where its proxies run without our limiter."""
 _REFUSALS = 1024
 """Requests that a replica may be turning away while its places are taken: refusing is the app's, not Serve's."""
 
@@ -37,8 +39,8 @@ class SearchIngress:
     """The replica: answers HTTP from the live version, and from newer ones as they are published."""
 
     def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
-        from mvr_ray.distributed.insight import Insight
-        from mvr_ray.distributed.live import open_live
+        from mvr_ray.distributed.diagnostics import RouterDiagnostics
+        from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         logs.to_stderr()
         log.info("replica started: pid=%d", os.getpid())
@@ -46,15 +48,17 @@ class SearchIngress:
         self._held = ExitStack()
         timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None
         self._metrics = Metrics()
-        opened = open_live(config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage)
+        opened = open_hot_swap_router(
+            config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
+        )
         router = self._held.enter_context(opened)
-        catalog = StoreCatalog(Store(config.store.path), config.index.name)
-        insight = Insight(router)
-        sampler = RecallSampler(insight, self._metrics.note_recall)
-        self._held.callback(sampler.close)
+        catalog = VersionCatalog(Store(config.store.path), config.index.name)
+        insight = RouterDiagnostics(router)
+        recall_monitor = RecallMonitor(insight, self._metrics.note_recall)
+        self._held.callback(recall_monitor.close)
         self._metrics.watch(insight)
-        self.service = SearchService(router, config.serve, catalog, router, sampler)
-        self._tokens = Tokens(tuple(tokens))
+        self.service = SearchService(router, config.serve, catalog, router, recall_monitor)
+        self._tokens = TokenStore(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.service, self._tokens, self._metrics)
@@ -69,14 +73,15 @@ def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") ->
     Raises ConfigError where others could reach it without a token, or where the cluster's Serve listens elsewhere
     already. Replicas get the tokens' digests, not the tokens.
     """
-    tokens = checked_tokens(run)
-    serve.start(http_options={"host": run.serve.host, "port": run.serve.port})
+    tokens = validated_tokens(run)
+    timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
+    serve.start(http_options={"host": run.serve.host, "port": run.serve.port, "request_timeout_s": timeout_s})
     _require_address(run.serve.host, run.serve.port)
     serve.run(application(run, version, tokens), name=name, route_prefix="/")
     return f"http://{run.serve.host}:{run.serve.port}"
 
 
-def application(run: RunConfig, version: int | None, tokens: Tokens) -> serve.Application:
+def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serve.Application:
     """What Ray Serve runs."""
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
         name="search",
@@ -87,7 +92,7 @@ def application(run: RunConfig, version: int | None, tokens: Tokens) -> serve.Ap
     return replica.bind(run.model_dump(mode="json"), version, tokens.known)
 
 
-def checked_tokens(run: RunConfig) -> Tokens:
+def validated_tokens(run: RunConfig) -> TokenStore:
     """The tokens to serve with. Raises ConfigError for settings that no server may start with."""
     if run.serve.max_k < run.retrieve.k:
         raise ConfigError(f"serve.max_k ({run.serve.max_k}) is below retrieve.k ({run.retrieve.k}); raise it")
@@ -112,8 +117,8 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing."""
     from mvr_ray.distributed.session import connect
 
-    checked_tokens(run)
-    door.announce(run.serve.max_waiting, os.environ)
+    validated_tokens(run)
+    proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     asked: list[int] = []
     before: dict[int, Any] = {}

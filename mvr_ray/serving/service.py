@@ -1,4 +1,4 @@
-"""What a request means: limits, the search itself, and hits with their matching snippets.
+"""Executes requests against a router: limits, search, and hits with their matching snippets.
 
 A plain class over a router: no HTTP and no Ray in here. `app.py` puts it on the network, and a client in the
 same process calls it as it is.
@@ -14,21 +14,21 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.core.snippets import snippet_text
+from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import explain as explaining
-from mvr_ray.serving.catalog import Catalog
+from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.explain import ExplainRequest
 from mvr_ray.serving.limits import check_request as check_request
-from mvr_ray.serving.limits import checked_vectors
-from mvr_ray.serving.offer import PublishRequest
-from mvr_ray.serving.ports import Explainable, Moving
-from mvr_ray.serving.sampling import RecallSampler
-from mvr_ray.serving.wire import (
+from mvr_ray.serving.limits import parse_vectors
+from mvr_ray.serving.manifest_payload import PublishRequest
+from mvr_ray.serving.protocols import Explainable, VersionSwitcher
+from mvr_ray.serving.recall_monitor import RecallMonitor
+from mvr_ray.serving.schemas import (
     Coverage,
     Exact,
-    FoundPassage,
+    PassageHit,
     PassageResponse,
     PassageView,
     Readiness,
@@ -44,7 +44,7 @@ from mvr_ray.serving.wire import (
 )
 from mvr_ray.types import Answer, Hit, Passage
 
-__all__ = ["FoundPassage", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
+__all__ = ["PassageHit", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +63,18 @@ class SearchService:
         self,
         router: Explainable,
         limits: ServeConfig,
-        catalog: Catalog | None = None,
-        moving: Moving | None = None,
-        sampler: RecallSampler | None = None,
+        catalog: VersionCatalog | None = None,
+        switcher: VersionSwitcher | None = None,
+        recall_monitor: RecallMonitor | None = None,
     ) -> None:
-        """Without a catalog nothing is known about other versions than the router's; without `moving` there is no
-        other one to ask. `sampler` is shown every answer.
+        """Without a catalog nothing is known about other versions than the router's; without `switcher` there is no
+        other one to ask. `recall_monitor` is shown every answer.
         """
         self.router = router
         self.limits = limits
         self.catalog = catalog
-        self.moving = moving
-        self.sampler = sampler
+        self.switcher = switcher
+        self.recall_monitor = recall_monitor
 
     def search(self, request: SearchRequest, timeout_s: float | None = None) -> SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -86,18 +86,18 @@ class SearchService:
         own_s, least = own_ms / 1000, request.min_coverage
         allowed_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
         with self._at(request.version, allowed_s) as router:
-            same_encoder(request.encoder_fingerprint, served(router))
+            require_encoder(request.encoder_fingerprint, current_version(router))
             left_s = allowed_s - (time.perf_counter() - began)
             answer = (
                 router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
                 if texts
                 else router.search(
-                    checked_vectors(vectors, router.dimension), request.k, timeout_s=left_s, min_coverage=least
+                    parse_vectors(vectors, router.dimension), request.k, timeout_s=left_s, min_coverage=least
                 )
             )
-            same_encoder(request.encoder_fingerprint, answer)
-            if self.sampler is not None:
-                self.sampler.note(request.queries, request.k, answer)
+            require_encoder(request.encoder_fingerprint, answer)
+            if self.recall_monitor is not None:
+                self.recall_monitor.note(request.queries, request.k, answer)
             results = [[bare(hit, router.num_views) for hit in hits] for hits in answer.hits]
             if request.text:
                 wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})
@@ -125,13 +125,13 @@ class SearchService:
         allowed_s = self.limits.timeout_ms / 1000
         left_s = SEARCH_SHARE * (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
         with self._at(request.version, left_s) as router:
-            same_encoder(request.encoder_fingerprint, served(router))
+            require_encoder(request.encoder_fingerprint, current_version(router))
             return explaining.explain(router, request, self.limits)
 
     def passage(self, passage_id: str) -> PassageResponse:
         """One passage as it was indexed."""
         with self._at(None) as router:
-            of = served(router)
+            of = current_version(router)
             found = router.passages([passage_id]) if is_text(passage_id) else {}
             if passage_id not in found:
                 message = f"index {of.index!r} version {of.version} holds no passage of this id"
@@ -147,7 +147,7 @@ class SearchService:
 
     def versions(self) -> VersionList:
         """The versions that are published, and the one that is answered from."""
-        of, known = self.served(), self._catalog().all()
+        of, known = self.current_version(), self._catalog().all()
         live = max((one.version for one in known), default=0)
         return VersionList(index=of.index, live=live, serving=of.version, versions=known)
 
@@ -163,8 +163,8 @@ class SearchService:
     def rollback(self, number: int) -> VersionInfo:
         """Publish the content of a version as a new one, and answer from it at once."""
         done = self._catalog().rollback(number)
-        if self.moving is not None:
-            self.moving.follow()
+        if self.switcher is not None:
+            self.switcher.follow()
         return done
 
     def promote(self, number: int) -> Readiness:
@@ -174,11 +174,11 @@ class SearchService:
             told = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
             raise RequestError(409, "not_newest", "n", told, hint)
-        if self.moving is not None:
-            self.moving.follow()
-        serving = self.served().version
+        if self.switcher is not None:
+            self.switcher.follow()
+        serving = self.current_version().version
         if serving != number:
-            failure = self.moving.failure if self.moving is not None else ""
+            failure = self.switcher.failure if self.switcher is not None else ""
             why = failure or "it stays with the version that it was started with"
             told = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
             raise RequestError(503, "not_opened", "n", told, "see `mvr-ray versions CONFIG verify`")
@@ -201,15 +201,15 @@ class SearchService:
             shards=coverage(answer).shards,
         )
 
-    def served(self) -> Answer:
+    def current_version(self) -> Answer:
         """What is answered from now."""
-        return served(self.router)
+        return current_version(self.router)
 
     @contextmanager
     def _at(self, version: int | None, timeout_s: float | None = None) -> Iterator[Explainable]:
         """The router of one version, for all that one request asks of it; `timeout_s` to wait for that version."""
-        if self.moving is None:
-            of = served(self.router)
+        if self.switcher is None:
+            of = current_version(self.router)
             if version not in (None, of.version):
                 raise RequestError(
                     404,
@@ -222,25 +222,25 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(self.moving.pinned(version, timeout_s))
+                router = stack.enter_context(self.switcher.pinned(version, timeout_s))
             except MissingInputError as error:
                 told, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None
             yield router
 
-    def _catalog(self) -> Catalog:
+    def _catalog(self) -> VersionCatalog:
         if self.catalog is None:
             hint = "ask a server of `mvr-ray serve`"
             raise RequestError(404, "no_versions", "", "this service answers from one version alone", hint)
         return self.catalog
 
 
-def served(router: Explainable) -> Answer:
+def current_version(router: Explainable) -> Answer:
     """The answer to no query at all: index, version and encoder, and no shard is asked."""
     return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
 
 
-def same_encoder(wanted: str | None, of: Answer) -> None:
+def require_encoder(wanted: str | None, of: Answer) -> None:
     """Raises RequestError (409) where a request is meant for another encoder than the version's."""
     if wanted is not None and wanted != of.encoder_fingerprint:
         message = (
@@ -260,12 +260,12 @@ def coverage(answer: Answer) -> Coverage:
     )
 
 
-def bare(hit: Hit, num_views: int) -> FoundPassage:
+def bare(hit: Hit, num_views: int) -> PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
-    return FoundPassage(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+    return PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
 
 
-def with_text(found: FoundPassage, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> FoundPassage:
+def with_text(found: PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> PassageHit:
     span = spans[found.view] if found.view < len(spans) and not found.feedback else None
     snippet = Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span)) if span else None
     return found.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})

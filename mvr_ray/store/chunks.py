@@ -1,6 +1,6 @@
 """Passages cut into chunks, and questions carried over to the chunks that answer them.
 
-Chunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, to the letter.
+TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, to the letter.
 """
 
 import re
@@ -12,7 +12,7 @@ from mvr_ray.types import Passage, Question
 _WORD = re.compile(r"\S+")
 
 
-class Chunk(NamedTuple):
+class TextChunk(NamedTuple):
     """A piece of a passage; `start` is its first character's offset there."""
 
     passage: Passage
@@ -27,20 +27,20 @@ class Located(NamedTuple):
     answer_starts: tuple[int, ...]
 
 
-def chunk(passage: Passage, chunk_words: int) -> list[Chunk]:
+def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     """The passage's chunks in order; 0 words: the passage itself."""
     if not chunk_words:
-        return [Chunk(passage, 0)]
+        return [TextChunk(passage, 0)]
     spans = [match.span() for match in _WORD.finditer(passage.text)]
     chunks = []
     for number, first in enumerate(range(0, len(spans), chunk_words)):
         start, stop = spans[first][0], spans[min(first + chunk_words, len(spans)) - 1][1]
         piece = Passage(f"{passage.id}#{number}", passage.title, passage.text[start:stop])
-        chunks.append(Chunk(piece, start))
+        chunks.append(TextChunk(piece, start))
     return chunks
 
 
-def locate(text: str, chunks: Sequence[Chunk], answers: Sequence[str], starts: Sequence[int]) -> Located:
+def locate(text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int]) -> Located:
     """Carry answers at `starts` of `text` (-1: look for the first place) over to the chunks.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
@@ -73,9 +73,9 @@ def _first_place(text: str, answer: str) -> int:
     return text.find(answer) if answer.strip() else -1
 
 
-def _holder(chunks: Sequence[Chunk], start: int) -> int:
+def _holder(chunks: Sequence[TextChunk], start: int) -> int:
     return max((number for number, piece in enumerate(chunks) if piece.start <= start), default=0)
 
 
-def _end(piece: Chunk) -> int:
+def _end(piece: TextChunk) -> int:
     return piece.start + len(piece.passage.text)

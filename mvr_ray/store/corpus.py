@@ -18,7 +18,7 @@ from typing import Self
 import pyarrow as pa
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store, finished_file, sha256_of
 from mvr_ray.types import Passage, Question
 
@@ -156,7 +156,7 @@ class Corpus:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Self:
-        path = layout.corpus_json(name)
+        path = paths.corpus_json(name)
         if not store.exists(path):
             raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
         return cls(store, CorpusInfo.from_json(store.read_bytes(path), store.where(path)))
@@ -240,7 +240,7 @@ class Corpus:
         return found
 
     def _part_path(self, info: PartInfo) -> str:
-        return f"{layout.corpus_dir(self.name)}/{info.file}"
+        return f"{paths.corpus_dir(self.name)}/{info.file}"
 
 
 def _is_whole(path: Path, info: PartInfo) -> bool:
@@ -265,7 +265,7 @@ def write_questions(store: Store, name: str, questions: Iterable[Question]) -> i
     with store.scratch() as folder:
         file = folder / "questions.arrow"
         count = write_question_file(file, name, questions)
-        store.put_file(file, layout.questions(name))
+        store.put_file(file, paths.questions(name))
     return count
 
 
@@ -274,7 +274,7 @@ def write_question_file(path: Path, name: str, questions: Iterable[Question]) ->
 
 
 def read_questions(store: Store, name: str) -> list[Question]:
-    path = layout.questions(name)
+    path = paths.questions(name)
     if not store.exists(path):
         known = question_sets(store)
         raise MissingInputError(
@@ -290,7 +290,7 @@ def read_questions(store: Store, name: str) -> list[Question]:
 
 def question_sets(store: Store) -> list[str]:
     """Names of the stored question sets."""
-    return [name.removesuffix(".arrow") for name in store.list(layout.questions_dir()) if name.endswith(".arrow")]
+    return [name.removesuffix(".arrow") for name in store.list(paths.questions_dir()) if name.endswith(".arrow")]
 
 
 def _checked_question(question: Question, name: str) -> Question:

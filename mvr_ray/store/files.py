@@ -1,6 +1,6 @@
-"""Bytes at rest under one root: a folder, or a bucket prefix (`s3://`, `gs://`).
+"""Reads and writes bytes at rest under one root: a folder, or a bucket prefix (`s3://`, `gs://`).
 
-Every path is relative to the root with `/` between parts (names come from `layout`). A file appears whole or not at
+Every path is relative to the root with `/` between parts (names come from `paths`). A file appears whole or not at
 all: it is written aside, synced and renamed. A folder appears whole by one rename; on an object store its files are
 uploaded in name order with the JSON that describes them last. Whoever creates a name with `create_once` is alone.
 """
@@ -16,10 +16,8 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-import pyarrow.fs
-
 from mvr_ray.errors import MissingInputError, StorageError
-from mvr_ray.store.objects import ObjectFiles
+from mvr_ray.store.objects import ObjectFiles, open_address
 
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
@@ -29,17 +27,16 @@ STALE_SCRATCH_S = 86_400
 class Store:
     """All reading and writing of one store. Cheap to make, and safe to send to another process."""
 
-    def __init__(self, root: str | Path, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
-        """`filesystem` stands in for the one that the root's scheme names; it then holds `root` as a plain path."""
+    def __init__(self, root: str | Path) -> None:
         self.root = str(root)
         self._objects: ObjectFiles | None = None
-        if filesystem is not None:
-            self._objects = ObjectFiles(filesystem, self.root)
-        elif "://" in self.root:
-            with _told("open the store", self.name):
-                opened, prefix = pyarrow.fs.FileSystem.from_uri(self.root)
-            self._objects = ObjectFiles(opened, prefix)
-        self._folder = Path(self.root).expanduser()
+        if "://" in self.root and not self.root.startswith("file://"):
+            with _storage_errors("open the store", self.name):
+                self._objects = ObjectFiles(open_address(self.root))
+        self._folder = Path(self.root.removeprefix("file://")).expanduser()
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
+        return type(self), (self.root,)
 
     def __repr__(self) -> str:
         return f"Store({self.name!r})"
@@ -51,7 +48,7 @@ class Store:
     @property
     def address(self) -> str:
         """The root as another process may open it, whatever its working folder: a folder by its full path."""
-        return self.root if "://" in self.root or not self.is_local else str(self._folder.absolute())
+        return str(self._folder.absolute()) if self.is_local else self.root
 
     @property
     def name(self) -> str:
@@ -67,14 +64,14 @@ class Store:
 
     def read_bytes(self, path: str) -> bytes:
         try:
-            with _told("read", self.where(path)):
+            with _storage_errors("read", self.where(path)):
                 return self._objects.read(_checked(path)) if self._objects else self._local(path).read_bytes()
         except FileNotFoundError:
             raise MissingInputError(f"{self.where(path)} does not exist") from None
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Put `data` at `path`, replacing what is there in one step."""
-        with _told("write", self.where(path), len(data), self.free_bytes):
+        with _storage_errors("write", self.where(path), len(data), self.free_bytes):
             if self._objects:
                 self._objects.write(_checked(path), data)
                 return
@@ -83,7 +80,7 @@ class Store:
 
     def create_once(self, path: str, data: bytes) -> None:
         """Put `data` at `path` unless something is there; then FileExistsError, and what is there stays."""
-        with _told("create", self.where(path), len(data), self.free_bytes):
+        with _storage_errors("create", self.where(path), len(data), self.free_bytes):
             if self._objects:
                 self._objects.create_once(_checked(path), data)
                 return
@@ -101,7 +98,7 @@ class Store:
 
     def put_file(self, source: Path, path: str) -> None:
         """Move a finished local file to `path`, replacing what is there in one step."""
-        with _told("write", self.where(path), source.stat().st_size, self.free_bytes):
+        with _storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
             if self._objects:
                 self._objects.upload(source, _checked(path))
                 source.unlink()
@@ -124,7 +121,7 @@ class Store:
             shutil.rmtree(source)
             return False
         num_bytes = sum(file.stat().st_size for file in _files_of(source)) + sum(map(len, last.values()))
-        with _told("write", self.where(path), num_bytes, self.free_bytes):
+        with _storage_errors("write", self.where(path), num_bytes, self.free_bytes):
             for name, data in last.items():
                 (source / name).write_bytes(data)
             if self._objects:
@@ -155,7 +152,7 @@ class Store:
         if self._objects is None:
             return self._local(path)
         try:
-            with _told("download", self.where(path)):
+            with _storage_errors("download", self.where(path)):
                 return self._objects.download(_checked(path), cache_dir() / _short_hash(self.root))
         except FileNotFoundError:
             raise MissingInputError(f"{self.where(path)} does not exist") from None
@@ -198,7 +195,7 @@ class Store:
 
     def delete(self, path: str) -> None:
         """Remove the file at `path`, if there."""
-        with _told("delete", self.where(path)):
+        with _storage_errors("delete", self.where(path)):
             if self._objects:
                 self._objects.delete(_checked(path))
             else:
@@ -206,7 +203,7 @@ class Store:
 
     def delete_dir(self, path: str) -> None:
         """Remove the folder at `path` and all below it, if there. It vanishes in one step on a local path."""
-        with _told("delete", self.where(path)):
+        with _storage_errors("delete", self.where(path)):
             if self._objects:
                 self._objects.delete_dir(_checked(path))
                 return
@@ -218,7 +215,7 @@ class Store:
 
     def move_dir(self, path: str, to: str) -> None:
         """Move a folder to a name that is free: by one rename, or on an object store file by file, copied first."""
-        with _told("move", self.where(path)):
+        with _storage_errors("move", self.where(path)):
             if self._objects:
                 self._objects.move_dir(_checked(path), _checked(to))
                 return
@@ -230,7 +227,7 @@ class Store:
     def sha256(self, path: str) -> str:
         """Hex digest of the file at `path`, as it is in the store now."""
         try:
-            with _told("read", self.where(path)):
+            with _storage_errors("read", self.where(path)):
                 if self._objects:
                     return self._objects.sha256(_checked(path))
                 return sha256_of(self._local(path))
@@ -253,7 +250,7 @@ class Store:
             with tempfile.TemporaryDirectory(prefix="mvr_ray-") as name:
                 yield Path(name)
             return
-        with _told("make a scratch folder in", self.name):
+        with _storage_errors("make a scratch folder in", self.name):
             shelf = self._folder / SCRATCH
             shelf.mkdir(parents=True, exist_ok=True)
             for old in shelf.iterdir():
@@ -340,7 +337,7 @@ def sync_folder(path: Path) -> None:
 def finished_file(target: Path, synced: bool = True) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when the block ends well, else it goes. Not `synced`: for
     files that a store then takes, which syncs what it names."""
-    with _told("write", str(target)):
+    with _storage_errors("write", str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -383,7 +380,7 @@ def _beside(source: Path, target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _told(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
+def _storage_errors(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
     """Turn the system's errors into ones that say what was being done, and what to do."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Index versions: describe, publish, open, verify, roll back.
+"""Describes, publishes, opens, verifies and rolls back index versions.
 
 A manifest is the whole truth about one version: immutable, created once under its number, naming shards by their
 content. The live version is the highest. A shard folder is shared by all versions that name it and goes only when
@@ -12,13 +12,17 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store, sha256_of
 
 log = logging.getLogger(__name__)
@@ -27,6 +31,17 @@ FORMAT_VERSION = 1
 DIGEST_HEX = 32
 READ_TRIES = 2
 FIRST_PAUSE_S = 0.1
+
+Size = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[int, Field(ge=0, le=2**31)]
+Word = Annotated[str, Field(max_length=200)]
+Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_HEX}}}$")]
+FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*$", max_length=200)]
+if TYPE_CHECKING:
+    ParamValue = Any  # each parameter has a type of its own in index.base.IndexParams
+else:
+    ParamValue = int | str
+_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ShardMeta(NamedTuple):
@@ -37,61 +52,62 @@ class ShardMeta(NamedTuple):
     num_vectors: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class FileEntry:
-    num_bytes: int
-    sha256: str
+    num_bytes: Size
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class ShardEntry:
-    """One shard of a version; `digest` names its folder and covers every file and count."""
+    """One shard of a version."""
 
-    shard: int
-    digest: str
-    num_passages: int
-    num_vectors: int
-    files: dict[str, FileEntry]
+    shard: Number
+    digest: Digest
+    """The name of the shard's folder; it covers the other fields."""
+    num_passages: Size
+    num_vectors: Size
+    files: dict[FileName, FileEntry]
 
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Manifest:
-    """One index version. `version` 0 stands for one that is not published yet; `parent` 0 for no parent."""
+    """One index version, in the store and over HTTP. `version` 0 stands for one that is not published yet; `parent` 0
+    for no parent."""
 
-    index: str
-    operation: str
+    index: Name
+    operation: Word
     """index, refine:METHOD or rollback."""
-    encoder_name: str
-    encoder_fingerprint: str
-    similarity: str
-    """cosine or inner_product."""
-    num_views: int
-    dimension: int
-    dtype: str
-    corpus: str
-    corpus_digest: str
-    index_params: dict[str, Any]
+    encoder_name: Name
+    encoder_fingerprint: Name
+    similarity: Annotated[str, Field(pattern="^(cosine|inner_product)$")]
+    num_views: Annotated[int, Field(ge=1, le=1024)]
+    dimension: Annotated[int, Field(ge=1, le=65_504)]
+    dtype: Literal["fp16", "fp32"]
+    corpus: Name
+    corpus_digest: Word
+    index_params: dict[str, ParamValue]
     shards: tuple[ShardEntry, ...]
-    parent: int = 0
-    version: int = 0
-    created: str = ""
-    recall: float | None = None
+    parent: Number = 0
+    version: Number = 0
+    created: Word = ""
+    recall: int | float | None = None
     """Measured share of exact search's passages that the index finds; None for an exact index."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    config_digest: str = ""
-    dirty_share: float | None = None
+    metrics: dict[str, int | float] = field(default_factory=dict)
+    config_digest: Word = ""
+    dirty_share: int | float | None = None
     """Share of passages whose views the operation changed."""
-    refinement: dict[str, float] = field(default_factory=dict)
+    refinement: dict[str, int | float] = field(default_factory=dict)
     """What this operation made feedback views with: `feedback_weight`, and `feedback_clusters`, the most a passage."""
-    refined_queries: dict[str, str] = field(default_factory=dict)
-    """Question set -> digest of its moved query vectors (`layout.refined_queries`)."""
-    token: str = ""
+    refined_queries: dict[Name, Digest] = field(default_factory=dict)
+    """Question set -> digest of its moved query vectors (`paths.refined_queries`)."""
+    token: Word = ""
     """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = 1
 
     @property
     def num_passages(self) -> int:
@@ -131,10 +147,9 @@ class Manifest:
         if digest_of(fields) != written:
             raise DigestError(f"{where} is damaged: its digest is not {written}; publish again or roll back")
         try:
-            shards = tuple(_shard_entry(shard) for shard in fields.pop("shards"))
-            return cls(shards=shards, **fields)
-        except (KeyError, TypeError) as error:
-            raise ManifestError(f"{where} lacks or misnames a field: {error}") from error
+            return cls(**fields)
+        except (TypeError, ValidationError) as error:
+            raise ManifestError(f"{where} is not a manifest that this program reads: {error}") from error
 
 
 class Problem(NamedTuple):
@@ -168,28 +183,28 @@ def add_shard(
     `known` describes files that were found whole before and are not read again.
     A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
     """
-    (folder / layout.SHARD_JSON).unlink(missing_ok=True)
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {n: (known or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in paths.items()}
+    (folder / paths.SHARD_JSON).unlink(missing_ok=True)
+    files_by_name = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {n: (known or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in files_by_name.items()}
     described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
     digest = digest_of(described)[:DIGEST_HEX]
     told = (json.dumps(described, indent=1) + "\n").encode()
     entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
-    path = layout.shard_dir(index, digest)
+    path = paths.shard_dir(index, digest)
     if store.exists(path):
         store.touch(path)
         for problem in _check_shard(store, index, entry).problems:
             log.warning("shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, *problem[1:])
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
-        if not store.exists(f"{path}/{layout.SHARD_JSON}"):
-            store.write_bytes(f"{path}/{layout.SHARD_JSON}", told)
-    store.upload_dir(folder, path, {layout.SHARD_JSON: told})
+        if not store.exists(f"{path}/{paths.SHARD_JSON}"):
+            store.write_bytes(f"{path}/{paths.SHARD_JSON}", told)
+    store.upload_dir(folder, path, {paths.SHARD_JSON: told})
     return entry
 
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
     """A local folder with the shard's files, each read once and found equal to its digest, else DigestError."""
-    remote = layout.shard_dir(index, entry.digest)
+    remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     for name, file in entry.files.items():
         path = folder / name
@@ -207,13 +222,13 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
 def add_refined_queries(store: Store, index: str, file: Path) -> str:
     """Move a file of moved query vectors to the name that its content gives it; returns its digest."""
     digest = sha256_of(file)[:DIGEST_HEX]
-    store.put_file(file, layout.refined_queries(index, digest))
+    store.put_file(file, paths.refined_queries(index, digest))
     return digest
 
 
 def list_versions(store: Store, index: str) -> list[int]:
     """Numbers of the versions that are there, ascending. The last is live."""
-    stems = (name.removesuffix(".json") for name in store.list(layout.versions_dir(index)) if name.endswith(".json"))
+    stems = (name.removesuffix(".json") for name in store.list(paths.versions_dir(index)) if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
@@ -226,7 +241,7 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
         raise MissingInputError(
             f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"
         )
-    path = layout.manifest(index, versions[-1] if version is None else version)
+    path = paths.manifest(index, versions[-1] if version is None else version)
     return Manifest.from_json(store.read_bytes(path), store.where(path))
 
 
@@ -247,7 +262,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     _require_files(store, manifest, version)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     published = dataclasses.replace(manifest, version=version, created=created, token=uuid.uuid4().hex)
-    path, data = layout.manifest(index, version), published.to_json()
+    path, data = paths.manifest(index, version), published.to_json()
     try:
         store.create_once(path, data)
     except ManifestError:
@@ -316,7 +331,7 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
     num_bytes = sum(report.num_bytes for report in reports)
     problems = [problem for report in reports for problem in report.problems]
     for digest in manifest.refined_queries.values():
-        path = layout.refined_queries(manifest.index, digest)
+        path = paths.refined_queries(manifest.index, digest)
         size = store.size_bytes(path)
         num_files, num_bytes = num_files + 1, num_bytes + max(size, 0)
         if size < 0:
@@ -341,18 +356,18 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
             f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
         )
     for shard in manifest.shards:
-        store.touch(layout.shard_dir(manifest.index, shard.digest))
+        store.touch(paths.shard_dir(manifest.index, shard.digest))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
     """Paths that the manifest names and that are not there with their size."""
     wanted = [
-        (f"{layout.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
+        (f"{paths.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
         for shard in manifest.shards
         for name, file in shard.files.items()
     ]
     missing = [path for path, num_bytes in wanted if store.size_bytes(path) != num_bytes]
-    refined = [layout.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
+    refined = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
     return missing + [path for path in refined if store.size_bytes(path) < 0]
 
 
@@ -363,7 +378,7 @@ def _num_files(manifest: Manifest) -> int:
 def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
     problems: list[Problem] = []
     for name, file in entry.files.items():
-        path = f"{layout.shard_dir(index, entry.digest)}/{name}"
+        path = f"{paths.shard_dir(index, entry.digest)}/{name}"
         size = store.size_bytes(path)
         if size < 0:
             problems.append(Problem(entry.shard, path, "is missing"))
@@ -376,11 +391,6 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
 
 def _equals(path: Path, file: FileEntry) -> bool:
     return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
-
-
-def _shard_entry(fields: Mapping[str, Any]) -> ShardEntry:
-    others = {name: value for name, value in fields.items() if name != "files"}
-    return ShardEntry(**others, files={name: FileEntry(**file) for name, file in fields["files"].items()})
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:

@@ -1,86 +1,169 @@
-"""Files in an object store, through pyarrow's file systems.
+"""Reads and writes the files of a store on an object store: `s3://`, `gs://`, and what else obstore opens.
 
-An object appears whole when its upload ends. On S3 `create_once` is one conditional PUT (`conditional`); whether the
-server honours the condition is found out once, by creating one object twice. Elsewhere it goes by claims: a writer puts
-a claim beside the name, lists the claims, and writes only if its own is the only one and the name is still free.
-Listings of S3 and Google Cloud Storage show every finished put, so of two writers at least one sees the other; both
-may, then both step back and try again after a random pause. At most one ever writes.
+An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
+condition is checked once, by creating one object twice; a service that does not is refused, since nothing else would
+keep two publishers apart. A PUT that fails may have had its effect: the object is read again before deciding.
+
+    s3://[KEY:SECRET@]BUCKET/PREFIX[?region=...&endpoint_override=HOST:PORT&scheme=http]
+    gs://[anonymous@]BUCKET/PREFIX[?endpoint_override=HOST:PORT&scheme=http]
+
+Without keys in the address those of the environment are used, then those that boto3 finds where it is installed
+(profiles), then those of the machine or pod.
 """
 
 import contextlib
 import hashlib
-import logging
+import importlib.util
 import os
 import random
-import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-import pyarrow as pa
-from pyarrow import fs
+import obstore
+import pyarrow.fs
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import GCSStore, ObjectStore, S3Store, from_url
 
-from mvr_ray.errors import PublishConflictError
-from mvr_ray.store.conditional import ConditionalPuts, UnknownConditionError, conditional_puts
+from mvr_ray.errors import ConfigError, StorageError
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
 
 PROBE = ".conditional"
-CLAIM_TRIES = 8
-FIRST_PAUSE_S = 0.05
+CREATE_TRIES = 5
+FIRST_PAUSE_S = 0.1
 SETTLED_S = 5.0
-COPY_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
+CLIENT: Any = {"allow_http": True, "timeout": "60s"}
+RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
+OPTIONS = ("region", "scheme", "endpoint_override", "force_virtual_addressing")
+IGNORED = ("allow_bucket_creation", "allow_bucket_deletion", "background_writes", "project_id", "retry_limit_seconds")
+"""Options that addresses may have, and that change nothing here."""
+
+
+def open_address(address: str) -> ObjectStore:
+    """The service, bucket and prefix that an address names."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("s3", "gs"):
+        return from_url(address, client_options=CLIENT, retry_config=RETRY)
+    user, _, bucket = parts.netloc.rpartition("@")
+    options = dict(parse_qsl(parts.query))
+    if unknown := sorted(set(options) - {*OPTIONS, *IGNORED}):
+        raise ConfigError(
+            f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
+        )
+    place = options.get("endpoint_override", "")
+    endpoint = place if not place or "://" in place else f"{options.get('scheme', 'https')}://{place}"
+    common: dict[str, Any] = {"prefix": parts.path.strip("/"), "client_options": CLIENT, "retry_config": RETRY}
+    if parts.scheme == "gs":
+        own = ({"skip_signature": True} if user == "anonymous" else {}) | ({"base_url": endpoint} if endpoint else {})
+        return GCSStore(bucket, **common, **own)
+    virtual = options.get("force_virtual_addressing", "").lower() == "true"
+    own = _s3_settings(bucket, user, endpoint, options.get("region", ""))
+    return S3Store(bucket, virtual_hosted_style_request=virtual, **common, **own)
+
+
+def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    key, _, secret = user.partition(":")
+    if key:
+        settings |= {"access_key_id": unquote(key), "secret_access_key": unquote(secret)}
+    elif not os.environ.get("AWS_ACCESS_KEY_ID") and importlib.util.find_spec("boto3"):
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        with contextlib.suppress(ValueError):  # it knows no keys; the machine or pod may have some
+            settings["credential_provider"] = Boto3CredentialProvider()
+    if endpoint:
+        settings["endpoint"] = endpoint
+    elif not (region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        region = pyarrow.fs.resolve_s3_region(bucket)
+    return settings | ({"region": region} if region else {})
+
+
+def _first_line(error: BaseError | None) -> str:
+    """What an error says, without the dump of its source."""
+    return str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise the library's errors as OSError, the first line of their message."""
+    try:
+        yield
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise PermissionError(_first_line(error)) from error
+    except BaseError as error:
+        raise OSError(_first_line(error)) from error
 
 
 class ObjectFiles:
-    """The operations of `files.Store` on a bucket prefix; paths are checked by the store."""
+    """The operations of `files.Store` under one address; paths are checked by the store."""
 
-    def __init__(self, filesystem: fs.FileSystem, prefix: str) -> None:
-        self.filesystem = filesystem
-        self.prefix = prefix.rstrip("/")
-        self._asked_puts = False
-        self._puts: ConditionalPuts | None = None
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._is_conditional = False
 
-    def __reduce__(self) -> tuple[type["ObjectFiles"], tuple[fs.FileSystem, str]]:
-        return type(self), (self.filesystem, self.prefix)
-
+    @_os_errors()
     def read(self, path: str) -> bytes:
-        with self.filesystem.open_input_stream(self._at(path)) as stream:
-            return stream.read()
+        return bytes(obstore.get(self._objects, path).bytes())
 
+    @_os_errors()
     def write(self, path: str, data: bytes) -> None:
-        self._make_parent(path)
-        with self.filesystem.open_output_stream(self._at(path)) as stream:
-            stream.write(data)
+        obstore.put(self._objects, path, data)
 
+    @_os_errors()
     def create_once(self, path: str, data: bytes) -> None:
-        """Write unless there: FileExistsError if it is, PublishConflictError if other claims never went away."""
-        if puts := self.conditional_puts():
-            puts.create(self._at(path), data, lambda: self._read_if_there(path))
-        else:
-            self._create_claimed(path, data)
-
-    def conditional_puts(self) -> ConditionalPuts | None:
-        """How this service creates an object once; None where it cannot, which is found out by asking it."""
-        if not self._asked_puts:
-            puts = conditional_puts(self.filesystem)
-            if puts and not self._honours(puts):
-                log.warning("conditional writes not honoured, claims are used: store=%s", puts.endpoint)
-                puts = None
-            self._puts, self._asked_puts = puts, True
-        return self._puts
-
-    def _honours(self, puts: ConditionalPuts) -> bool:
-        """Whether creating an object that is there is refused."""
-        for _ in range(2):
+        """Write unless there: FileExistsError if it is, TimeoutError where nothing came to be."""
+        self._require_conditional_puts()
+        failure: BaseError | None = None
+        for attempt in range(CREATE_TRIES):
+            if attempt:
+                time.sleep(random.uniform(0.5, 1) * FIRST_PAUSE_S * 2**attempt)
             try:
-                puts.create(self._at(PROBE), b"", lambda: self._read_if_there(PROBE))
-            except FileExistsError:
-                return True
-            except UnknownConditionError:
-                return False
-        return False
+                obstore.put(self._objects, path, data, mode="create")
+                return
+            except (PermissionDeniedError, UnauthenticatedError):
+                raise
+            except AlreadyExistsError as error:
+                content = self._read_if_there(path)
+                if failure and content == data:
+                    return  # an earlier try had its effect, and its answer was lost
+                if content is not None:
+                    raise FileExistsError(f"{path} exists") from None
+                failure = error  # 409: another writer's request was under way
+            except BaseError as error:
+                failure = error
+        content = self._read_if_there(path)
+        if content is None:
+            raise TimeoutError(f"{path} not created in {CREATE_TRIES} tries: {_first_line(failure)}")
+        if content != data:
+            raise FileExistsError(f"{path} exists")
+
+    def _require_conditional_puts(self) -> None:
+        """StorageError unless creating an object that is there is refused."""
+        for _ in range(2):
+            if self._is_conditional:
+                return
+            try:
+                obstore.put(self._objects, PROBE, b"", mode="create")
+            except AlreadyExistsError:
+                self._is_conditional = True
+            except (PermissionDeniedError, UnauthenticatedError):
+                raise
+            except BaseError as error:
+                if self.exists(PROBE):
+                    continue
+                raise StorageError(f"the store takes no conditional PUT ({_first_line(error)})") from error
+        if not self._is_conditional:
+            raise StorageError(
+                "the store ignores the condition of a conditional PUT (If-None-Match), so that two publishers could "
+                "overwrite each other; use a service or a version of it that honours it"
+            )
 
     def _read_if_there(self, path: str) -> bytes | None:
         try:
@@ -88,129 +171,100 @@ class ObjectFiles:
         except FileNotFoundError:
             return None
 
-    def _create_claimed(self, path: str, data: bytes) -> None:
-        folder, _, name = path.rpartition("/")
-        claims = f"{folder}/.claims/{name}"
-        token = uuid.uuid4().hex
-        others: list[str] = []
-        for attempt in range(CLAIM_TRIES):
-            self.write(f"{claims}/{token}", b"")
-            try:
-                others = [claim for claim in self.list(claims) if claim != token]
-                # Looking for the name must come after listing: a claim that is gone has left its file.
-                if self.exists(path):
-                    raise FileExistsError(f"{self._at(path)} exists")
-                if not others:
-                    self.write(path, data)
-                    return
-            finally:
-                self.delete(f"{claims}/{token}")
-            time.sleep(random.uniform(0, FIRST_PAUSE_S * 2**attempt))
-        raise PublishConflictError(
-            f"{self._at(path)} not created: another writer's claim stands ({self._at(claims)}/{others[0]}); "
-            f"wait for that writer, or delete the claim if none is running"
-        )
-
+    @_os_errors()
     def upload(self, source: Path, path: str) -> None:
-        self._make_parent(path)
-        with source.open("rb") as file, self.filesystem.open_output_stream(self._at(path)) as stream:
-            shutil.copyfileobj(file, stream, COPY_CHUNK_BYTES)
+        obstore.put(self._objects, path, source)
 
+    @_os_errors()
     def download(self, path: str, cache: Path) -> Path:
         """A local copy of a file or folder; what changed in size or time is fetched anew, what is very young always."""
-        info = self._info(path)
-        if info.type == fs.FileType.NotFound:
-            raise FileNotFoundError(self._at(path))
-        if info.type == fs.FileType.File:
-            return self._download_file(info, cache / path)
-        base = info.path.rstrip("/") + "/"
-        for child in self._below(path):
-            if child.type == fs.FileType.File:
-                self._download_file(child, cache / path / child.path.removeprefix(base))
+        if meta := self._meta(path):
+            return self._download_file(meta, cache / path)
+        files = self._below(path)
+        if not files:
+            raise FileNotFoundError(path)
+        for file in files:
+            self._download_file(file, cache / file["path"])
         return cache / path
 
+    @_os_errors()
     def exists(self, path: str) -> bool:
-        return self._info(path).type != fs.FileType.NotFound
+        return self._meta(path) is not None or bool(self._below(path))
 
+    @_os_errors()
     def list(self, path: str) -> list[str]:
-        selector = fs.FileSelector(self._at(path), allow_not_found=True)
-        return [info.base_name for info in self.filesystem.get_file_info(selector)]
+        found = obstore.list_with_delimiter(self._objects, path)
+        names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return [name.rstrip("/").rpartition("/")[2] for name in names]
 
+    @_os_errors()
     def size_bytes(self, path: str) -> int:
-        info = self._info(path)
-        return info.size if info.type == fs.FileType.File else -1
+        meta = self._meta(path)
+        return meta["size"] if meta else -1
 
+    @_os_errors()
     def newest_s(self, path: str) -> float | None:
         """Unix time of the newest object at or below the path."""
-        found = [self._info(path), *self._below(path)]
-        return max((_changed_s(info) for info in found if info.type == fs.FileType.File), default=None)
+        meta = self._meta(path)
+        files = [meta] if meta else self._below(path)
+        return max((file["last_modified"].timestamp() for file in files), default=None)
 
+    @_os_errors()
     def touch(self, path: str) -> None:
         """Write the folder's JSON files again, which makes them young."""
-        for info in self._below(path):
-            if info.path.endswith(".json"):
-                relative = info.path.removeprefix(self.prefix).lstrip("/")
-                self.write(relative, self.read(relative))
+        for file in self._below(path):
+            if file["path"].endswith(".json"):
+                self.write(file["path"], self.read(file["path"]))
 
+    @_os_errors()
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self.filesystem.delete_file(self._at(path))
+            obstore.delete(self._objects, path)
 
+    @_os_errors()
     def delete_dir(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.filesystem.delete_dir(self._at(path))
+        if files := [file["path"] for file in self._below(path)]:
+            obstore.delete(self._objects, files)
 
+    @_os_errors()
     def move_dir(self, path: str, to: str) -> None:
-        """All copies are there before the first original goes."""
-        files = [info.path for info in self._below(path) if info.type == fs.FileType.File]
-        for file in files:
-            copy = f"{to}/{file.removeprefix(self._at(path)).lstrip('/')}"
-            self._make_parent(copy)
-            self.filesystem.copy_file(file, self._at(copy))
+        """Copy every file before the first original goes."""
+        for file in self._below(path):
+            obstore.copy(self._objects, file["path"], f"{to}/{file['path'].removeprefix(path).lstrip('/')}")
         self.delete_dir(path)
 
+    @_os_errors()
     def sha256(self, path: str) -> str:
         digest = hashlib.sha256()
-        with self.filesystem.open_input_stream(self._at(path)) as stream:
-            while piece := stream.read(COPY_CHUNK_BYTES):
-                digest.update(piece)
+        for piece in obstore.get(self._objects, path).stream(CHUNK_BYTES):
+            digest.update(piece)
         return digest.hexdigest()
 
-    def _at(self, path: str) -> str:
-        return f"{self.prefix}/{path}"
+    def _meta(self, path: str) -> "ObjectMeta | None":
+        try:
+            return obstore.head(self._objects, path)
+        except FileNotFoundError:
+            return None
 
-    def _make_parent(self, path: str) -> None:
-        # Object stores have no folders; making them would leave empty marker objects.
-        if isinstance(self.filesystem, fs.LocalFileSystem):
-            self.filesystem.create_dir(self._at(path).rpartition("/")[0], recursive=True)
+    def _below(self, path: str) -> "Sequence[ObjectMeta]":
+        return [meta for page in obstore.list(self._objects, path) for meta in page]
 
-    def _info(self, path: str) -> fs.FileInfo:
-        return self.filesystem.get_file_info(self._at(path))
-
-    def _below(self, path: str) -> Sequence[fs.FileInfo]:
-        if self._info(path).type != fs.FileType.Directory:
-            return []
-        return self.filesystem.get_file_info(fs.FileSelector(self._at(path), recursive=True))
-
-    def _download_file(self, info: fs.FileInfo, target: Path) -> Path:
+    def _download_file(self, meta: "ObjectMeta", target: Path) -> Path:
+        changed_s = meta["last_modified"].timestamp()
         if target.is_file():
-            have = target.stat()
-            if have.st_size == info.size and have.st_mtime_ns == info.mtime_ns:
+            local = target.stat()
+            if local.st_size == meta["size"] and local.st_mtime == changed_s:
                 return target
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with self.filesystem.open_input_stream(info.path) as stream, pa.OSFile(str(aside), "wb") as file:
-                while piece := stream.read(COPY_CHUNK_BYTES):
+            with aside.open("wb") as file:
+                for piece in obstore.get(self._objects, meta["path"]).stream(CHUNK_BYTES):
                     file.write(piece)
-            # Object times are whole seconds: a copy of a very young object may be outdated without looking so.
-            if info.mtime_ns is not None and time.time() - _changed_s(info) > SETTLED_S:
-                os.utime(aside, ns=(info.mtime_ns, info.mtime_ns))
+            # Object times may be whole seconds: a copy of a very young object may be outdated without looking so.
+            if time.time() - changed_s > SETTLED_S:
+                os.utime(aside, (changed_s, changed_s))
             aside.replace(target)
         finally:
             aside.unlink(missing_ok=True)
         return target
-
-
-def _changed_s(info: fs.FileInfo) -> float:
-    return (info.mtime_ns or 0) / 1e9

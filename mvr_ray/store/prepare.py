@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.chunks import Located, carried, chunk, locate
 from mvr_ray.store.corpus import (
     Corpus,
@@ -25,7 +25,6 @@ from mvr_ray.store.corpus import (
     write_passages,
     write_question_file,
 )
-from mvr_ray.store.draws import LowestLots, SplitShares, lot, split
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import (
     BadRow,
@@ -37,7 +36,8 @@ from mvr_ray.store.formats import (
     source_files,
 )
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
-from mvr_ray.store.spool import Spool
+from mvr_ray.store.sampling import BottomK, SplitShares, hash_rank, split
+from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 REPORT_EVERY = 5000
 
 
-class _Asked(NamedTuple):
+class _SetQuestion(NamedTuple):
     """A question in its set, with the place it was read from."""
 
     question: Question
@@ -55,14 +55,14 @@ class _Asked(NamedTuple):
 class _Read(NamedTuple):
     """What the sources gave, and what their `share` left there."""
 
-    spool: Spool
-    sets: dict[str, list[_Asked]]
+    spool: ShardSpill
+    sets: dict[str, list[_SetQuestion]]
     rows_dropped: int
     passages_left: int
     questions_left: int
 
 
-class _Found(NamedTuple):
+class _Findings(NamedTuple):
     """What the passages said about the questions: places by (set, question id, positive id), negatives that exist."""
 
     places: dict[tuple[str, str, str], Located]
@@ -72,14 +72,14 @@ class _Found(NamedTuple):
 class _Cut(NamedTuple):
     """Passages ready for their parts (`pieces` may hold each id several times), and how many there are."""
 
-    pieces: Spool
-    found: _Found
+    pieces: ShardSpill
+    found: _Findings
     num_repeats: int
     num_unique: int
     num_pieces: int
 
 
-class _Written(NamedTuple):
+class _WrittenParts(NamedTuple):
     infos: list[PartInfo]
     num_passages: int
 
@@ -144,8 +144,8 @@ def _check(cfg: PrepareConfig) -> None:
 
 
 def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _Read:
-    spool = Spool(folder, cfg.num_shards)
-    sets: dict[str, list[_Asked]] = {source.questions: [] for source in cfg.sources if source.questions}
+    spool = ShardSpill(folder, cfg.num_shards)
+    sets: dict[str, list[_SetQuestion]] = {source.questions: [] for source in cfg.sources if source.questions}
     seen: dict[tuple[str, str], str] = {}
     dropped = count = 0
     left: set[str] = set()
@@ -166,7 +166,7 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                         bad.add(BadRow(where, f"question id {question.id!r} stands already in {seen[key]}"))
                     else:
                         seen[key] = where
-                        sets[source.questions].append(_Asked(question, where))
+                        sets[source.questions].append(_SetQuestion(question, where))
                 case BadRow():
                     bad.add(record)
                 case DroppedRow():
@@ -180,13 +180,13 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
 
 
 def _takes(source: SourceConfig, passage: Passage) -> bool:
-    return source.share == 1 or lot(passage.title or passage.id, "source") < source.share * 2**64
+    return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
 
 
-def _draw_questions(asked: list[_Asked], limit: int) -> list[_Asked]:
+def _draw_questions(asked: list[_SetQuestion], limit: int) -> list[_SetQuestion]:
     if not limit or len(asked) <= limit:
         return asked
-    lots = LowestLots(limit, "questions")
+    lots = BottomK(limit, "questions")
     for one in asked:
         lots.add(one.question.id)
     names = lots.names()
@@ -194,7 +194,12 @@ def _draw_questions(asked: list[_Asked], limit: int) -> list[_Asked]:
 
 
 def _cut(
-    cfg: PrepareConfig, spool: Spool, folder: Path, kept: dict[str, list[_Asked]], bad: BadRows, progress: Progress
+    cfg: PrepareConfig,
+    spool: ShardSpill,
+    folder: Path,
+    kept: dict[str, list[_SetQuestion]],
+    bad: BadRows,
+    progress: Progress,
 ) -> _Cut:
     """Drop repeats and duplicates, cut what is left, and note what it says about the questions."""
     asking: dict[str, list[tuple[str, Question]]] = {}
@@ -204,8 +209,8 @@ def _cut(
             negatives_wanted.update(question.hard_negative_ids)
             for passage_id in question.positive_ids:
                 asking.setdefault(passage_id, []).append((name, question))
-    found = _Found({}, {})
-    pieces = Spool(folder, cfg.num_shards) if cfg.chunk_words else spool
+    found = _Findings({}, {})
+    pieces = ShardSpill(folder, cfg.num_shards) if cfg.chunk_words else spool
     num_repeats = num_unique = num_duplicates = num_pieces = 0
     for shard in range(spool.num_shards):
         shelf = spool.unique(shard)
@@ -231,7 +236,7 @@ def _cut(
     return _Cut(pieces, found, num_repeats, num_unique, num_pieces)
 
 
-def _resolve(name: str, asked: list[_Asked], found: _Found, bad: BadRows) -> list[Question]:
+def _resolve(name: str, asked: list[_SetQuestion], found: _Findings, bad: BadRows) -> list[Question]:
     """Questions over the corpus as cut; one whose positive names no passage is a bad row."""
     resolved = []
     for question, where in asked:
@@ -250,7 +255,7 @@ def _draw_passages(cfg: PrepareConfig, cut: _Cut, resolved: dict[str, list[Quest
     if not cfg.max_passages or cut.num_pieces <= cfg.max_passages:
         return None
     gold = {positive for questions in resolved.values() for question in questions for positive in question.positive_ids}
-    lots = LowestLots(cfg.max_passages, "passages")
+    lots = BottomK(cfg.max_passages, "passages")
     for shard in range(cfg.num_shards):
         for passage in cut.pieces.unique(shard).passages:
             lots.add(passage.id, first=passage.id in gold)
@@ -277,7 +282,7 @@ def _with_passages(questions: list[Question], passages: set[str] | None) -> list
     return kept
 
 
-def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], found: _Found) -> dict[str, list[Question]]:
+def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], found: _Findings) -> dict[str, list[Question]]:
     titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(found.places.items())}
     made: dict[str, list[Question]] = {}
     for wanted in cfg.splits:
@@ -294,7 +299,7 @@ def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], found: _Fo
 
 def _write_parts(
     cfg: PrepareConfig, cut: _Cut, passages: set[str] | None, folder: Path, progress: Progress
-) -> _Written:
+) -> _WrittenParts:
     """Write every part under its content's name and read it back: what was to be written must be there."""
     infos: list[PartInfo] = []
     for shard in range(cfg.num_shards):
@@ -308,20 +313,20 @@ def _write_parts(
         if lost:
             raise RowsLostError(f"part {shard}: {len(lost)} of {len(rows)} passages not written, first: {lost[:5]}")
         digest = sha256_of(aside)
-        name = layout.corpus_part(shard, digest)
+        name = paths.corpus_part(shard, digest)
         infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
         aside.rename(folder / name)
         progress("parts written", shard + 1, cfg.num_shards)
-    return _Written(infos, sum(info.num_passages for info in infos))
+    return _WrittenParts(infos, sum(info.num_passages for info in infos))
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
     """Parts first, under names that no live corpus uses with other bytes; corpus.json last."""
     before = _parts_before(cfg, store)
     for part in infos:
-        store.put_file(files / part.file, f"{layout.corpus_dir(cfg.corpus)}/{part.file}")
+        store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     for name in report.questions:
-        store.put_file(files / f"{name}.arrow", layout.questions(name))
+        store.put_file(files / f"{name}.arrow", paths.questions(name))
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
     info = CorpusInfo(
         name=cfg.corpus,
@@ -332,12 +337,12 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
     )
-    store.write_bytes(layout.corpus_json(cfg.corpus), info.to_json())
+    store.write_bytes(paths.corpus_json(cfg.corpus), info.to_json())
     # The corpus before this one stays for readers that have it open; what is older goes.
     keep = before | {part.file for part in infos}
-    for name in store.list(layout.corpus_dir(cfg.corpus)):
+    for name in store.list(paths.corpus_dir(cfg.corpus)):
         if name.endswith(".arrow") and name not in keep:
-            store.delete(f"{layout.corpus_dir(cfg.corpus)}/{name}")
+            store.delete(f"{paths.corpus_dir(cfg.corpus)}/{name}")
 
 
 def _parts_before(cfg: PrepareConfig, store: Store) -> set[str]:
@@ -359,7 +364,7 @@ def _name_of(source: SourceConfig, file: Path, num_files: int) -> str:
     return source.path if num_files == 1 and not source.path.endswith("/") else f"{source.path.rstrip('/')}/{file.name}"
 
 
-def _num_lost_negatives(kept: dict[str, list[_Asked]], found: _Found) -> int:
+def _num_lost_negatives(kept: dict[str, list[_SetQuestion]], found: _Findings) -> int:
     return sum(
         negative not in found.negatives
         for asked in kept.values()

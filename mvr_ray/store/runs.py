@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import StorageError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ def to_plain(value: Any) -> Any:
 
 def _free_folder(store: Store, started: datetime.datetime, stage: str) -> str:
     stem = started.strftime("%Y%m%dT%H%M%S")
-    folder, again = layout.run_dir(stem, stage), 1
+    folder, again = paths.run_dir(stem, stage), 1
     while store.exists(f"{folder}/config.yaml"):
         again += 1
-        folder = layout.run_dir(f"{stem}.{again}", stage)
+        folder = paths.run_dir(f"{stem}.{again}", stage)
     return folder

@@ -2,7 +2,7 @@
 
     value of a question    1 where an answer-bearing (or gold) passage stands among the first k hits, else 0
     difference             mean over seeds and questions of value(better) - value(than), in points
-    interval               articles resampled, the spread over seeds added (`core.metrics.interval_over_seeds`)
+    interval               articles resampled, the spread over seeds added (`core.judging.metrics.interval_over_seeds`)
     paired test            signs of whole articles are flipped, values being means over seeds
     t-tests                over seeds alone, unpaired as in CAMVR table 6, and paired
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from mvr_ray.core.metrics import Groups, found_within, interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import Groups, hit_within, interval_over_seeds, paired_test
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.types import FloatArray
 
@@ -63,7 +63,7 @@ def values_of(parts: Sequence[QuestionRanks], metric: str) -> Values | None:
 
 def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
     """1.0 for a rank (from 0, -1: not found) among the first k. float64 [Q]."""
-    return found_within(np.asarray(ranks, np.int64), k)
+    return hit_within(np.asarray(ranks, np.int64), k)
 
 
 def difference(better_SQ: Sequence[FloatArray], than_SQ: Sequence[FloatArray], articles_Q: Groups) -> Difference:

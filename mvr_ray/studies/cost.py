@@ -1,4 +1,4 @@
-"""What a passage costs to encode and a query to answer: DPR, ME-BERT, MVR, DRPQ and late interaction, side by side.
+"""Measure what encoding a passage and answering a query cost: DPR, ME-BERT, MVR, DRPQ and late interaction.
 
 One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
 interleaved runs, medians; on a GPU where `resources.gpus_per_encoder` gives one. A query is scored against all passages
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.late_interaction import centroids, late_interaction, token_states
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.studies.late_interaction import centroids, late_interaction, token_states
 from mvr_ray.types import Passage, Progress, no_progress
 
 VIEWS = 8
@@ -77,8 +77,8 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
         vectors: dict[str, float] = {}
         for repeat in range(asked["repeats"] + 1):  # the first run warms up
             for system in systems:
-                encode_s, made = _timed(system.encode, device)
-                search_s, _ = _timed(lambda made=made, system=system: system.search(made), device)
+                encode_s, made = _time_work(system.encode, device)
+                search_s, _ = _time_work(lambda made=made, system=system: system.search(made), device)
                 vectors[system.name] = system.vectors(made)
                 if repeat:
                     times[system.name][0].append(1000 * encode_s / len(passages))
@@ -96,17 +96,17 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
     return CostReport(len(passages), len(questions), asked["repeats"], run.resources.torch_threads, lines, name)
 
 
-class _Timed(NamedTuple):
+class _Timing(NamedTuple):
     seconds: float
     made: Any
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> _Timed:
+def _time_work(work: Callable[[], Any], device: torch.device) -> _Timing:
     began = time.perf_counter()
     made = work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _Timed(time.perf_counter() - began, made)
+    return _Timing(time.perf_counter() - began, made)
 
 
 def _systems(

@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from mvr_ray import runfile
-from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.config import RunConfig, loader, parse_run
+from mvr_ray.config.base import Name, Section, explain
 from mvr_ray.errors import ConfigError
-from mvr_ray.sections import Name, Section, explain
 
 StepName = Literal[
     "train", "mine", "index", "refine", "evaluate", "analyze",
@@ -129,9 +128,9 @@ class Study(NamedTuple):
         return [*asked, *seeded, *size, *own, *self.extra]
 
     def resolve(self, overrides: list[str]) -> RunConfig:
-        data = runfile.read(self.run_file)
+        data = loader.read(self.run_file)
         for override in overrides:
-            runfile.apply(data, override)
+            loader.apply(data, override)
         return parse_run(data, f"{self.file} ({self.run_file.name})")
 
 
@@ -139,7 +138,7 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
     """Read and check a study file: every variant must make a valid run. Raises ConfigError."""
     file = Path(path)
     try:
-        config = StudyConfig.model_validate(runfile.read(file))
+        config = StudyConfig.model_validate(loader.read(file))
     except ValidationError as error:
         raise ConfigError(explain(error, str(file), StudyConfig)) from None
     if size not in config.sizes:

@@ -7,7 +7,7 @@ set is not at hand. Here the questions of any set are divided by their own entit
     frequency    number of passages whose text contains the entity, token by token as answers are matched
     buckets      the quartiles of frequency among the questions with an entity; the questions without one; all
 
-Every value is a share of questions with its 95 % interval over articles (`core.metrics.cluster_interval`), and beside
+Every value is a share of questions with its 95 % interval over articles (`metrics.cluster_interval`), and beside
 BM25 its difference with the p of the test that flips whole articles.
 
 Option of the step: `k`, the depths (default 1, 5, 20).
@@ -22,8 +22,8 @@ import numpy as np
 import regex
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.metrics import cluster_interval, found_within, paired_test
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus, manifest
@@ -162,11 +162,11 @@ def rows_by_frequency(
         head = bucket.name, bucket.low, bucket.high, len(groups), len(set(groups))
         for system, ranks_Q in ranks.items():
             for k in ks:
-                values_Q = found_within(ranks_Q[bucket.questions], k)
+                values_Q = hit_within(ranks_Q[bucket.questions], k)
                 interval = cluster_interval(values_Q, groups, seed, num)
                 gain = None
                 if system != BM25 and BM25 in ranks:
-                    words_Q = found_within(ranks[BM25][bucket.questions], k)
+                    words_Q = hit_within(ranks[BM25][bucket.questions], k)
                     apart_Q = values_Q - words_Q
                     p = paired_test(values_Q, words_Q, groups, seed)
                     gain = Gain(float(apart_Q.mean()), *cluster_interval(apart_Q, groups, seed, num), p)
@@ -185,7 +185,7 @@ def entity_of(question: str) -> str:
     runs: list[list[regex.Match[str]]] = [[]]
     for number, word in enumerate(words):
         named = word[0][0].isupper() and not (number == 0 and word[0].lower() in _FIRST_WORDS)
-        if runs[-1] and not (named and _joined(question, words[number - 1], word)):
+        if runs[-1] and not (named and _continues_name(question, words[number - 1], word)):
             runs.append([])
         if named:
             runs[-1].append(word)
@@ -200,11 +200,11 @@ def entity_of(question: str) -> str:
 def passage_frequencies(entities_Q: Sequence[str], passages: Iterable[str]) -> IntArray:
     """The number of passages whose text contains each entity as a run of its tokens; 0 for "". int64 [Q]."""
     distinct = sorted(set(entities_Q) - {""})
-    sheet = AnswerMatcher("string").sheet([[entity] for entity in distinct])
+    index = AnswerMatcher("string").index([[entity] for entity in distinct])
     rows = np.arange(len(distinct))
     counts = np.zeros(len(distinct), np.int64)
     for text in passages:
-        counts += sheet.marks(text, rows)
+        counts += index.marks(text, rows)
     number = dict(zip(distinct, counts.tolist()))
     return np.array([number.get(entity, 0) for entity in entities_Q], np.int64)
 
@@ -232,7 +232,7 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
     return [bucket for bucket in found if bucket.questions]
 
 
-def _joined(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:
+def _continues_name(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:
     """Whether nothing but blanks stands between two words, or the period of an abbreviation."""
     between = question[before.end() : word.start()]
     short = len(before[0]) <= _LONGEST_ABBREVIATION or "." in before[0]

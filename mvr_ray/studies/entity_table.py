@@ -5,10 +5,10 @@ from typing import Any
 
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, Study
-from mvr_ray.studies.tables import Cell, Measured, Table, Value, spoken
+from mvr_ray.studies.tables import Cell, Table, Value, VariantResult, spoken
 
 
-def entity_table(study: Study, found: Sequence[Measured]) -> Table | None:
+def entity_table(study: Study, found: Sequence[VariantResult]) -> Table | None:
     """BM25 and every variant (of its first seed) in every bucket, with the difference between them (AOpt table 1)."""
     lines: dict[tuple[str, str], list[list[Value]]] = {}
     ks: list[int] = []
@@ -31,7 +31,7 @@ def entity_table(study: Study, found: Sequence[Measured]) -> Table | None:
     return Table("Accuracy by entity frequency", note, columns, rows) if rows else None
 
 
-def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+def ranks_of(found: Sequence[VariantResult]) -> list[QuestionRanks]:
     """What every variant (of its first seed) and, once, BM25 found for every question."""
     ranks: dict[tuple[str, str], QuestionRanks] = {}
     for one in found:

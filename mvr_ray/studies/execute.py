@@ -1,6 +1,6 @@
-"""The steps of a study, run on Ray: what is on file is not run again.
+"""Run the steps of a study on a cluster; what is on file is not run again.
 
-Each step is a Ray task that calls the stage's own function, so it runs wherever the cluster has room and a step whose
+Each step is a task that calls the stage's own function, so it runs wherever the cluster has room and a step whose
 worker dies is started again; the stages themselves continue where they stopped. A finished step's report lies in the
 store under its key. `at_once` steps run side by side: a step waits for those that it stands on, and for one that looks
 at the same index, whose live version both may want to set.
@@ -11,22 +11,19 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
-
 from mvr_ray import __version__, versions
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.relay import started
+from mvr_ray.distributed.stage_pool import StagePool
 from mvr_ray.errors import MvrRayError, StudyError
 from mvr_ray.stages import STAGES
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
@@ -52,7 +49,7 @@ _ALONE = ("prepare", "cost")
 """One lays down what others read, the other reads the clock."""
 
 
-class DoneStep(NamedTuple):
+class StepRecord(NamedTuple):
     """A finished step: its command as typed, how long it took, its report as plain values, and when and by which
     version of the code it was run. The key does not cover the code: a step that is on file is not run again for it."""
 
@@ -66,17 +63,16 @@ class DoneStep(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A step on its way. Its progress stands under a lane's number; to leave `held` by an error is to cancel it."""
+    """A step that runs since `began`. Its progress stands under a lane's number."""
 
     step: PlannedStep
     lane: int
-    held: ExitStack
     began: float
 
 
 def run_plan(
     plan: StudyPlan, store: Store, run: RunConfig, progress: Progress = no_progress, at_once: int = 1
-) -> dict[str, DoneStep]:
+) -> dict[str, StepRecord]:
     """Run what is not on file, `at_once` steps side by side where none needs the other; every step's result by key.
 
     Raises StudyError naming the step that failed; those beside it are stopped and continue the next time.
@@ -86,40 +82,38 @@ def run_plan(
     if not left:
         return done
     places = {step.key: f"step {number} of {len(left)}" for number, step in enumerate(left, 1)}
-    running: dict[Any, _Running] = {}
+    running: dict[str, _Running] = {}
     code = code_version()
 
     def finished(step: PlannedStep, began: float, report: dict[str, Any]) -> None:
         took = round(time.monotonic() - began, 1)
-        made = DoneStep(step.key, step.stage, step.command, took, report, f"{datetime.now(UTC):%Y-%m-%d}", code)
-        store.write_bytes(layout.study_step(step.key), (json.dumps(made._asdict()) + "\n").encode())
+        made = StepRecord(step.key, step.stage, step.command, took, report, f"{datetime.now(UTC):%Y-%m-%d}", code)
+        store.write_bytes(paths.study_step(step.key), (json.dumps(made._asdict()) + "\n").encode())
         done[step.key] = made
         progress("study steps", len(places) - len(left) - len(running), len(places))
 
-    with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, ExitStack() as everything:
+    with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, StagePool(info) as pool:
         progress("study steps", 0, len(places))
         while left or running:
             step = _next(plan, left, done, [one.step for one in running.values()], at_once)
             if step is None:
-                [answer], _ = ray.wait(list(running), num_returns=1)
-                ended = running.pop(answer)
-                with _named(ended.step, places), ended.held, own_errors("the stage"):
-                    report = ray.get(answer)
+                ended = running.pop(pool.wait())
+                with _name_failed_step(ended.step, places):
+                    report = pool.report(ended.step.key)
                 finished(ended.step, ended.began, report)
                 continue
             left.remove(step)
             log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
             began = time.monotonic()
-            with _named(step, places):
+            with _name_failed_step(step, places):
                 if step.stage == "prepare":  # it reads files that only this machine may have
                     finished(step, began, _prepare(step, store, progress))
                     continue
                 _corpus_in_place(plan, step, store, progress)
                 _make_live(step, done)
                 lane = min(set(range(at_once)) - {one.lane for one in running.values()})
-                held = everything.enter_context(ExitStack())
-                answer = held.enter_context(_begun(step, info, progress if at_once == 1 else _in_lane(progress, lane)))
-                running[answer] = _Running(step, lane, held, began)
+                _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
+                running[step.key] = _Running(step, lane, began)
     return done
 
 
@@ -132,7 +126,7 @@ def code_version() -> str:
 
 
 @contextmanager
-def _named(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
+def _name_failed_step(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
     """An error of a step says which step it was."""
     try:
         yield
@@ -143,17 +137,15 @@ def _named(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
         ) from error
 
 
-def _begun(step: PlannedStep, info: session.ClusterInfo, progress: Progress) -> AbstractContextManager[Any]:
-    """The step's work on a worker, wherever there is room: the reference of its report."""
+def _start(step: PlannedStep, pool: StagePool, progress: Progress) -> None:
+    """Start the step's work on a worker."""
     gpus = step.run.resources.gpus_per_encoder if step.stage == "cost" else 0  # stages ask for their workers' own
-    if gpus:
-        session.require(info, [session.Need("clocks", 1, 0, gpus)])
     work = partial(MEASURES[step.stage], options=step.options) if step.stage in MEASURES else STAGES[step.stage]
-    return started(work, step.run, progress, gpus)
+    pool.start(step.key, work, step.run, progress, gpus)
 
 
 def _next(
-    plan: StudyPlan, left: list[PlannedStep], done: dict[str, DoneStep], running: list[PlannedStep], at_once: int
+    plan: StudyPlan, left: list[PlannedStep], done: dict[str, StepRecord], running: list[PlannedStep], at_once: int
 ) -> PlannedStep | None:
     """The first step that can start now beside those that run, if one can.
 
@@ -178,7 +170,7 @@ def _next(
 
 
 def _in_lane(progress: Progress, lane: int) -> Progress:
-    """Work side by side is told apart."""
+    """StageFunction side by side is told apart."""
 
     def tell(what: str, done: int, total: int) -> None:
         progress(f"lane {lane + 1}: {what}", done, total)
@@ -189,7 +181,7 @@ def _in_lane(progress: Progress, lane: int) -> Progress:
 def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
     report = to_plain(STAGES["prepare"](step.run, progress))
     marker = {"key": step.key, "digest": report["digest"]}
-    store.write_bytes(layout.study_corpus(step.run.prepare.corpus), json.dumps(marker).encode())
+    store.write_bytes(paths.study_corpus(step.run.prepare.corpus), json.dumps(marker).encode())
     return report
 
 
@@ -197,9 +189,9 @@ def _corpus_in_place(plan: StudyPlan, step: PlannedStep, store: Store, progress:
     """Prepare a step's corpus again where another one has taken its place since, as another size of a study does."""
     needed = _corpus(plan, step)
     name = plan.steps[needed].run.prepare.corpus
-    path = layout.study_corpus(name)
+    path = paths.study_corpus(name)
     marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
-    there = Corpus.open(store, name).digest if store.exists(layout.corpus_json(name)) else None
+    there = Corpus.open(store, name).digest if store.exists(paths.corpus_json(name)) else None
     if marker.get("key") != needed or marker.get("digest") != there:
         _prepare(plan.steps[needed], store, progress)
 
@@ -210,12 +202,12 @@ def _corpus(plan: StudyPlan, step: PlannedStep) -> str:
     return needed
 
 
-def read_step(store: Store, key: str) -> DoneStep | None:
-    path = layout.study_step(key)
-    return DoneStep(**json.loads(store.read_bytes(path))) if store.exists(path) else None
+def read_step(store: Store, key: str) -> StepRecord | None:
+    path = paths.study_step(key)
+    return StepRecord(**json.loads(store.read_bytes(path))) if store.exists(path) else None
 
 
-def _make_live(step: PlannedStep, done: dict[str, DoneStep]) -> None:
+def _make_live(step: PlannedStep, done: dict[str, StepRecord]) -> None:
     """Variants that refine one index each begin at its first version, and are measured at the one that they made."""
     if step.stage not in _AT_A_VERSION:
         return

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.refinement_tables import MANY_ROUNDS
-from mvr_ray.studies.tables import Measured
+from mvr_ray.studies.tables import VariantResult
 
 _DEPTHS = ("1", "5", "20", "100")
 _HELD_OUT = "unseen"
@@ -32,7 +32,7 @@ class Plot(NamedTuple):
     png: bytes
 
 
-def plots_of(study: Study, found: Sequence[Measured]) -> list[Plot]:
+def plots_of(study: Study, found: Sequence[VariantResult]) -> list[Plot]:
     """Every plot that the steps of the study give rise to."""
     made = [plot for plot in (_bars(study, found), _budget(found)) if plot]
     for one in found:
@@ -46,7 +46,7 @@ def plots_of(study: Study, found: Sequence[Measured]) -> list[Plot]:
     return [*made, *([trade] if trade else [])]
 
 
-def _bars(study: Study, found: Sequence[Measured]) -> Plot | None:
+def _bars(study: Study, found: Sequence[VariantResult]) -> Plot | None:
     metric = study.config.metrics[0]
     shown = [(one.name, one.cells[metric]) for one in found if metric in one.cells]
     if len(shown) < 2:
@@ -61,7 +61,7 @@ def _bars(study: Study, found: Sequence[Measured]) -> Plot | None:
     return _plot(figure, "retrieval", f"{metric} of every variant")
 
 
-def _budget(found: Sequence[Measured]) -> Plot | None:
+def _budget(found: Sequence[VariantResult]) -> Plot | None:
     """Dev accuracy over training steps, where variants were measured at several."""
     curves = {
         one.name: [
@@ -121,7 +121,7 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
         if len(betas) < 2 or len(gammas) < 2:
             continue
         length = "length kept" if keeps_length else "raw"
-        for number, measured in enumerate(tried[0]["rounds"][0]["sets"]):
+        for number, results in enumerate(tried[0]["rounds"][0]["sets"]):
             figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
             for axes, depth in zip(grid.flat, _DEPTHS):
                 values = np.full((len(betas), len(gammas)), np.nan)
@@ -132,8 +132,8 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
                 axes.set_ylabel("beta")
                 axes.set_xlabel("gamma")
                 axes.set_title(f"top-{depth}, percent")
-            title = f"{name}: linear form, {length}, on {measured['questions']} (answer-bearing)"
-            yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(measured['questions'])}", title)
+            title = f"{name}: linear form, {length}, on {results['questions']} (answer-bearing)"
+            yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(results['questions'])}", title)
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
@@ -142,10 +142,10 @@ def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
     for one in tried:
         figure, (left, right, drift) = plt.subplots(1, 3, figsize=(14, 3.6))
         rounds = one["rounds"]
-        for number, measured in enumerate(rounds[0]["sets"]):
+        for number, results in enumerate(rounds[0]["sets"]):
             for kind, style in (("answer", "-"), ("gold", "--")):
                 values = [100 * each["sets"][number][kind]["1"] for each in rounds]
-                [line] = left.plot(values, style, label=f"{measured['questions']} {kind}", color=f"C{number}")
+                [line] = left.plot(values, style, label=f"{results['questions']} {kind}", color=f"C{number}")
                 left.plot(one["chosen"], values[one["chosen"]], "o", color=line.get_color())
         left.set_xlabel("round")
         left.set_ylabel("top-1, percent")
@@ -168,12 +168,12 @@ def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
         yield _plot(figure, f"rounds-{_slug(name)}-{_slug(one['label'])}", title)
 
 
-def _trade_off(found: Sequence[Measured]) -> Plot | None:
+def _trade_off(found: Sequence[VariantResult]) -> Plot | None:
     """Gain on the labelled questions against what unseen articles pay, every setting and round a point."""
     points: dict[str, list[tuple[float, float]]] = {}
     for one in found:
         for report in one.reports.get("refinement_grid", []):
-            names = [measured["questions"] for measured in report["tried"][0]["rounds"][0]["sets"]]
+            names = [results["questions"] for results in report["tried"][0]["rounds"][0]["sets"]]
             held = next((at for at, name in enumerate(names) if name.endswith(_HELD_OUT)), None)
             if held is None:
                 continue

@@ -1,4 +1,4 @@
-"""What refinement is worth to a reader downstream (AOpt table 4): rank question sets, read the answers, judge them.
+"""Measure what refinement gains a reader (AOpt table 4): rank question sets, read the answers, judge them.
 
 Options of the step: `questions`, the names of stored sets; else those of `evaluate.questions`.
 """
@@ -19,7 +19,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
 
 
-class QuestionRead(NamedTuple):
+class QuestionReading(NamedTuple):
     """One question's answer from the first `passages`, and what it is worth by SQuAD's rules."""
 
     id: str
@@ -29,21 +29,21 @@ class QuestionRead(NamedTuple):
     f1: float
 
 
-class SetRead(NamedTuple):
+class SetReading(NamedTuple):
     """One question set's answers: how many were asked, exact match and F1 from the first passages, and every
     question's own."""
 
     questions: str
     asked: int
     rows: list[ReadRow]
-    values: list[QuestionRead]
+    values: list[QuestionReading]
 
 
 class ReadingReport(NamedTuple):
     index: str
     version: int
     reader: str
-    sets: list[SetRead]
+    sets: list[SetReading]
 
 
 def reading(
@@ -64,13 +64,13 @@ def reading(
             file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
             found = retrieve(ranking_run, name, file, "jsonl", progress)
             report = read(run, file, answers, progress, article_of)
-            sets.append(SetRead(name, report.questions, report.rows, list(_values(answers, article_of))))
+            sets.append(SetReading(name, report.questions, report.rows, list(_values(answers, article_of))))
     return ReadingReport(found.index, found.version, report.fingerprint, sets)
 
 
-def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionRead]:
+def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionReading]:
     for line in answers.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         for one in row["predictions"] if row["answers"] else ():
             exact, f1 = float(bool(one["exact_match"])), one["f1"] or 0.0
-            yield QuestionRead(row["id"], article_of[row["id"]], one["passages"], exact, f1)
+            yield QuestionReading(row["id"], article_of[row["id"]], one["passages"], exact, f1)

@@ -1,9 +1,9 @@
 """Many refinements of one index, tried out in memory: grids, curves over rounds, gain against cost.
 
-Options of the step: `settings`, a list of `core.workbench.Setting` fields; a field with a list of values stands for one
-setting a value, and several such fields for all their combinations. Labels come from `refine.questions`; every set of
-`refine.gate`, `refine.report` is measured beside it. Memory holds all views in float32: made for up to a few hundred
-thousand of them.
+Options of the step: `settings`, a list of `refinement_simulator.Setting` fields; a field with a list of values stands
+for one setting a value, and several such fields for all their combinations. Labels come from `refine.questions`; every
+set of `refine.gate` and `refine.report` is measured beside it. Memory holds all views in float32: made for up to a few
+hundred thousand of them.
 """
 
 import itertools
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.refine_policy import Continue, RefineState, Stop, next_action
-from mvr_ray.core.workbench import Asked, Round, Setting, Workbench
+from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.overlay import open_embeddings
+from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
 from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
 
 MOST_VECTORS = 2_000_000
@@ -41,7 +41,7 @@ class Ending(NamedTuple):
     restored: int
 
 
-class TriedSetting(NamedTuple):
+class SettingResult(NamedTuple):
     """`label` says what differs between the settings. `chosen` is the best of all rounds by the rule of `refine`, 0
     where every round cost more than `refine.max_heldout_loss` points. `refine` would have stopped after round
     `stopped`, for want of patience, and restored round `restored`; the paper's rule, which looks at the loss, would
@@ -57,7 +57,7 @@ class TriedSetting(NamedTuple):
     rounds: list[Round]
 
 
-class AskedSet(NamedTuple):
+class GridQuestions(NamedTuple):
     """The questions of a set, in order, and the article of each."""
 
     questions: str
@@ -75,11 +75,11 @@ class GridReport(NamedTuple):
     labelled: str
     num_labelled: int
     gate: str
-    sets: list[AskedSet]
-    tried: list[TriedSetting]
+    sets: list[GridQuestions]
+    tried: list[SettingResult]
 
 
-class _Loaded(NamedTuple):
+class _LoadedIndex(NamedTuple):
     ids: list[str]
     row_ptr: IntArray
     view_numbers_N: IntArray
@@ -97,7 +97,7 @@ def refinement_grid(
     described = manifest.read(store, run.index.name)
     loaded = _load(store, described)
     passages = Corpus.open(store, described.corpus)
-    bench = Workbench(
+    simulator = RefinementSimulator(
         loaded.vectors_ND,
         loaded.row_ptr,
         loaded.view_numbers_N,
@@ -109,30 +109,30 @@ def refinement_grid(
         store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads
     )
     row_of = {passage_id: row for row, passage_id in enumerate(loaded.ids)}
-    sets: list[AskedSet] = []
+    sets: list[GridQuestions] = []
 
-    def asked(name: str) -> Asked:
+    def asked(name: str) -> LabelledQuestions:
         questions = corpus.read_questions(store, name)
         if not questions:
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
         article_of = articles_of(questions, passages)
-        sets.append(AskedSet(name, list(article_of), list(article_of.values())))
+        sets.append(GridQuestions(name, list(article_of), list(article_of.values())))
         queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
-        return Asked(name, queries_QD, [question.answers for question in questions], gold_Q)
+        return LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q)
 
     labelled = asked(refine.questions)
     others = [asked(name) for name in (*refine.gate, *refine.report)]
     tried = []
     for number, fields in enumerate(settings):
         setting = Setting(**fields)
-        rounds = bench.try_out(setting, labelled, others, run.evaluate.k)
+        rounds = simulator.simulate(setting, labelled, others, run.evaluate.k)
         by = "gold" if setting.labels == "gold" else "answer"
-        known, heldout = _known(rounds, refine.questions, by), _heldout(rounds, refine.gate, by)
+        known, heldout = _labelled_curve(rounds, refine.questions, by), _heldout(rounds, refine.gate, by)
         last, most = len(rounds) - 1, refine.max_heldout_loss
         best, end = (stopping(known, heldout, patience, most) for patience in (last, refine.patience))
         tried.append(
-            TriedSetting(
+            SettingResult(
                 label=_label(fields, settings),
                 setting=setting._asdict(),
                 chosen=best.restored,
@@ -196,7 +196,7 @@ def stopping(known: Labelled, heldout: Heldout, patience: int, max_loss: float) 
     raise AssertionError("the last round ends it")
 
 
-def _known(rounds: Sequence[Round], labelled: str, by: str) -> Labelled:
+def _labelled_curve(rounds: Sequence[Round], labelled: str, by: str) -> Labelled:
     """Top-1 of the labelled questions after each round, in points."""
     return tuple(value for (value,) in _heldout(rounds, [labelled], by))
 
@@ -214,7 +214,7 @@ def _lowest_loss(rounds: Sequence[Round]) -> int:
     return int(np.nanargmin(losses)) if losses and np.isfinite(losses).any() else len(rounds) - 1
 
 
-def _load(store: Store, described: Manifest) -> _Loaded:
+def _load(store: Store, described: Manifest) -> _LoadedIndex:
     """Every passage of the version in id order, so that ties break as everywhere."""
     if described.num_vectors > MOST_VECTORS:
         raise ConfigError(
@@ -237,4 +237,4 @@ def _load(store: Store, described: Manifest) -> _Loaded:
     order = sorted(range(len(ids)), key=ids.__getitem__)
     slots = np.concatenate([np.arange(start_P[row], start_P[row] + count_P[row]) for row in order])
     row_ptr = np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64)
-    return _Loaded([ids[row] for row in order], row_ptr, number_N[slots], vectors_ND[slots])
+    return _LoadedIndex([ids[row] for row in order], row_ptr, number_N[slots], vectors_ND[slots])

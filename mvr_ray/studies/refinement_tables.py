@@ -1,20 +1,20 @@
-"""What a study tells of refinements: gain and cost, every depth, what moved, when to stop (AOpt table 3, figure 7)."""
+"""Tables of refinements: gain and cost, every depth, what moved, when to stop (AOpt table 3, figure 7)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mvr_ray.core.metrics import cluster_interval
-from mvr_ray.core.refine_policy import ONE_SHOT
+from mvr_ray.core.judging.metrics import cluster_interval
+from mvr_ray.core.refining.refine_policy import ONE_SHOT
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.comparisons import change, difference, hits_within
 from mvr_ray.studies.definition import BM25, FUSED
-from mvr_ray.studies.tables import Cell, Measured, Table, Value, number, percent, spoken
+from mvr_ray.studies.tables import Cell, Table, Value, VariantResult, number, percent, spoken
 
 MANY_ROUNDS = 3
 """Settings of more rounds than these have a curve."""
 
 
-def refinement_table(found: Sequence[Measured]) -> Table | None:
+def refinement_table(found: Sequence[VariantResult]) -> Table | None:
     """Every setting after its last round and the one that is kept: gain on known questions, cost on others."""
     sets, newest = _sets(found), _decays(found)
     heldout = [name for name in sets[1:] if name not in _gates(found)]
@@ -22,7 +22,7 @@ def refinement_table(found: Sequence[Measured]) -> Table | None:
     for told in _shown_rounds(found):
         row: list[Value] = [told.index, told.label, told.round]
         for name in sets:
-            row += [_spoken_top1(told, name), percent(told.measured(name)["gold"]["1"])]
+            row += [_spoken_top1(told, name), percent(told.results(name)["gold"]["1"])]
         row += [_spoken_change(told, name) for name in heldout]
         rows.append([*row, *([percent(told.after["newest"])] if newest else [])])
     columns = [f"{name} (n {told_n}) {kind}" for name, told_n in _sizes(found).items() for kind in ("answer", "gold")]
@@ -40,12 +40,12 @@ def refinement_table(found: Sequence[Measured]) -> Table | None:
     return Table("Refinement", note, ["index", "setting", "round", *columns], rows) if rows else None
 
 
-def depth_table(found: Sequence[Measured]) -> Table | None:
+def depth_table(found: Sequence[VariantResult]) -> Table | None:
     """The same at every depth, transductive and on the articles that were never labelled, beside the paper's figures
     and beside BM25 and the fusion with it (AOpt table 3)."""
     sets = _sets(found)
     shown = list(dict.fromkeys([*sets[:1], *sets[-1:]]))
-    ks = list(next(_shown_rounds(found)).measured(shown[0])["answer"]) if shown else []
+    ks = list(next(_shown_rounds(found)).results(shown[0])["answer"]) if shown else []
     rows: list[list[Value]] = []
     for one in found:
         for report in one.reports.get("evaluate", []):
@@ -64,7 +64,7 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
                     rows.append([name, "" if system == "bm25" else system, "0", paper, *told])
     for told in _shown_rounds(found):
         values = [
-            " / ".join(percent(told.measured(which)[kind][k]) for k in ks)
+            " / ".join(percent(told.results(which)[kind][k]) for k in ks)
             for which in shown
             for kind in ("answer", "gold")
         ]
@@ -96,13 +96,13 @@ def depth_table(found: Sequence[Measured]) -> Table | None:
     )
 
 
-def _paper(one: Measured, method: str, ks: Sequence[str]) -> str:
+def _paper(one: VariantResult, method: str, ks: Sequence[str]) -> str:
     """The paper's figures of a method; `paper` of the variant has them as `METHOD: answer/top-K`."""
     figures = [percent(one.paper.get(f"{method}: answer/top-{k}")) for k in ks]
     return " / ".join(figure or "-" for figure in figures) if any(figures) else ""
 
 
-def motion_table(found: Sequence[Measured]) -> Table | None:
+def motion_table(found: Sequence[VariantResult]) -> Table | None:
     """What a setting moved, what it skipped, how far norms drifted, and how passages crowd into foreign lists."""
     rows: list[list[Value]] = []
     for told in _shown_rounds(found):
@@ -125,7 +125,7 @@ def motion_table(found: Sequence[Measured]) -> Table | None:
     return Table("What moved", note, ["index", "setting", "round", *columns], rows) if rows else None
 
 
-def stopping_table(found: Sequence[Measured]) -> Table | None:
+def stopping_table(found: Sequence[VariantResult]) -> Table | None:
     """Where rounds are best, where each rule ends them, and what is lost by going on (AOpt figure 7)."""
     rows: list[list[Value]] = []
     for one in found:
@@ -134,7 +134,7 @@ def stopping_table(found: Sequence[Measured]) -> Table | None:
                 rounds = tried["rounds"]
                 if len(rounds) <= MANY_ROUNDS:
                     continue
-                peak = max(range(len(rounds)), key=lambda at: (_known(rounds[at]), -at))
+                peak = max(range(len(rounds)), key=lambda at: (_known_share(rounds[at]), -at))
                 restored = _after(rounds, tried["restored"]) if tried["restored"] else "nothing"
                 told = [_after(rounds, peak), tried["stopped"], restored]
                 told += [_after(rounds, tried["lowest_loss"]), _after(rounds, len(rounds) - 1)]
@@ -149,26 +149,26 @@ def stopping_table(found: Sequence[Measured]) -> Table | None:
     return Table("When to stop", note, columns, rows) if rows else None
 
 
-def _known(measured: Mapping[str, Any]) -> float:
-    return float(measured["sets"][0]["answer"]["1"])
+def _known_share(results: Mapping[str, Any]) -> float:
+    return float(results["sets"][0]["answer"]["1"])
 
 
 def _after(rounds: Sequence[Mapping[str, Any]], at: int) -> str:
     return f"{at}: {' / '.join(percent(rounds[at]['sets'][which]['answer']['1']) for which in (0, -1))}"
 
 
-def _decays(found: Sequence[Measured]) -> bool:
+def _decays(found: Sequence[VariantResult]) -> bool:
     """Whether some setting lets old questions fade, so that the newest wave is worth a column."""
     tried = [one for each in found for report in each.reports.get("refinement_grid", []) for one in report["tried"]]
     return any(one["setting"].get("decay", 1.0) != 1.0 for one in tried)
 
 
-def _sets(found: Sequence[Measured]) -> list[str]:
+def _sets(found: Sequence[VariantResult]) -> list[str]:
     """The question sets of a refinement grid: the labelled ones first, those of other articles last."""
     return list(_sizes(found))
 
 
-def _sizes(found: Sequence[Measured]) -> dict[str, int]:
+def _sizes(found: Sequence[VariantResult]) -> dict[str, int]:
     """How many questions each set has."""
     for one in found:
         for report in one.reports.get("refinement_grid", []):
@@ -176,7 +176,7 @@ def _sizes(found: Sequence[Measured]) -> dict[str, int]:
     return {}
 
 
-def _gates(found: Sequence[Measured]) -> list[str]:
+def _gates(found: Sequence[VariantResult]) -> list[str]:
     return [
         name
         for one in found
@@ -188,7 +188,7 @@ def _gates(found: Sequence[Measured]) -> list[str]:
 class _ShownRound(NamedTuple):
     """A setting after one round, as a row of a table: index, setting, and which round it is."""
 
-    variant: Measured
+    variant: VariantResult
     index: str
     label: str
     round: str
@@ -201,12 +201,12 @@ class _ShownRound(NamedTuple):
     def method(self) -> str:
         return "before" if self.after["number"] == 0 else str(self.setting["method"])
 
-    def measured(self, name: str, *, before: bool = False) -> dict[str, Any]:
+    def results(self, name: str, *, before: bool = False) -> dict[str, Any]:
         sets = (self.before if before else self.after)["sets"]
         return next(one for one in sets if one["questions"] == name)
 
 
-def _shown_rounds(found: Sequence[Measured]) -> Iterator[_ShownRound]:
+def _shown_rounds(found: Sequence[VariantResult]) -> Iterator[_ShownRound]:
     for one in found:
         for report in one.reports.get("refinement_grid", []):
             articles = {asked["questions"]: asked["articles"] for asked in report["sets"]}
@@ -228,7 +228,7 @@ def _shown_rounds(found: Sequence[Measured]) -> Iterator[_ShownRound]:
                     )
 
 
-def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+def ranks_of(found: Sequence[VariantResult]) -> list[QuestionRanks]:
     """What every told round of every setting found for every question."""
     ids = {
         asked["questions"]: asked["ids"]
@@ -251,7 +251,7 @@ def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
 
 
 def _top1(told: _ShownRound, name: str, *, before: bool = False) -> Any:
-    return hits_within(told.measured(name, before=before)["answer_ranks"], 1)
+    return hits_within(told.results(name, before=before)["answer_ranks"], 1)
 
 
 def _spoken_top1(told: _ShownRound, name: str) -> str:

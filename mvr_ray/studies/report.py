@@ -1,5 +1,4 @@
-"""A study's report: report.md, report.json, plots as PNG, and report.html, which holds everything in one file; and what
-was found for every question, as Parquet."""
+"""Write a study's report: report.md, report.json, PNG plots, report.html with all of them, and results as Parquet."""
 
 import base64
 import html
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.studies import entity_table, refinement_tables, tables, view_tables
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.execute import DoneStep, code_version
+from mvr_ray.studies.execute import StepRecord, code_version
 from mvr_ray.studies.plots import Plot, plots_of
 from mvr_ray.studies.steps import StudyPlan
 from mvr_ray.studies.tables import Table
@@ -60,9 +59,9 @@ class StudyReport(NamedTuple):
     tables: list[Table]
 
 
-def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> StudyReport:
+def make_report(study: Study, plan: StudyPlan, done: Mapping[str, StepRecord]) -> StudyReport:
     """The report of finished steps."""
-    found = tables.measured_variants(study, plan, done)
+    found = tables.variant_results(study, plan, done)
     shown = [
         table
         for table in (
@@ -92,7 +91,7 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> 
     facts = _facts(study, done)
     steps = [done[key]._replace(command=step.command) for key, step in plan.steps.items() if key in done]
     users = {key: [one.variant.name for one in plan.variants if key in one.keys] for key in plan.steps}
-    commands = [f"{step.command}  # {_told(step, users[step.key])}" for step in steps]
+    commands = [f"{step.command}  # {_step_line(step, users[step.key])}" for step in steps]
     files = {f"{plot.name}.png": plot.png for plot in plots}
     if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found), *entity_table.ranks_of(found)]:
         files[QUESTION_RANKS] = question_ranks_bytes(ranks)
@@ -133,7 +132,7 @@ def _without(value: Any, names: frozenset[str]) -> Any:
     return [_without(part, names) for part in value] if isinstance(value, list) else value
 
 
-def _told(step: DoneStep, users: Sequence[str]) -> str:
+def _step_line(step: StepRecord, users: Sequence[str]) -> str:
     """Which variants a step was run for, when, by which version, and how long it took."""
     names = list(dict.fromkeys(users))
     whose = ", ".join(names) if len(names) < 4 else f"{len(names)} variants"
@@ -141,7 +140,7 @@ def _told(step: DoneStep, users: Sequence[str]) -> str:
     return f"{whose or 'all'}: {step.seconds:.0f} s{made}"
 
 
-def _facts(study: Study, done: Mapping[str, DoneStep]) -> dict[str, str]:
+def _facts(study: Study, done: Mapping[str, StepRecord]) -> dict[str, str]:
     prepared = [step.report for step in done.values() if step.stage == "prepare"]
     passages = sorted({report["passages_written"] for report in prepared})
     backbone = study.resolve([*study.config.sizes[study.size].set, *study.extra]).encoder.backbone

@@ -1,4 +1,4 @@
-"""From a study to the steps that it takes: each once, however many variants need it.
+"""Plan the steps of a study: each runs once, however many variants need it.
 
 A `train` step of another task makes a cross-encoder, which the chain's later `mine` steps denoise with, or a reader.
 With `train.init_from=previous` it goes on from the encoder that the chain trained before.

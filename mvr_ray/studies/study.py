@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.errors import ConfigError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import run_plan
@@ -49,7 +49,7 @@ def run_study(
     store = Store(run.store.path)
     done = run_plan(plan, store, run, progress, at_once or study.config.sizes[size].at_once)
     report = make_report(study, plan, done)
-    folder = layout.study_report_dir(study.config.study, size)
+    folder = paths.study_report_dir(study.config.study, size)
     for name, data in report.files.items():
         store.write_bytes(f"{folder}/{name}", data)
     told = store.where(folder)

@@ -1,7 +1,7 @@
 """The reports of a study's steps, as tables: what was measured, beside what the paper has.
 
 A value is a mean over seeds and questions, and its 95 % interval counts both: articles are resampled, since questions
-of one article are not independent, and seeds add Student's half width (`core.metrics.interval_over_seeds`). Shares are
+of one article are not independent, and seeds add Student's half width (`metrics.interval_over_seeds`). Shares are
 shown in percent.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from mvr_ray.core.metrics import interval_over_seeds
+from mvr_ray.core.judging.metrics import interval_over_seeds
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.comparisons import Difference, Values, change, difference, values_of
 from mvr_ray.studies.definition import BM25, FUSED, ContrastConfig, Study
-from mvr_ray.studies.execute import DoneStep
+from mvr_ray.studies.execute import StepRecord
 from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 from mvr_ray.types import FloatArray
 
@@ -44,7 +44,7 @@ class Table(NamedTuple):
     rows: list[list[Value]]
 
 
-class Measured(NamedTuple):
+class VariantResult(NamedTuple):
     """What one variant came to: its metrics, what it found for every question, and the reports of its steps by stage,
     one a seed."""
 
@@ -60,18 +60,18 @@ class Measured(NamedTuple):
         return values_of(list(self.ranks.values()), metric) if self.ranks else None
 
 
-def measured_variants(study: Study, plan: StudyPlan, done: Mapping[str, DoneStep]) -> list[Measured]:
+def variant_results(study: Study, plan: StudyPlan, done: Mapping[str, StepRecord]) -> list[VariantResult]:
     """Every variant with what its seeds came to, and after it what else it was compared with (BM25, fusion)."""
-    found: list[Measured] = []
+    found: list[VariantResult] = []
     for variant in study.config.variants:
         runs = [one for one in plan.variants if one.variant.name == variant.name]
-        found += [_measured(study, variant.name, runs, done), *_beside(study, variant.name, runs, done)]
+        found += [_measure_variant(study, variant.name, runs, done), *_beside(study, variant.name, runs, done)]
     return found
 
 
 def _beside(
-    study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]
-) -> Iterator[Measured]:
+    study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, StepRecord]
+) -> Iterator[VariantResult]:
     """The other systems of an evaluation, BM25 and the fusion with it, each a line of its own. BM25 was not trained:
     one seed says all."""
     rows: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
@@ -93,7 +93,7 @@ def _beside(
                     settings[told].append(row["system"])
     for told, metrics in rows.items():
         cells = _cells(metrics, ranks[told])
-        yield Measured(told, {}, "; ".join(settings.get(told, [])), cells, ranks[told], {})
+        yield VariantResult(told, {}, "; ".join(settings.get(told, [])), cells, ranks[told], {})
 
 
 def _ranks(report: Mapping[str, Any], system: str, study: Study, seed: int) -> QuestionRanks:
@@ -102,7 +102,7 @@ def _ranks(report: Mapping[str, Any], system: str, study: Study, seed: int) -> Q
     return QuestionRanks(*(found[name] for name in QuestionRanks._fields[:-1]), seed=seed)
 
 
-def _kind(step: DoneStep) -> str:
+def _kind(step: StepRecord) -> str:
     """The step's stage; training a cross-encoder or a reader is told apart from training a retriever."""
     epoch = (step.report.get("epochs") or [{}])[-1]
     if step.stage != "train" or "view_pair_cosine" in epoch:
@@ -110,7 +110,9 @@ def _kind(step: DoneStep) -> str:
     return CROSS_ENCODER if "dev_top1" in epoch else READER if "dev_f1" in epoch else step.stage
 
 
-def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, DoneStep]) -> Measured:
+def _measure_variant(
+    study: Study, name: str, runs: Sequence[PlannedVariant], done: Mapping[str, StepRecord]
+) -> VariantResult:
     """`analyze` may have been asked fewer questions than `evaluate`: what both measured is told as `evaluate` did, and
     under the system's name, beside the views alone, as `analyze` did."""
     rows: dict[str, dict[int, dict[str, Any]]] = {}
@@ -132,7 +134,7 @@ def _measured(study: Study, name: str, runs: Sequence[PlannedVariant], done: Map
                 if found["questions"] == study.config.questions and "bm25" not in found["system"]:
                     ranks[planned.seed] = _ranks(step.report, found["system"], study, planned.seed)
     variant = runs[0].variant
-    return Measured(name, variant.paper, variant.setting, _cells(rows, ranks), ranks, reports)
+    return VariantResult(name, variant.paper, variant.setting, _cells(rows, ranks), ranks, reports)
 
 
 def _cells(rows: Mapping[str, Mapping[int, Mapping[str, Any]]], ranks: Mapping[int, QuestionRanks]) -> dict[str, Cell]:
@@ -154,7 +156,7 @@ def _cell(metric: str, rows: Sequence[Mapping[str, Any]], ranks: Sequence[Questi
     )
 
 
-def retrieval_table(study: Study, found: Sequence[Measured]) -> Table:
+def retrieval_table(study: Study, found: Sequence[VariantResult]) -> Table:
     """Every variant beside the paper's figures, and the paired test against the first variant."""
     metrics = study.config.metrics
     tested = metrics[0]
@@ -178,7 +180,7 @@ def retrieval_table(study: Study, found: Sequence[Measured]) -> Table:
     return Table("Retrieval", note, [columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
-def compared(better: Measured, than: Measured, metric: str) -> Difference | None:
+def compared(better: VariantResult, than: VariantResult, metric: str) -> Difference | None:
     """The difference between two variants on the same questions; None where either was not asked them."""
     seeds = sorted(set(better.ranks) & set(than.ranks))
     if len(better.ranks) == 1 or len(than.ranks) == 1:  # what was not trained stands beside every seed
@@ -190,7 +192,7 @@ def compared(better: Measured, than: Measured, metric: str) -> Difference | None
     return difference(list(a.values_SQ), list(b.values_SQ), a.articles_Q)
 
 
-def ranks_of(found: Sequence[Measured]) -> list[QuestionRanks]:
+def ranks_of(found: Sequence[VariantResult]) -> list[QuestionRanks]:
     """What every variant and seed found for every question, under the variant's name."""
     return [ranks._replace(system=one.name) for one in found for ranks in one.ranks.values()]
 
@@ -203,7 +205,7 @@ def spoken(cell: Cell | None) -> str:
     return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
-def index_table(found: Sequence[Measured]) -> Table | None:
+def index_table(found: Sequence[VariantResult]) -> Table | None:
     """What each variant's index holds."""
     rows: list[list[Value]] = []
     for one in found:
@@ -217,7 +219,7 @@ def index_table(found: Sequence[Measured]) -> Table | None:
     return Table("Index", "Of the last seed; before any refinement.", columns, rows) if rows else None
 
 
-def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured]) -> Table | None:
+def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[VariantResult]) -> Table | None:
     """Differences on the same questions, over the same seeds."""
     by_name = {one.name: one for one in found}
     rows: list[list[Value]] = []
@@ -239,7 +241,7 @@ def contrast_table(contrasts: Sequence[ContrastConfig], found: Sequence[Measured
     return Table("Differences", note, columns, rows) if rows else None
 
 
-def training_table(found: Sequence[Measured]) -> Table | None:
+def training_table(found: Sequence[VariantResult]) -> Table | None:
     """How training ended: what the loss says of the views."""
     rows: list[list[Value]] = []
     for one in found:
@@ -255,7 +257,7 @@ def training_table(found: Sequence[Measured]) -> Table | None:
     return Table("Training", note, columns, rows) if rows else None
 
 
-def teacher_table(found: Sequence[Measured]) -> Table | None:
+def teacher_table(found: Sequence[VariantResult]) -> Table | None:
     """How the cross-encoders that variants denoise with, or learn from, were trained."""
     rows: list[list[Value]] = []
     for one in found:
@@ -267,7 +269,7 @@ def teacher_table(found: Sequence[Measured]) -> Table | None:
     return Table("Cross-encoders", note, ["variant", "steps", "loss", "top-1 before", "top-1"], rows) if rows else None
 
 
-def reader_table(found: Sequence[Measured]) -> Table | None:
+def reader_table(found: Sequence[VariantResult]) -> Table | None:
     """How the readers of variants were trained."""
     rows: list[list[Value]] = []
     for one in found:
@@ -280,7 +282,7 @@ def reader_table(found: Sequence[Measured]) -> Table | None:
     return Table("Readers", note, columns, rows) if rows else None
 
 
-def mining_table(found: Sequence[Measured]) -> Table | None:
+def mining_table(found: Sequence[VariantResult]) -> Table | None:
     """What each filter of mining took, in shares of the hits looked at."""
     rows: list[list[Value]] = []
     for one in found:
@@ -294,7 +296,7 @@ def mining_table(found: Sequence[Measured]) -> Table | None:
     return Table("Mining", note, [*columns, "kept", "questions without"], rows) if rows else None
 
 
-def reading_table(found: Sequence[Measured]) -> Table | None:
+def reading_table(found: Sequence[VariantResult]) -> Table | None:
     """What a reader answers from the rankings of each variant, beside the paper's exact match (AOpt table 4), and the
     paired test against the first variant."""
     rows: list[list[Value]] = []
@@ -325,7 +327,7 @@ def reading_table(found: Sequence[Measured]) -> Table | None:
     return Table("Reading", note, columns, rows) if rows else None
 
 
-def cost_table(found: Sequence[Measured]) -> Table | None:
+def cost_table(found: Sequence[VariantResult]) -> Table | None:
     """Milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
     rows: list[list[Value]] = []
     threads: set[int] = set()

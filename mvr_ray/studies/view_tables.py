@@ -17,7 +17,7 @@ import numpy as np
 
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.tables import Measured, Table, Value, mean, number, percent, spoken
+from mvr_ray.studies.tables import Table, Value, VariantResult, mean, number, percent, spoken
 
 MIN_QUESTIONS_FOR_PPL = 3
 """Mean questions a passage below which a paper's PPL stands beside nothing: PPL cannot exceed that number, and the
@@ -37,7 +37,7 @@ FIGURE_4 = (("query 1", 3), ("query 2", 5))
 FIGURE_4_PASSAGE = "Argentina at the FIFA World Cup"
 
 
-def view_table(found: Sequence[Measured]) -> Table | None:
+def view_table(found: Sequence[VariantResult]) -> Table | None:
     """How different the views of each variant are (MVR eqs. 9 and 10, CAMVR eq. 14)."""
     shown = [one for one in found if one.reports.get("analyze")]
     known = [name for name in VIEW_VALUES if any(name in one.paper for one in shown)]
@@ -70,7 +70,7 @@ def view_table(found: Sequence[Measured]) -> Table | None:
     return Table("Views", note, ["variant", *heads, "most", "n", "questions a passage"], rows) if rows else None
 
 
-def alone_table(study: Study, found: Sequence[Measured]) -> Table | None:
+def alone_table(study: Study, found: Sequence[VariantResult]) -> Table | None:
     """Each view alone, and all together (CAMVR tables 2 and 7)."""
     metrics = study.config.metrics
     rows: list[list[Value]] = []
@@ -98,7 +98,7 @@ def _without_empty_columns(table: Table) -> Table:
     return table._replace(columns=[table.columns[at] for at in kept], rows=rows)
 
 
-def answer_view_table(found: Sequence[Measured]) -> Table | None:
+def answer_view_table(found: Sequence[VariantResult]) -> Table | None:
     """Answer-view accuracy over retrieved passages (CAMVR eq. 15 and table 4)."""
     prefix = f"{ALL_VIEWS}: answer_view/top-"
     rows: list[list[Value]] = []
@@ -120,7 +120,7 @@ def answer_view_table(found: Sequence[Measured]) -> Table | None:
     return _without_empty_columns(Table("Answer view (CAMVR eq. 15)", note, columns, rows)) if rows else None
 
 
-def attention_table(found: Sequence[Measured]) -> Table | None:
+def attention_table(found: Sequence[VariantResult]) -> Table | None:
     """The upper triangle of D(i, j) (CAMVR eq. 14 and table 3), the paper's rows above ours."""
     known = [(one, _attention_tables(one)) for one in found if _attention_tables(one)]
     most = max((len(own[0]) for _, own in known), default=0)
@@ -143,18 +143,18 @@ def attention_table(found: Sequence[Measured]) -> Table | None:
     return Table(title, note, columns, rows) if rows else None
 
 
-def _attention_tables(one: Measured) -> list[list[list[float | None]]]:
+def _attention_tables(one: VariantResult) -> list[list[list[float | None]]]:
     """D(i, j) of each seed, [V][V]; none where a variant has one view, or views that read different texts."""
     tables = (report["attention_kl_table"] for report in one.reports.get("analyze", []))
     return [table for table in tables if table]
 
 
-def _paper_attention(one: Measured, i: int, j: int) -> float | None:
+def _paper_attention(one: VariantResult, i: int, j: int) -> float | None:
     """The paper's D(i, j). Where its mean is 0 every pair is, for none is negative."""
     return one.paper.get(f"attention_kl/{i + 1},{j + 1}", 0.0 if one.paper.get("attention_kl") == 0 else None)
 
 
-def examples_table(found: Sequence[Measured]) -> Table | None:
+def examples_table(found: Sequence[VariantResult]) -> Table | None:
     """Every view's inner product with two questions of one passage (CAMVR figure 4, MVR table 7)."""
     lines: list[tuple[list[Value], list[float | None]]] = []
     for one in found:

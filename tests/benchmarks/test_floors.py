@@ -1,4 +1,4 @@
-"""What the floors are measured with, and the line that growth is told by."""
+"""Checks the loops that measure the floors of the machine, and the fitted line that shows growth."""
 
 import floors
 import numpy as np

@@ -89,6 +89,7 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_tiny_run_measures_small_clusters_and_predicts_from_them():
     command = [sys.executable, "benchmarks/simulate.py", "--tiny", "--node-price", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ def table(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "RESULTS", tmp_path)
     monkeypatch.setattr(suite, "FOLDER", tmp_path)
 
-    def made(*parts: str) -> str:
+    def make_rows(*parts: str) -> str:
         for part in parts:
             bar = {"what": f"{part} is fast", "measured": 1.0, "bar": 2.0, "at_least": True, "unit": "x", "met": False}
             report = {
@@ -31,7 +31,7 @@ def table(tmp_path, monkeypatch):
             (tmp_path / f"{part}.json").write_text(json.dumps(report))
         return suite.collect().read_text()
 
-    return made
+    return make_rows
 
 
 def test_a_gpu_that_was_not_there_is_told_in_the_table(table):

@@ -10,7 +10,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.answers import (
+from mvr_ray.core.judging.answers import (
     AnswerMatcher,
     Match,
     empty_answers,
@@ -153,23 +153,23 @@ def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does
     paragraphs = [p for article in squad_dev["data"] for p in article["paragraphs"]][::40]
     answers = [[a["text"] for a in qa["answers"]] for p in paragraphs for qa in p["qas"]]
     answers += [[], [""], ["the"], ["\u200b", "no such words"], ["Who", "Normans"], ["."]]
-    sheet = AnswerMatcher().sheet(answers)
+    index = AnswerMatcher().index(answers)
     asked = np.random.default_rng(0).permutation(len(answers))
     hits = 0
     for text in [*(p["context"] for p in paragraphs), "", "?"]:
-        marked = sheet.marks(text, asked)
+        marked = index.marks(text, asked)
         assert marked.tolist() == [has_answer(text, answers[question]) for question in asked]
         hits += int(marked.sum())
     assert hits > 3 * len(paragraphs)
-    assert sheet.marks("", np.empty(0, np.int64)).tolist() == []
+    assert index.marks("", np.empty(0, np.int64)).tolist() == []
 
 
 @pytest.mark.parametrize("match", ["string", "regex", "kilt"])
 def test_a_sheet_follows_the_rule_it_is_made_for(match: Match):
     answers = [["nor"], ["norman"], ["n.rm"], ["the Normans"], ["(unclosed", "people"], ["xyz"], ["a"]]
-    sheet = AnswerMatcher(match).sheet(answers)
+    index = AnswerMatcher(match).index(answers)
     for text in ("The Normans were the people", "a norman", "Normans", ""):
-        told = sheet.marks(text, np.arange(len(answers))).tolist()
+        told = index.marks(text, np.arange(len(answers))).tolist()
         assert told == [has_answer(text, one, match) for one in answers]
 
 

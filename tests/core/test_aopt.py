@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core import aopt, native_step
-from mvr_ray.core.aopt import (
+from mvr_ray.core.refining import aopt, native_step
+from mvr_ray.core.refining.aopt import (
     LabelSums,
     label_sums,
     linear_combination,
@@ -22,7 +22,7 @@ from mvr_ray.core.aopt import (
     rocchio_step,
     softmax_step,
 )
-from mvr_ray.core.pseudo_labels import LabelMatrices, label_matrices
+from mvr_ray.core.refining.pseudo_labels import LabelMatrices, label_matrices
 
 
 def matrices(signs_NQ: np.ndarray) -> LabelMatrices:
@@ -331,7 +331,7 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, s
     with stepped_by(name, part):
         single = passage_step(views, queries, matrices(signs), step_size=0.05, single=True)
     error = 0.05 * 60 * 2.0**-24 + 2.0**-23
-    assert_moved(single, transcribed(views, native_step.rounded(queries).values(), signs, 0.05), error)
+    assert_moved(single, transcribed(views, native_step.to_int16(queries).values(), signs, 0.05), error)
     unit, least = queries.max() / 65534, (views.astype(float) @ queries.T.astype(float)).min()
     away = 2 * unit / least * (1 + np.abs(views.astype(float)).sum(axis=1).max() * queries.max() / least)
     assert_moved(single, transcribed(views, queries, signs, 0.05), 1.01 * 0.05 * away + error)
@@ -355,9 +355,9 @@ def test_partners_are_rounded_to_the_nearest_whole_number_of_a_unit_of_their_own
     most_Q = np.abs(vectors).max(axis=1)
     exact = vectors.astype(np.float64)
     with stepped_by("torch"):
-        plain = native_step.rounded(vectors)
+        plain = native_step.to_int16(vectors)
     with stepped_by("compiled", part):
-        found = native_step.rounded(vectors, 2)
+        found = native_step.to_int16(vectors, 2)
     assert [column.tobytes() for column in found] == [column.tobytes() for column in plain]
     zero_Q = most_Q < 2.0**-110
     np.testing.assert_array_equal(found.unit_Q, np.where(zero_Q, 0, most_Q / np.float32(32767)))
@@ -372,7 +372,7 @@ def test_a_partner_that_is_no_number_shows_in_what_it_moves_and_nowhere_else(nam
     queries[1, 17], queries[3, 2] = np.nan, np.inf
     signs = np.array([[1, 0, -1, 0], [1, -1, 0, 0], [1, 0, 0, -1]])
     with stepped_by(name):
-        assert np.isnan(native_step.rounded(queries).unit_Q).tolist() == [False, True, False, True]
+        assert np.isnan(native_step.to_int16(queries).unit_Q).tolist() == [False, True, False, True]
         moved = passage_step(np.ones((3, 20), np.float32), queries, matrices(signs), step_size=0.1, single=True)
     assert moved.moved_M.tolist() == [0]
     assert moved.num_outside_domain == 2
@@ -419,7 +419,7 @@ def test_the_compiled_step_adds_partners_one_by_one_in_the_order_of_the_labels()
     """In float32 the order shows: with x = e_1, <x, A> and <x, B> are the sums' first components."""
     rng = np.random.default_rng(5)
     queries = (rng.random((400, 20), np.float32) * 10.0 ** rng.integers(-3, 4, (400, 1))).astype(np.float32)
-    whole, unit = native_step.rounded(queries)
+    whole, unit = native_step.to_int16(queries)
     signs = rng.choice([-1, 1], (1, 400))
     made = native_step.step(np.eye(1, 20, dtype=np.float32), queries, matrices(signs), np.arange(1), 0.1)
     sums = []

@@ -1,4 +1,4 @@
-"""What views read, against plain transformers calls and slow loops."""
+"""Checks what views read, against plain transformers calls and slow loops."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from transformers import AutoModel
 
-from mvr_ray.core.attention import ViewAttention, attention_kl_table, mean_attention_kl, view_attention
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.judging.attention import ViewAttention, attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 

@@ -1,4 +1,4 @@
-"""What cannot serve as a backbone is refused by name, before any work."""
+"""Refuses by name, before any work, what cannot serve as a backbone."""
 
 import json
 import shutil

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.batches import Example, join_batch, plan_epoch, rank_share, token_batches
-from mvr_ray.core.cloze import cloze_example
-from mvr_ray.core.snippets import load_punkt
+from mvr_ray.core.encoding.length_batches import token_batches
+from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.learning.batches import Example, join_batch, plan_epoch, rank_share
+from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.types import Passage
 
 collections = st.lists(st.integers(0, 9), min_size=8, max_size=60)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mvr_ray.core.collapse import collapse_report
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.types import Passage
 
 TEXTS = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.snippets import TITLE, snippet_spans, snippet_text, train_punkt
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans, snippet_text, train_punkt
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -42,6 +42,11 @@ STRATEGIES = {
     "splits mean": replace(SPEC, strategy="splits", readout="snippet_mean"),
 }
 CASES = [(kind, name) for kind in KINDS for name in STRATEGIES]
+
+
+def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:
+    """The view whose snippet holds the character at `offset`, or -1."""
+    return find_snippet([span or (0, 0) for span in encoder.view_spans(passage)], offset)
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -250,8 +255,8 @@ def test_the_answers_view_is_that_of_the_snippet_around_its_first_character(tiny
         "Where does the river end?",
     ]
     offsets = [passage.text.index(word) for word in ("hills", "sea", "end")]
-    assert [encoder.view_of_offset(passage, offset) for offset in offsets] == [0, 1, 2]
-    assert [encoder.view_of_offset(passage, offset) for offset in (-1, 29, 10_000)] == [-1, -1, -1]
+    assert [view_of_offset(encoder, passage, offset) for offset in offsets] == [0, 1, 2]
+    assert [view_of_offset(encoder, passage, offset) for offset in (-1, 29, 10_000)] == [-1, -1, -1]
 
 
 def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
@@ -259,7 +264,7 @@ def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
     long = Passage("9", "", " ".join(["The river rises and runs to the sea and it rises there."] * 3))
     spans = encoder.view_spans(long)
     assert spans[0] is not None and spans[2] is None
-    assert encoder.view_of_offset(long, len(long.text) - 3) == -1
+    assert view_of_offset(encoder, long, len(long.text) - 3) == -1
     assert encoder.embed_passages(encoder.tokenize_passages([long])).mask_PV[0].tolist() == [
         s is not None for s in spans
     ]
@@ -279,8 +284,8 @@ def test_a_title_view_is_the_first_and_the_texts_snippets_are_one_fewer_by_algor
     ]
     assert spans[1:] == snippet_spans(passage.text, 2, encoder.splitter) == encoder.snippets(passage)
     offsets = [0, *(passage.text.index(word) for word in ("hills", "sea", "end"))]
-    assert [encoder.view_of_offset(passage, offset) for offset in offsets] == [1, 1, 2, 2]
-    assert encoder.view_of_offset(passage, -1) == -1
+    assert [view_of_offset(encoder, passage, offset) for offset in offsets] == [1, 1, 2, 2]
+    assert view_of_offset(encoder, passage, -1) == -1
 
 
 @pytest.mark.parametrize("kept", ["masked", "kept"])
@@ -292,7 +297,7 @@ def test_without_a_title_the_texts_snippets_keep_their_views(tiny, kept):
     assert encoder.view_spans(titled) == [TITLE, span, None]
     assert encoder.view_spans(bare) == [None, span, None]
     assert encoder.view_spans(bare._replace(title=" ")) == [None, span, None]
-    assert encoder.view_of_offset(bare, 3) == encoder.view_of_offset(titled, 3) == 1
+    assert view_of_offset(encoder, bare, 3) == view_of_offset(encoder, titled, 3) == 1
     mask = encoder.embed_passages(encoder.tokenize_passages([titled, bare])).mask_PV.tolist()
     assert mask == ([[True] * 3] * 2 if kept == "kept" else [[True, True, False], [False, True, False]])
 
@@ -302,7 +307,7 @@ def test_views_of_the_whole_passage_have_no_span(tiny, name):
     encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name])
     assert encoder.num_views == (1 if name in ("cls", "mean") else 3)
     assert encoder.view_spans(PASSAGES[0]) == [None] * encoder.num_views
-    assert encoder.view_of_offset(PASSAGES[0], 3) == -1
+    assert view_of_offset(encoder, PASSAGES[0], 3) == -1
 
 
 def test_titles_are_context_only_where_they_are_wanted(tiny):
@@ -377,7 +382,7 @@ def test_sentences_of_the_corpus_need_parameters_and_enter_the_fingerprint(tiny)
 def test_the_encoder_and_the_losses_need_neither_ray_nor_pydantic():
     code = (
         "import sys; sys.modules.update({'ray': None, 'pydantic': None, 'pyarrow': None, 'faiss': None})\n"
-        "import mvr_ray.core.encoder, mvr_ray.core.losses\n"
+        "import mvr_ray.core.encoding.encoder, mvr_ray.core.learning.losses\n"
         "assert 'mvr_ray.config' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.feedback import MAX_ROUNDS, SAME_COSINE, feedback_views, own_norms, spherical_clusters
-from mvr_ray.core.pseudo_labels import Labels
+from mvr_ray.core.refining.feedback import MAX_ROUNDS, SAME_COSINE, feedback_views, own_norms, spherical_clusters
+from mvr_ray.core.refining.pseudo_labels import Labels
 
 
 def unit(seed: int, num: int, dimension: int = 6) -> np.ndarray:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.fusion import choose_weight, fuse
+from mvr_ray.core.searching.fusion import choose_weight, fuse
 
 scores = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 9).map(float), max_size=6)
 

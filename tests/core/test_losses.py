@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss, pairwise_scores, temperature
+from mvr_ray.core.learning.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss, pairwise_scores, temperature
 
 LOSSES = [dpr_loss, mvr_loss, camvr_loss]
 

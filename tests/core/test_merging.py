@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.merging import in_doubt, merge_numbered
-from mvr_ray.core.scoring import merge_hits
+from mvr_ray.core.searching.merging import in_doubt, merge_numbered
+from mvr_ray.core.searching.scoring import merge_hits
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import ShardHits
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from mvr_ray.core.metrics import (
+from mvr_ray.core.judging.metrics import (
     cluster_interval,
     first_ranks,
-    found_within,
     gold_answer_view_share,
+    hit_within,
     interval_over_seeds,
     lv,
     mrr,
@@ -33,7 +33,7 @@ def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first
     ranks = first_ranks([[False, True], [], [True], [False] * 9, [False, False, False, True]])
     assert ranks.tolist() == [1, -1, 0, -1, 3]
     assert top_k_accuracy(ranks, [1, 2, 3, 4, 100]) == {1: 0.2, 2: 0.4, 3: 0.4, 4: 0.6, 100: 0.6}
-    assert found_within(ranks, 2).tolist() == [1, 0, 1, 0, 0]
+    assert hit_within(ranks, 2).tolist() == [1, 0, 1, 0, 0]
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.pruning import hull_distance, prune_block, prune_views
+from mvr_ray.core.searching.pruning import hull_distance, prune_block, prune_views
 from mvr_ray.types import EmbeddingBlock
 
 SLOW = settings(max_examples=60)

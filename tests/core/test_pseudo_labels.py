@@ -1,19 +1,15 @@
-"""Labels from hits, answers, gold passages and feedback, against loops over pairs."""
+"""Labels from hits and gold passages, and the views that win, against loops over pairs."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.pseudo_labels import (
+from mvr_ray.core.refining.pseudo_labels import (
     Labels,
-    answer_relevance,
     gold_relevance,
     label_matrices,
-    labels_from_feedback,
     labels_from_hits,
-    vector_slots,
     winning_slots,
 )
 
@@ -80,14 +76,7 @@ def test_labels_equal_a_loop_over_hits_and_stand_in_order(data: st.DataObject, p
     assert labels.num_positive + labels.num_negative == len(pairs)
 
 
-def test_answers_and_gold_passages_mark_hits_and_never_padding():
-    texts = {4: "the cat", 7: "a dog", 3: "nothing", 9: "Cats", 1: "cat, dog"}
-    read = []
-    found = answer_relevance(
-        HITS[:2], [["cat"], [""]], lambda p: (read.append(p), texts[p])[1], AnswerMatcher(max_cached_bytes=0)
-    )
-    assert found.tolist() == [[False, False, False, True], [True, True, False, False]]
-    assert read == [7, 3, 9, 1, 4, 7]
+def test_gold_passages_mark_hits_and_never_padding():
     assert gold_relevance(HITS, [{3}, {-1, 7, 99}, ()]).tolist() == [
         [False, True, False, False],
         [False, True, False, False],
@@ -104,7 +93,7 @@ def random_passages(rng: np.random.Generator, passages: int, dimension: int):
 
 @pytest.mark.parametrize("at_once", [1, 7, 65_536])
 def test_the_winning_view_is_the_best_scored_and_the_first_of_equals(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mvr_ray.core.pseudo_labels._PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr("mvr_ray.core.refining.pseudo_labels._PAIRS_AT_ONCE", at_once)
     rng = np.random.default_rng(3)
     row_ptr, _, vectors = random_passages(rng, 12, 4)
     vectors[row_ptr[5] : row_ptr[6]] = vectors[row_ptr[5]]
@@ -117,27 +106,6 @@ def test_the_winning_view_is_the_best_scored_and_the_first_of_equals(at_once: in
             for v in vectors[row_ptr[p] : row_ptr[p + 1]]
         ]
         assert slot - row_ptr[p] == scores.index(max(scores))
-
-
-def test_feedback_counts_by_majority_and_a_draw_gives_no_label():
-    row_ptr, numbers = np.array([0, 2, 3]), np.array([1, 4, 0], np.int16)
-    vectors = np.array([[1, 0], [0, 1], [1, 1]], np.float32)
-    queries = np.array([[1, 0], [0, 2]], np.float32)
-    question, passage = np.array([0, 0, 0, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 0])
-    positive = np.array([True, False, True, False, True, False, False])
-    labels = labels_from_feedback(question, passage, positive, queries, vectors, row_ptr, numbers)
-    assert as_set(labels) == {(0, 0, 1, True), (1, 0, 4, False)}
-
-
-def test_a_label_finds_its_vector_by_passage_and_view_number():
-    rng = np.random.default_rng(5)
-    row_ptr, numbers, _ = random_passages(rng, 9, 2)
-    passage = np.repeat(np.arange(9), 9)
-    view = np.tile(np.arange(9), 9).astype(np.int16)
-    labels = Labels(np.zeros(81, np.int64), passage, view, np.ones(81, bool))
-    for slot, p, v in zip(vector_slots(labels, row_ptr, numbers), passage, view):
-        own = numbers[row_ptr[p] : row_ptr[p + 1]].tolist()
-        assert slot == (row_ptr[p] + own.index(v) if v in own else -1)
 
 
 def test_matrices_hold_each_label_once_on_its_side():

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.packed import Affine
-from mvr_ray.core.encoding.quantized import Bytes, Int8Product, multiplies_bytes
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.quantized import Int8Linear, Quantizer, multiplies_bytes
+from mvr_ray.core.encoding.unpadded_cpu import Affine
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -34,8 +34,8 @@ def test_a_product_of_bytes_is_the_float_product_but_for_the_halves_that_roundin
     zero_D = np.round(-low_D / step_D)
     affine = Affine(torch.tensor(weight_OD, dtype=torch.float32), torch.tensor(bias_O, dtype=torch.float32))
     steps = torch.tensor(step_D, dtype=torch.float32), torch.tensor(zero_D, dtype=torch.float32)
-    bytes_ND = Bytes.of(*steps)(torch.from_numpy(x_ND))
-    product = Int8Product(affine, *steps)
+    bytes_ND = Quantizer.of(*steps)(torch.from_numpy(x_ND))
+    product = Int8Linear(affine, *steps)
     found = product(bytes_ND).double().numpy()
     wanted = x_ND.astype(np.float64) @ weight_OD.T + bias_O
     scale_O = np.abs(weight_OD * step_D).max(1) / 127
@@ -53,8 +53,8 @@ def test_gelu_behind_a_product_gives_the_bytes_of_its_own_step():
     affine = Affine(torch.randn(30, 20, generator=generator), torch.randn(30, generator=generator))
     step, zero = torch.full((20,), 0.02), torch.full((20,), 128.0)
     bytes_ND = torch.randint(0, 256, (9, 20), generator=generator).to(torch.uint8)
-    floats = Int8Product(affine, step, zero)(bytes_ND)
-    found = Int8Product(affine, step, zero, gelu_step=0.05, gelu_zero=4)(bytes_ND)
+    floats = Int8Linear(affine, step, zero)(bytes_ND)
+    found = Int8Linear(affine, step, zero, gelu_step=0.05, gelu_zero=4)(bytes_ND)
     wanted = (torch.nn.functional.gelu(floats) / 0.05 + 4).round().clamp(0, 255)
     assert (found.float() - wanted).abs().max() <= 1
     assert (found.float() == wanted).float().mean() > 0.99
@@ -64,9 +64,9 @@ def test_gelu_behind_a_product_gives_the_bytes_of_its_own_step():
 @pytest.mark.parametrize("strategy", ["snippet_means", "viewers", "sentences"])
 def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(tiny, tmp_path, precision, strategy):
     full = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy=strategy))
-    lowered = full.lower(precision, PASSAGES)
-    assert lowered.fingerprint not in (full.fingerprint, full.lower("fp32").fingerprint)
-    assert full.lower("fp32").fingerprint == full.fingerprint
+    lowered = full.to_precision(precision, PASSAGES)
+    assert lowered.fingerprint not in (full.fingerprint, full.to_precision("fp32").fingerprint)
+    assert full.to_precision("fp32").fingerprint == full.fingerprint
     tokenized = full.tokenize_passages(PASSAGES)
     wanted, found = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
     assert (wanted.mask_PV == found.mask_PV).all()
@@ -77,22 +77,22 @@ def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions
 
     lowered.save(tmp_path)
     loaded = DualEncoder.load(tmp_path)
-    assert (loaded.fingerprint, loaded.lowered.precision) == (lowered.fingerprint, precision)
+    assert (loaded.fingerprint, loaded.precision.name) == (lowered.fingerprint, precision)
     assert (loaded.embed_passages(tokenized).views_PVD == found.views_PVD).all()
 
 
 @needs_bytes
 def test_scales_follow_from_the_passages_alone(tiny):
     full = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    one = full.lower("int8", PASSAGES).fingerprint
-    assert full.lower("int8", PASSAGES).fingerprint == one
-    assert full.lower("int8", PASSAGES[:20]).fingerprint != one
+    one = full.to_precision("int8", PASSAGES).fingerprint
+    assert full.to_precision("int8", PASSAGES).fingerprint == one
+    assert full.to_precision("int8", PASSAGES[:20]).fingerprint != one
 
 
 @needs_bytes
 @pytest.mark.parametrize("fault", ["gone", "fewer", "unknown"])
 def test_a_snapshot_without_its_scales_is_refused(tiny, tmp_path, fault):
-    DualEncoder.from_backbone(tiny("bert"), SPEC).lower("int8", PASSAGES).save(tmp_path)
+    DualEncoder.from_backbone(tiny("bert"), SPEC).to_precision("int8", PASSAGES).save(tmp_path)
     if fault == "gone":
         (tmp_path / "scales.safetensors").unlink()
         with pytest.raises(EncoderError, match=r"has no scales.safetensors; copy or make it again"):
@@ -118,7 +118,7 @@ def test_a_backbone_that_cannot_be_lowered_is_named(tiny, precision):
         EncoderError,
         match=f"passages in {precision} need a bert or roberta backbone with gelu on a CPU, and this is a distilbert",
     ):
-        encoder.lower(precision, PASSAGES)
+        encoder.to_precision(precision, PASSAGES)
 
 
 @needs_bytes
@@ -130,7 +130,7 @@ def test_real_passages_in_bytes_stay_near(minilm, data_dir):
         articles = json.load(file)["data"]
     texts = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
     full = DualEncoder.from_backbone(str(minilm), EncoderSpec(num_views=4, max_passage_tokens=128))
-    lowered = full.lower("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
+    lowered = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
     tokenized = full.tokenize_passages([Passage(str(i), "", text) for i, text in enumerate(texts[1000:1960:30])])
     wanted, found = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
     cosine = (wanted.views_PVD * found.views_PVD).sum(-1)[wanted.mask_PV]

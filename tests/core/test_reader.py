@@ -17,7 +17,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from mvr_ray.core.encoding.backbones import KINDS
-from mvr_ray.core.reading.reader import Reader, ReaderSpec, Span, ToRead, choose
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
 from mvr_ray.core.reading.spans import best_spans, log_shares, span_losses, tokens_of
 from mvr_ray.core.reading.windows import Windower
 from mvr_ray.errors import FingerprintError, ReaderError
@@ -241,7 +241,7 @@ def test_reading_a_batch_is_reading_every_span_of_every_window_alone(paired, kin
     with torch.no_grad():
         reader.model.qa_outputs.weight.mul_(40)  # so that spans differ by more than rounding
     questions = ["Where does the river end?", "Who wrote of the old bridge, and when was it built in the hills?", ""]
-    found = reader.read([ToRead(question, PASSAGES) for question in questions], tokens_per_batch=130)
+    found = reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
     told = 0
     for question, row in zip(questions, found):
         for text, span in zip(PASSAGES, row, strict=True):
@@ -258,7 +258,7 @@ def test_reading_a_batch_is_reading_every_span_of_every_window_alone(paired, kin
                 start = best.start + len(piece) - len(piece.lstrip())
                 assert (span.start, span.stop) == (start, start + len(piece.strip()))
     assert told >= 6
-    assert found == reader.read([ToRead(question, PASSAGES) for question in questions], tokens_per_batch=130)
+    assert found == reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
 
 
 SCORES = st.lists(st.tuples(st.none() | LEVELS, LEVELS), max_size=6)
@@ -284,7 +284,7 @@ def test_a_stored_reader_is_the_one_that_was_saved(paired, tmp_path):
     reader = Reader.from_backbone(paired("bert"), SMALL, seed=5)
     reader.save(tmp_path / "stored")
     again = Reader.load(tmp_path / "stored", SMALL)
-    asked = [ToRead("Where does the river end?", PASSAGES)]
+    asked = [ReadRequest("Where does the river end?", PASSAGES)]
     assert again.fingerprint == reader.fingerprint
     assert again.read(asked) == reader.read(asked)
     assert Reader.from_backbone(paired("bert"), SMALL, seed=6).fingerprint != reader.fingerprint
@@ -352,4 +352,4 @@ def test_logits_that_are_no_numbers_are_an_error_not_an_answer(paired):
     with torch.no_grad():
         reader.model.qa_outputs.bias.fill_(math.nan)
     with pytest.raises(ReaderError, match="logits are not finite"):
-        reader.read([ToRead("Who?", ["The bridge was built in 1801."])])
+        reader.read([ReadRequest("Who?", ["The bridge was built in 1801."])])

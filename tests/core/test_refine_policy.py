@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.core.refine_policy import (
+from mvr_ray.core.refining.refine_policy import (
     Continue,
     RefineState,
     Reject,

@@ -1,4 +1,4 @@
-"""What a score is, that fast products err within their bound, and that merging ranks as one list would."""
+"""Checks scores, the error bounds of fast products, and that merging ranks as one list would."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.scoring import exact_scores, first_depth, is_exact, merge_hits, needs_second_round
-from mvr_ray.core.searching.exact import Scored, best_first, distinct
+from mvr_ray.core.searching.exact import ScoredPairs, best_first, distinct
 from mvr_ray.core.searching.scan import score_error
+from mvr_ray.core.searching.scoring import exact_scores, first_depth, is_exact, merge_hits, needs_second_round
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import ShardHits
 
@@ -74,7 +74,7 @@ def test_best_first_is_a_stable_sort(seed, k):
     rng.shuffle(pairs)
     columns = np.array(pairs, np.int64).reshape(-1, 2)
     scores = rng.integers(0, 3, len(pairs)).astype(np.float32)
-    best = best_first(Scored(columns[:, 0], columns[:, 1], scores, np.zeros(len(pairs), np.int16)), k)
+    best = best_first(ScoredPairs(columns[:, 0], columns[:, 1], scores, np.zeros(len(pairs), np.int16)), k)
     ranked = sorted((q, -s, row) for (q, row), s in zip(columns.tolist(), scores.tolist()))
     wanted = [one for query in range(3) for one in [r for r in ranked if r[0] == query][:k]]
     assert list(zip(best.query_M.tolist(), (-best.score_M).tolist(), best.row_M.tolist())) == wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import Passage
 
@@ -63,7 +63,7 @@ def test_saving_twice_writes_the_same_bytes_and_no_path_of_this_machine(tiny, tm
 
 
 def test_the_fingerprint_is_the_same_in_another_process(saved):
-    code = f"from mvr_ray.core.encoder import DualEncoder; print(DualEncoder.load({str(saved)!r}).fingerprint)"
+    code = f"from mvr_ray.core.encoding.encoder import DualEncoder; print(DualEncoder.load({str(saved)!r}).fingerprint)"
     other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     assert other == DualEncoder.load(saved).fingerprint
     assert len(other) == 16 and int(other, 16) >= 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.snippets import (
+from mvr_ray.core.encoding.snippets import (
     KNOWN_ABBREVIATIONS,
     PunktParams,
     equal_splits,

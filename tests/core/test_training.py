@@ -1,6 +1,7 @@
 """A step on W ranks is a step on the joined batch; the gradient cache changes memory only."""
 
 import math
+import multiprocessing
 import subprocess
 import sys
 from functools import partial
@@ -13,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mvr_ray.core.batches import rank_share
-from mvr_ray.core.encoder import DualEncoder, PassageViews
-from mvr_ray.core.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss
-from mvr_ray.core.training import (
-    Share,
-    StepSettings,
+from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
+from mvr_ray.core.encoding.views import EncoderSpec
+from mvr_ray.core.learning.batches import rank_share
+from mvr_ray.core.learning.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss
+from mvr_ray.core.learning.training import (
+    PassSettings,
+    RankInputs,
     average_gradients,
     distil_gradients,
     loss_and_gradients,
     lr_factor,
     winning_views,
 )
-from mvr_ray.core.views import EncoderSpec
 from mvr_ray.types import Passage
 
 TEXT = [
@@ -104,9 +105,9 @@ def joined_loss(name: str):
     return of
 
 
-def share_of(rank: int, world: int) -> Share:
+def share_of(rank: int, world: int) -> RankInputs:
     part = rank_share(QUESTIONS, PASSAGES, rank, world)
-    return Share([str(q) for q in part.questions], part.passages, torch.tensor(part.real_P))
+    return RankInputs([str(q) for q in part.questions], part.passages, torch.tensor(part.real_P))
 
 
 def gradients(encoder: nn.Module) -> dict[str, Tensor]:
@@ -143,7 +144,7 @@ def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
                 dist.all_reduce(loss)
                 loss /= world
             else:
-                loss = loss_and_gradients(encoder, share, joined_loss(name), StepSettings(chunk=chunk)).terms.total
+                loss = loss_and_gradients(encoder, share, joined_loss(name), PassSettings(chunk=chunk)).terms.total
             average_gradients(encoder.parameters())
             found[f"{name} {chunk} loss"] = loss.numpy()
             found |= {f"{name} {chunk} {key}": gradient.numpy() for key, gradient in gradients(encoder).items()}
@@ -152,12 +153,12 @@ def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def _distil(encoder, share: Share, rank: int, world: int, chunk: int) -> Tensor:
+def _distil(encoder, share: RankInputs, rank: int, world: int, chunk: int) -> Tensor:
     rng = np.random.default_rng(9)
     questions_QD = torch.tensor(rng.normal(size=(QUESTIONS, DIM)))
     passages_PD = torch.tensor(rng.normal(size=(PASSAGES, DIM)))
     part = rank_share(QUESTIONS, PASSAGES, rank, world)
-    settings = StepSettings(chunk=chunk)
+    settings = PassSettings(chunk=chunk)
     return distil_gradients(
         encoder, share, questions_QD[list(part.questions)], passages_PD[part.passages], PASSAGES, settings
     )
@@ -175,17 +176,16 @@ def _distil_reference(encoder: ToyEncoder) -> Tensor:
     return loss.detach()
 
 
+def results_of_ranks(world: int, folder: Path, *backbone: str) -> list[Path]:
+    """What each of `world` processes wrote; they are forks of one process, which imports for all of them."""
+    files = [folder / f"{rank}.npz" for rank in range(world)]
+    subprocess.run([sys.executable, __file__, folder / "meet", *files, *backbone], check=True, timeout=240)
+    return files
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, tmp_path):
-    files = [tmp_path / f"{rank}.npz" for rank in range(world)]
-    command = [sys.executable, __file__, str(world), str(tmp_path / "meet")]
-    ranks = [subprocess.Popen([*command, str(rank), str(file)]) for rank, file in enumerate(files)]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * world
-    finally:
-        for process in ranks:
-            process.kill()
-    for file in files:
+    for file in results_of_ranks(world, tmp_path):
         found = np.load(file, allow_pickle=False)
         for name in LOSSES:
             loss, expected = reference(name)
@@ -212,24 +212,17 @@ def _encoder_on_rank(rank: int, world: int, meeting: Path, out: Path, backbone: 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     both = WithTokens(backbone)
-    encoded = loss_and_gradients(both, share_of(rank, world), joined_loss("camvr"), StepSettings(chunk=3))
+    output = loss_and_gradients(both, share_of(rank, world), joined_loss("camvr"), PassSettings(chunk=3))
     average_gradients(both.encoder.parameters())
-    np.savez(out, loss=encoded.terms.total, **{key: g.numpy() for key, g in gradients(both.encoder).items()})
+    np.savez(out, loss=output.terms.total, **{key: g.numpy() for key, g in gradients(both.encoder).items()})
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_two_ranks_train_a_real_encoder_as_one_process_does(tmp_path, tiny):
     """Viewers before snippets, gradients in chunks, float32: every parameter's gradient, to rounding."""
-    files = [tmp_path / f"{rank}.npz" for rank in range(2)]
-    command = [sys.executable, __file__, "2", str(tmp_path / "meet")]
     backbone = tiny("bert")
-    ranks = [subprocess.Popen([*command, str(rank), str(file), backbone]) for rank, file in enumerate(files)]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
+    files = results_of_ranks(2, tmp_path, backbone)
     both = WithTokens(backbone)
     views = both.encode_passages(range(PASSAGES))
     queries = both.encode_queries([str(q) for q in range(QUESTIONS)])
@@ -250,20 +243,20 @@ def test_two_ranks_train_a_real_encoder_as_one_process_does(tmp_path, tiny):
 def test_one_process_in_any_chunks_is_plain_autograd(name, chunk):
     loss, expected = reference(name)
     encoder = ToyEncoder()
-    encoded = loss_and_gradients(encoder, share_of(0, 1), joined_loss(name), StepSettings(chunk=chunk), scale=4.0)
-    assert math.isclose(encoded.terms.total.item(), loss.item(), rel_tol=1e-12)
+    output = loss_and_gradients(encoder, share_of(0, 1), joined_loss(name), PassSettings(chunk=chunk), scale=4.0)
+    assert math.isclose(output.terms.total.item(), loss.item(), rel_tol=1e-12)
     assert_same(gradients(encoder), {key: 4 * gradient for key, gradient in expected.items()})
 
 
 def test_cached_passes_draw_the_same_dropout_twice():
     """Dropout drawn by chunk: the cached gradient is that of one graph over the same chunks."""
     encoder = ToyEncoder(dropout=0.4)
-    share, settings = share_of(0, 1), StepSettings(chunk=3, seed=5, step=11)
+    share, settings = share_of(0, 1), PassSettings(chunk=3, seed=5, step=11)
     loss_and_gradients(encoder, share, joined_loss("mvr"), settings)
     cached = {name: gradient.clone() for name, gradient in gradients(encoder).items()}
     encoder.zero_grad()
 
-    from mvr_ray.core.training import _passage_passes, _query_passes
+    from mvr_ray.core.learning.training import _passage_passes, _query_passes
 
     queries_QD = torch.cat([encode() for encode in _query_passes(encoder, share, settings)])
     passes = [encode() for encode in _passage_passes(encoder, share, settings)]
@@ -278,7 +271,7 @@ def test_dropout_is_a_function_of_seed_and_step():
     def gradient(**settings):
         encoder = ToyEncoder(dropout=0.4)
         torch.rand(3)
-        loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), StepSettings(**settings))
+        loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), PassSettings(**settings))
         return gradients(encoder)["question.weight"]
 
     assert torch.equal(gradient(seed=1, step=2), gradient(seed=1, step=2))
@@ -288,13 +281,13 @@ def test_dropout_is_a_function_of_seed_and_step():
 
 def test_the_winning_view_is_the_best_that_is_there():
     encoder = ToyEncoder()
-    encoded = loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), StepSettings())
+    output = loss_and_gradients(encoder, share_of(0, 1), joined_loss("mvr"), PassSettings())
     positive_Q = torch.arange(QUESTIONS)
-    for question, view in enumerate(winning_views(encoded, positive_Q).tolist()):
+    for question, view in enumerate(winning_views(output, positive_Q).tolist()):
         scores = {
-            v: float(encoded.queries_QD[question] @ encoded.views_PVD[question, v])
+            v: float(output.queries_QD[question] @ output.views_PVD[question, v])
             for v in range(VIEWS)
-            if encoded.mask_PV[question, v]
+            if output.mask_PV[question, v]
         }
         assert view == max(scores, key=scores.__getitem__)
 
@@ -312,7 +305,18 @@ def test_the_rate_climbs_to_one_and_falls_in_straight_lines(total, share, factor
     assert [lr_factor(step, total, share) for step in range(total)] == factors
 
 
+def main(meeting: Path, words: list[str]) -> int:
+    """Run a fork for each file of `words`; the others name a backbone. The exit status says whether all ended well."""
+    files = [Path(word) for word in words if word.endswith(".npz")]
+    of = [partial(_encoder_on_rank, backbone=word) for word in words if not word.endswith(".npz")] or [_on_rank]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=of[0], args=(n, len(files), meeting, file)) for n, file in enumerate(files)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
 if __name__ == "__main__":
-    world, meeting, own_rank, out, *backbone = sys.argv[1:]
-    of = partial(_encoder_on_rank, backbone=backbone[0]) if backbone else _on_rank
-    of(int(own_rank), int(world), Path(meeting), Path(out))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Which token stands where, at which position, and in which view: every strategy, token by token."""
+"""Checks every strategy token by token: where a token stands, at which position, and in which view."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.views import (
+from mvr_ray.core.encoding.views import (
     EncoderSpec,
     Layout,
+    TextTokens,
     TokenizedPassage,
-    Tokens,
     pack_tokens,
     shorten,
     snippet_of_token,
@@ -24,7 +24,7 @@ C, S, VIE = 101, 102, 1000
 LAYOUT = Layout(cls_id=C, sep_id=S, first_position=0, num_positions=64, first_viewer=VIE, separators=1)
 SPEC = EncoderSpec(strategy="cls", num_views=3, max_query_tokens=8, max_passage_tokens=20)
 TITLE = [7, 8]
-TEXT = Tokens(ids=[11, 12, 13, 14, 15], ends=[2, 5, 6, 9, 12])
+TEXT = TextTokens(ids=[11, 12, 13, 14, 15], ends=[2, 5, 6, 9, 12])
 SNIPPETS = [(0, 6), (7, 12)]
 """Tokens 11 12 13 are in the first, 14 15 in the second."""
 T_ = -1
@@ -143,23 +143,23 @@ TITLE_CASES = {
         [VIE + 1, VIE + 2, 11, 12, 13, VIE + 3, 14, 15, VIE + 4, S],
         [0, 1, T_, T_, T_, 2, T_, T_, 3, T_],
     ),
-    "no text": (TITLED, (TITLE, Tokens([], []), []), [VIE + 1, 7, 8, S], [0, T_, T_, T_]),
+    "no text": (TITLED, (TITLE, TextTokens([], []), []), [VIE + 1, 7, 8, S], [0, T_, T_, T_]),
     "no text, by mean": (
         replace(TITLED, readout="snippet_mean"),
-        (TITLE, Tokens([], []), []),
+        (TITLE, TextTokens([], []), []),
         [VIE + 1, 7, 8, S],
         [T_, 0, 0, T_],
     ),
     "no text, empty viewers kept": (
         replace(TITLED, empty_snippets="kept"),
-        (TITLE, Tokens([], []), []),
+        (TITLE, TextTokens([], []), []),
         [VIE + 1, 7, 8, VIE + 2, VIE + 3, VIE + 4, S],
         [0, T_, T_, 1, 2, 3, T_],
     ),
-    "nothing": (TITLED, ([], Tokens([], []), []), [VIE + 1, S], [0, T_]),
+    "nothing": (TITLED, ([], TextTokens([], []), []), [VIE + 1, S], [0, T_]),
     "nothing, by mean": (
         replace(TITLED, readout="snippet_mean"),
-        ([], Tokens([], []), []),
+        ([], TextTokens([], []), []),
         [VIE + 1, S],
         [0, T_],
     ),
@@ -186,7 +186,7 @@ def test_the_title_is_the_first_viewers_snippet_and_the_text_has_the_others(case
 def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own(kept, title, lengths):
     spec = replace(TITLED, empty_snippets="kept" if kept else "masked")
     bounds = np.cumsum([0, *lengths]).tolist()
-    text = Tokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
+    text = TextTokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
     passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, list(pairwise(bounds)))
     ids = passage.input_ids.tolist()
     assert ids[-1] == S and len(ids) <= spec.max_passage_tokens
@@ -259,7 +259,7 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     spec = CASES[case][0]
     bounds = np.cumsum([0, *lengths]).tolist()
     snippets = list(pairwise(bounds))
-    text = Tokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
+    text = TextTokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
     passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, snippets)
     ids = passage.input_ids.tolist()
     rows = LAYOUT.rows(passage) if spec.has_pieces else [passage]
@@ -281,7 +281,7 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
 
 
 def test_a_snippet_lost_to_truncation_has_no_view():
-    text = Tokens(ids=list(range(200, 230)), ends=list(range(1, 31)))
+    text = TextTokens(ids=list(range(200, 230)), ends=list(range(1, 31)))
     spec = replace(SPEC, strategy="snippet_means")
     passage = LAYOUT.passage(spec, [], text, [(0, 10), (10, 18), (18, 30)])
     assert set(passage.view_T.tolist()) == {-1, 0, 1}
@@ -290,7 +290,7 @@ def test_a_snippet_lost_to_truncation_has_no_view():
 @pytest.mark.parametrize("case", CASES)
 def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(case):
     spec = CASES[case][0]
-    views = LAYOUT.passage(spec, TITLE, Tokens([], []), []).view_T
+    views = LAYOUT.passage(spec, TITLE, TextTokens([], []), []).view_T
     every = spec.strategy in ("first_k", "viewers") or spec.empty_snippets == "kept"
     assert set(views.tolist()) - {-1} == ({0, 1, 2} if every else {0})
 

@@ -1,6 +1,6 @@
-"""What the tests of this folder share beside the fixtures of all: the module `made`."""
+"""Lets the tests of this folder import the modules beside them."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests here can import `made`
+sys.path.insert(0, str(Path(__file__).parent))

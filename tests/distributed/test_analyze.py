@@ -1,4 +1,4 @@
-"""What views are worth on a real index, against loops over every stored view."""
+"""Compares the analysis of a real index with loops over every stored view."""
 
 import math
 from collections import Counter
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mvr_ray.config import EvaluateConfig
-from mvr_ray.core.answers import has_answer
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.snippets import TITLE, snippet_spans
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
+from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
     OwnViews,
@@ -22,7 +22,7 @@ from mvr_ray.distributed.analyze import (
 from mvr_ray.distributed.evaluate import judged
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -32,12 +32,17 @@ from mvr_ray.types import Hit, Passage, Question
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
 
+def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:
+    """The view whose snippet holds the character at `offset`, or -1."""
+    return find_snippet([span or (0, 0) for span in encoder.view_spans(passage)], offset)
+
+
 @pytest.fixture(scope="module")
 def stored(small_index) -> dict[str, dict[int, np.ndarray]]:
     found: dict[str, dict[int, np.ndarray]] = {}
     for entry in manifest.read(Store(str(small_index)), "index").shards:
-        folder = small_index / layout.shard_dir("index", entry.digest)
-        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+        folder = small_index / paths.shard_dir("index", entry.digest)
+        for block in EmbeddingShard.open(folder / paths.EMBEDDINGS).blocks():
             for row, passage_id in enumerate(block.ids):
                 here = slice(block.row_ptr[row], block.row_ptr[row + 1])
                 vectors = block.vectors_ND[here].astype(np.float64)
@@ -53,7 +58,7 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
         assert values[ALL_VIEWS, row.metric] == row.value
     store = Store(str(small_index))
     questions = corpus.read_questions(store, "dev")
-    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
     for view in range(4):
         there = sorted(passage for passage, views in stored.items() if view in views)
@@ -68,7 +73,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
     questions = corpus.read_questions(store, "dev")
-    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(question.positive_ids[0] for question in questions)
     wins, right, lift, used = Counter(), [], [], {}
     for question in questions:
@@ -78,7 +83,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
         winner = min(v for v, score in cosine.items() if score >= max(cosine.values()) - 1e-3)
         wins[winner] += 1
         used.setdefault(question.positive_ids[0], []).append(winner)
-        answer = encoder.view_of_offset(texts[question.positive_ids[0]], question.answer_starts[0])
+        answer = view_of_offset(encoder, texts[question.positive_ids[0]], question.answer_starts[0])
         right += [winner == answer] if answer >= 0 else []
         if len(cosine) > 1:
             others = sorted(cosine.values())[:-1]
@@ -107,7 +112,7 @@ def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passa
     values = {row.metric: row for row in report.rows if row.system == ALL_VIEWS}
     store = Store(str(small_index))
     questions = corpus.read_questions(store, "dev")
-    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(stored)
     spans = {i: encoder.view_spans(passage) for i, passage in texts.items()}
     queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
@@ -151,7 +156,7 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
     questions = {question.text: question for question in corpus.read_questions(store, "dev")}
-    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", report.encoder_fingerprint))
+    encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(stored)
     assert len(report.examples) == 4
     assert [one.passage_id for one in report.examples[::2]] == [one.passage_id for one in report.examples[1::2]]
@@ -159,7 +164,7 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
     for one in report.examples:
         question, passage = questions[one.question], texts[one.passage_id]
         assert question.positive_ids[0] == passage.id and one.title == passage.title
-        assert one.answer_view == encoder.view_of_offset(passage, question.answer_starts[0])
+        assert one.answer_view == view_of_offset(encoder, passage, question.answer_starts[0])
         query_D = encoder.embed_queries([one.question])[0].astype(np.float64)
         wanted = [float(query_D @ stored[passage.id][v]) if v in stored[passage.id] else None for v in range(4)]
         assert one.scores == pytest.approx(wanted, rel=1e-4)
@@ -209,12 +214,13 @@ def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_cam
 
 
 def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_the_texts_views_after_it(
-    own_index, run_over
+    own_index, run_over, minilm
 ):
-    from mvr_ray.distributed.reindex import index
+    from mvr_ray.distributed.build_index import index
     from mvr_ray.distributed.router import open_router
 
     encoder = {"strategy": "snippets", "title_view": True, "empty_snippets": "kept", "num_views": 4, "name": "titled"}
+    encoder["backbone"] = str(minilm)
     run = run_over(own_index, encoder=encoder, index={"name": "titled", "encoder": "untrained"})
     index(run)
     report = analyze(run)
@@ -244,7 +250,7 @@ def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_ind
 
 
 def test_one_view_has_nothing_to_compare(own_index, run_over):
-    from mvr_ray.distributed.reindex import index
+    from mvr_ray.distributed.build_index import index
 
     run = run_over(own_index, encoder={"strategy": "mean"}, index={"name": "one"})
     index(run)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from hosts import RAY
-from test_nodes import WIDE, command, finished, live, run_file
+from test_nodes import WIDE, command, finish, live, run_file
 
 pytestmark = [pytest.mark.data, pytest.mark.nodes]
 
@@ -138,19 +138,19 @@ def growing(monkeypatch) -> Iterator[Growing]:
     "autoscaler adds nodes for an index and takes them away when idle",
     "the command waits for them, ends well, and the index is the one of a calm machine to the byte",
 )
-def test_nodes_come_for_an_index_and_go_when_it_is_built(prepared, run_over, tmp_path, growing, record_property):
-    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
+def test_nodes_come_for_an_index_and_go_when_it_is_built(corpus_store, run_over, tmp_path, growing, record_property):
+    calm, store = (shutil.copytree(corpus_store, tmp_path / name) for name in ("calm", "store"))
     began = time.monotonic()
     indexing = command("index", run_file(run_over, store, autoscaling=True))
     growing.until(lambda workers: workers)
     came = time.monotonic() - began
-    said = finished(indexing)
+    said = finish(indexing)
     took = time.monotonic() - began
     growing.until(lambda workers: workers == 0)
     shrunk = time.monotonic() - began - took
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         os.environ.pop(name)
-    finished(command("index", run_file(run_over, calm)))
+    finish(command("index", run_file(run_over, calm)))
     assert live(store).content_digest() == live(calm).content_digest()
     assert WIDE["encoders_min"] == 2 and "passages read = embedded" in said
     record_property(

@@ -25,41 +25,46 @@ MINING = {"questions": "all", "num_negatives": 3, "rank_to": 30, "max_pair_token
 
 
 @pytest.fixture(scope="module")
-def store_path(squad_dev, tmp_path_factory) -> Path:
+def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     """The shortest paragraphs of three articles, with one question each; hard negatives are mined by BM25."""
     folder = tmp_path_factory.mktemp("pairs")
+    (folder / "backbone").symlink_to(tiny_backbone)
     data = []
     for article in squad_dev["data"][:3]:
         short = sorted(article["paragraphs"], key=lambda paragraph: len(paragraph["context"]))[:8]
         paragraphs = [{"context": p["context"], "qas": p["qas"][:1]} for p in short]
         data.append({"title": article["title"], "paragraphs": paragraphs})
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
-    run = configured(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
+    run = run_of(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
     prepare(run.prepare, Store(run.store.path))
-    mine(configured(folder / "store", mine={**MINING, "output": "mined"}))
+    mine(run_of(folder / "store", mine={**MINING, "output": "mined"}))
     return folder / "store"
 
 
-def configured(path: Path, train: dict | None = None, **sections) -> RunConfig:
+def run_of(path: Path, train: dict | None = None, **sections) -> RunConfig:
     sections = {"resources": {"train_workers": 0, "encoders_min": 1, "encoders_max": 1}, "mine": MINING, **sections}
     settings = {"task": "cross_encoder", "questions": "all", "hard_negatives": "mined", "dropout": 0.0, **(train or {})}
-    return parse_run({"store": {"path": str(path)}, "train": {"batch_questions": 8, **settings}, **sections}, "test")
+    encoder = {"backbone": str(path.parent / "backbone"), **sections.pop("encoder", {})}
+    settings = {"batch_questions": 8, **settings}
+    return parse_run({"store": {"path": str(path)}, "train": settings, "encoder": encoder, **sections}, "test")
 
 
-class Stopped(Exception):
+class CrossEncoderStop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.ray
-def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, ray_session):
+def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, minilm, ray_session):
     settings = {"dev_questions": "all", "num_hard_negatives": 2, "lr": 5e-4, "epochs": 5, "cross_encoder": "judge"}
-    trained = cross_encoder.train(configured(store_path, settings))
+    backbone = {"backbone": str(minilm)}
+    trained = cross_encoder.train(run_of(store_path, settings, encoder=backbone))
     assert trained.metrics["dev_top1"] > max(0.7, trained.metrics["dev_top1_before"])
     assert trained.epochs[-1].loss < trained.epochs[0].loss / 2
 
     store = Store(str(store_path))
     before = {question.id: question for question in read_questions(store, "mined")}
-    run = configured(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
+    run = run_of(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
     report = mine(run)
     corpus = Corpus.open(store, "corpus")
     judge = CrossEncoder.load(store_path / trained.folder, pair_spec(run))
@@ -82,17 +87,17 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
 
     strict = {**MINING, "output": "nothing", "cross_encoder": "judge", "denoise_share": 0, "denoise_depth": 1}
     with pytest.raises(DataError, match=r"cross-encoder 'judge' took all \d+ passages .*train it longer"):
-        mine(configured(store_path, mine=strict))
+        mine(run_of(store_path, mine=strict))
     with pytest.raises(MissingInputError):
         read_questions(store, "nothing")
 
     taught = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
     plain, distilled = (
-        train(configured(store_path, {**taught, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
+        train(run_of(store_path, {**taught, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
         for weight in (0, 1)
     )
     assert plain.fingerprint != distilled.fingerprint
-    [example] = open_job(configured(store_path, taught)).examples.get([0], 0)
+    [example] = open_job(run_of(store_path, taught)).examples.get([0], 0)
     question = next(one for one in read_questions(store, "clean") if one.text == example.text)
     scored = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
     assert list(example.teacher) == [scored[one.id] for one in (example.passage, *example.negatives)]
@@ -102,14 +107,14 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
     """Negatives of the batch, dropout, several passes a step."""
     settings = {"hard_negatives": None, "batch_questions": 4, "cache_chunk": 3, "dropout": 0.1, "dev_questions": "all"}
     settings |= {"epochs": 2, "max_steps": 4, "checkpoint_steps": 2}
-    whole = cross_encoder.train(configured(store_path, {**settings, "cross_encoder": "whole"}))
+    whole = cross_encoder.train(run_of(store_path, {**settings, "cross_encoder": "whole"}))
 
     def progress(what: str, done: int, total: int) -> None:
         if done == 3:
-            raise Stopped
+            raise CrossEncoderStop
 
-    broken = configured(store_path, {**settings, "cross_encoder": "broken"})
-    with pytest.raises(Stopped):
+    broken = run_of(store_path, {**settings, "cross_encoder": "broken"})
+    with pytest.raises(CrossEncoderStop):
         cross_encoder.train(broken, progress)
     again = cross_encoder.train(broken)
     assert (again.fingerprint, again.metrics, again.epochs) == (whole.fingerprint, whole.metrics, whole.epochs)
@@ -117,15 +122,15 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
 
 def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"train\.task is cross_encoder, which learns from questions"):
-        cross_encoder.train(configured(store_path, {"questions": None}))
+        cross_encoder.train(run_of(store_path, {"questions": None}))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
-        cross_encoder.train(configured(store_path, mine={**MINING, "max_pair_tokens": 600}))
+        cross_encoder.train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
     with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):
-        mine(configured(store_path, mine={**MINING, "cross_encoder": "nobody"}))
+        mine(run_of(store_path, mine={**MINING, "cross_encoder": "nobody"}))
     with pytest.raises(ConfigError, match=r"no question of 'mined' has a teacher's scores; mine with a cross-encoder"):
-        train(configured(store_path, {"task": "retriever", "distil_weight": 1.0}))
+        train(run_of(store_path, {"task": "retriever", "distil_weight": 1.0}))
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configured(store_path).model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(run_of(store_path).model_dump(mode="json")))
     with pytest.raises(SystemExit) as ended:
         main(["train", str(path), "train.questions=nothing"])
     assert ended.value.code == 1

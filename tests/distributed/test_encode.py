@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
-from mvr_ray.distributed import encode, reindex
+from mvr_ray.distributed import build_index, encode
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Passage
@@ -42,9 +42,9 @@ def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
 
 
 @pytest.mark.data
-def test_chunks_cover_every_row_of_a_part_once(prepared, run_over):
-    run = run_over(prepared)
-    corpus = Corpus.open(Store(str(prepared)), run.prepare.corpus)
+def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
+    run = run_over(corpus_store)
+    corpus = Corpus.open(Store(str(corpus_store)), run.prepare.corpus)
     task = encode.encode_task(run, corpus, encode.LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine"))
     for shard in range(corpus.num_shards):
         chunks = encode.chunks_of(task, corpus, shard)
@@ -74,7 +74,7 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     full = resolve_encoder(run_over(empty_store))
     lowered = resolve_encoder(run_over(empty_store, index={"precision": "int8"}), corpus)
     assert lowered.fingerprint != full.fingerprint
-    assert DualEncoder.load(lowered.folder).lowered.precision == "int8"
+    assert DualEncoder.load(lowered.folder).precision.name == "int8"
     for index in ({"precision": "int8"}, {"precision": "int8", "encoder": lowered.fingerprint}):
         assert resolve_encoder(run_over(empty_store, index=index)) == lowered
     assert resolve_encoder(run_over(empty_store, index={"encoder": lowered.fingerprint})) == lowered
@@ -85,8 +85,8 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 
 @pytest.mark.data
 @pytest.mark.parametrize("num", [1, 7, 40, 10_000])
-def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(prepared, run_over, num):
-    corpus = Corpus.open(Store(str(prepared)), run_over(prepared).prepare.corpus)
+def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(corpus_store, run_over, num):
+    corpus = Corpus.open(Store(str(corpus_store)), run_over(corpus_store).prepare.corpus)
     everything = list(corpus)
     step = max(1, len(everything) // num)
     assert spread(corpus, num) == everything[::step][:num]
@@ -95,9 +95,9 @@ def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(prepa
 @pytest.mark.data
 @pytest.mark.ray
 def test_encoders_that_do_not_fit_are_refused_before_any_work(empty_store, run_over, ray_session):
-    run = run_over(empty_store, resources={"encoders_min": 9, "encoders_max": 9})
-    with pytest.raises(ResourceError, match="9 encoders"):
-        reindex.index(run)
+    run = run_over(empty_store, resources={"encoders_min": 40, "encoders_max": 40})
+    with pytest.raises(ResourceError, match="40 encoders"):
+        build_index.index(run)
 
 
 @pytest.mark.data
@@ -109,7 +109,7 @@ def test_an_error_of_ours_in_a_worker_reaches_the_caller_as_itself(empty_store, 
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(FingerprintError, match=f"saved as {made.fingerprint} but loads as .* again$"):
-        reindex.index(run_over(empty_store, index={"encoder": made.fingerprint}))
+        build_index.index(run_over(empty_store, index={"encoder": made.fingerprint}))
 
 
 def digests(store: Path) -> list[str]:
@@ -122,7 +122,7 @@ def test_two_chunks_at_once_in_an_encoder_give_the_bytes_of_one(
     empty_store, small_index, run_over, ray_session, monkeypatch
 ):
     monkeypatch.setattr(encode, "chunks_at_once", lambda gpu: 2)
-    reindex.index(run_over(empty_store))
+    build_index.index(run_over(empty_store))
     assert digests(empty_store) == digests(small_index)
 
 
@@ -135,7 +135,7 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
     encoder, embedding, written = encode.ChunkEncoder(task), Event(), []
     embed, write = encode.embed_chunk, encode.ChunkEncoder._write
 
-    def told(*asked):
+    def record(*asked):
         if written:
             embedding.set()
         return embed(*asked)
@@ -146,7 +146,7 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
             assert embedding.wait(60), "nothing was embedded while a chunk was written"
         write(self, block, path)
 
-    monkeypatch.setattr(encode, "embed_chunk", told)
+    monkeypatch.setattr(encode, "embed_chunk", record)
     monkeypatch.setattr(encode.ChunkEncoder, "_write", slow)
     rows = [encode.tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task) for chunk in chunks]
     with ThreadPoolExecutor(2) as pool:
@@ -156,36 +156,40 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
     assert encode.staged_chunks(task, chunks) == set(chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.chaos("encoder killed", "the index is the undisturbed one to the byte")
 @pytest.mark.data
 @pytest.mark.ray
-def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(empty_store, small_index, run_over, record_property):
+def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(
+    empty_store, small_index, run_over, actor_processes, record_property
+):
     killed: list[int] = []
-    told: list[tuple[int, int]] = []
+    record: list[tuple[int, int]] = []
 
     def kill_one(what: str, done: int, total: int) -> None:
         if what == "encode":
-            told.append((done, total))
+            record.append((done, total))
         if what == "encode" and done < total and not killed:
-            killed.append(encoder_processes()[0])
+            killed.append(actor_processes("ChunkEncoder")[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    reindex.index(run_over(empty_store, resources={"encoders_min": 2, "encoders_max": 2}), kill_one)
+    build_index.index(run_over(empty_store, resources={"encoders_min": 2, "encoders_max": 2}), kill_one)
     assert killed
     assert digests(empty_store) == digests(small_index)
-    record_property("figures", f"1 of 2 encoders killed after {told[0][0]} of {told[0][1]} passages")
+    record_property("figures", f"1 of 2 encoders killed after {record[0][0]} of {record[0][1]} passages")
 
 
 DRIVER = """
 import sys
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import reindex
+from mvr_ray.distributed import build_index
 run = RunConfig.model_validate_json(sys.argv[1])
 if __name__ == "__main__":
-    reindex.index(run, lambda what, done, total: print(what, done, total, flush=True))
+    build_index.index(run, lambda what, done, total: print(what, done, total, flush=True))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.chaos("encoding driver killed", "only the chunks under way are encoded again")
 @pytest.mark.data
 @pytest.mark.ray
@@ -199,37 +203,22 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
                 break
     store = Store(str(empty_store))
     assert manifest.list_versions(store, "index") == []
-    key = store.list(layout.staging_root("index"))[0]
-    assert store.list(layout.staging_dir("index", key))
+    key = store.list(paths.staging_root("index"))[0]
+    assert store.list(paths.staging_dir("index", key))
 
     said: list[tuple[str, int, int]] = []
-    reindex.index(run, lambda *told: said.append(told))
-    first = next(told for told in said if told[0] == "encode")
+    build_index.index(run, lambda *record: said.append(record))
+    first = next(record for record in said if record[0] == "encode")
     assert 0 < first[1] < first[2]
     assert digests(empty_store) == digests(small_index)
-    assert store.list(layout.staging_root("index")) == []
+    assert store.list(paths.staging_root("index")) == []
     record_property("figures", f"{first[1]} of {first[2]} passages found encoded, {first[2] - first[1]} encoded again")
-
-
-def encoder_processes() -> list[int]:
-    """Encoder actors of this process's own Ray: the children of its raylet with the actor's title."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            title = status.with_name("cmdline").read_bytes().decode(errors="replace")
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if "ChunkEncoder" in title and grandparent == os.getpid():
-            found.append(int(status.parent.name))
-    return sorted(found)
 
 
 WORKER = """
 import gzip, json, resource, sys
 from itertools import islice
-from mvr_ray.core.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import Passage
@@ -245,11 +234,11 @@ for number in range(9):
 
 
 @pytest.mark.data
-def test_the_peak_memory_of_a_worker_does_not_grow_with_the_chunks_that_it_encodes(minilm, data_dir):
+def test_the_peak_memory_of_a_worker_does_not_grow_with_the_chunks_that_it_encodes(tiny_backbone, data_dir):
     squad = data_dir / "squad" / "dev-v1.1.json.gz"
-    told = subprocess.run(
-        [sys.executable, "-c", WORKER, str(minilm), str(squad)], capture_output=True, text=True, check=True
+    record = subprocess.run(
+        [sys.executable, "-c", WORKER, str(tiny_backbone), str(squad)], capture_output=True, text=True, check=True
     )
-    peaks_kb = [int(line) for line in told.stdout.split()]
+    peaks_kb = [int(line) for line in record.stdout.split()]
     assert len(peaks_kb) == 9
     assert peaks_kb[-1] - peaks_kb[2] < 0.03 * peaks_kb[2], peaks_kb

@@ -21,7 +21,7 @@ from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
 
 INDEX = "index"
 REFINE = {
@@ -157,7 +157,7 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
 
     cut = shutil.copytree(small_index, tmp_path / "cut")
     command = ["reshard", run_file(cut), "shards=7"]
-    killed_at("deal shards: 1 of 7", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    killed_at("reshard: 1 of 7", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert live(cut).version == 1
     finish(*command)
     assert live(cut).version == live(whole).version == 2

@@ -10,9 +10,10 @@ import pytest
 import Stemmer
 
 from mvr_ray.config import MineConfig, RunConfig, parse_run
-from mvr_ray.core.answers import AnswerMatcher, has_answer
-from mvr_ray.distributed.mine import bm25_search, chosen, filtered, mine
-from mvr_ray.distributed.reindex import index
+from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
+from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.build_index import index
+from mvr_ray.distributed.mine import choose_negatives, filter_hits, mine
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store.corpus import Corpus, read_questions
@@ -41,12 +42,12 @@ def run(squad_dev, tmp_path_factory) -> RunConfig:
         for article in squad_dev["data"][:3]
     ]
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
-    made = configured(folder, {})
+    made = run_of(folder, {})
     prepare(made.prepare, Store(made.store.path))
     return made
 
 
-def configured(folder: Path, mining: dict) -> RunConfig:
+def run_of(folder: Path, mining: dict) -> RunConfig:
     return parse_run(
         {
             "store": {"path": str(folder / "store")},
@@ -88,7 +89,7 @@ def test_bm25_is_its_formula(run):
     corpus = Corpus.open(Store(run.store.path), "corpus")
     texts = {passage.id: f"{passage.title}\n{passage.text}" for passage in corpus}
     asked = [question.text for question in read_questions(corpus.store, "asked")][:25]
-    for query, found in zip(asked, bm25_search(corpus, asked, 10)):
+    for query, found in zip(asked, BM25Index(corpus).search(asked, 10)):
         expected = plain_bm25(texts, query, 10)
         assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], rel=1e-4)
         clear = {name for name, score in expected if score > expected[-1][1] * 1.0001}
@@ -98,7 +99,7 @@ def test_bm25_is_its_formula(run):
 @pytest.mark.data
 def test_bm25_orders_equal_scores_by_id_and_finds_nothing_without_a_shared_word(run):
     corpus = Corpus.open(Store(run.store.path), "corpus")
-    found, nothing, empty = bm25_search(corpus, ["the league season", "zzyzx qwrtp", "the of and"], 60)
+    found, nothing, empty = BM25Index(corpus).search(["the league season", "zzyzx qwrtp", "the of and"], 60)
     assert [(-hit.score, hit.passage_id) for hit in found] == sorted((-hit.score, hit.passage_id) for hit in found)
     assert nothing == empty == []
 
@@ -110,7 +111,7 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
     asked, mined = read_questions(store, "asked"), read_questions(store, "mined")
-    ranked = bm25_search(corpus, [question.text for question in asked], 12)
+    ranked = BM25Index(corpus).search([question.text for question in asked], 12)
     gold = bearing = 0
     for question, made, hits in zip(asked, mined, ranked):
         assert made._replace(hard_negative_ids=()) == question
@@ -136,13 +137,13 @@ def test_a_draw_depends_on_the_seed_and_the_question_alone(run):
     ids = [passage.id for passage in corpus][:30]
     question = Question("q", "Who?", ("nothing like this",))
 
-    def drawn(seed: int, number: int) -> tuple[str, ...]:
+    def draw(seed: int, number: int) -> tuple[str, ...]:
         cfg = MineConfig(num_negatives=5, sample=True, seed=seed)
-        return chosen(filtered(question, ids, corpus, AnswerMatcher(), cfg), cfg, number=number).ids
+        return choose_negatives(filter_hits(question, ids, corpus, AnswerMatcher(), cfg), cfg, number=number).ids
 
-    assert drawn(0, 1) == drawn(0, 1)
-    assert len({drawn(0, 1), drawn(0, 2), drawn(1, 1)}) == 3
-    assert [ids.index(i) for i in drawn(0, 1)] == sorted(ids.index(i) for i in drawn(0, 1))
+    assert draw(0, 1) == draw(0, 1)
+    assert len({draw(0, 1), draw(0, 2), draw(1, 1)}) == 3
+    assert [ids.index(i) for i in draw(0, 1)] == sorted(ids.index(i) for i in draw(0, 1))
 
 
 @pytest.mark.data

@@ -21,7 +21,7 @@ import yaml
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -91,7 +91,7 @@ def command(*words: str) -> subprocess.Popen:
     return subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
-def finished(process: subprocess.Popen, moment: str = "", then=lambda: None) -> str:
+def finish(process: subprocess.Popen, moment: str = "", then=lambda: None) -> str:
     """All that a command says; `then` is done when it says `moment`."""
     said, due = [], bool(moment)
     assert process.stderr
@@ -109,18 +109,18 @@ def live(store: Path) -> Manifest:
     return manifest.read(Store(str(store)), "index")
 
 
-def settled(run: str) -> None:
-    finished(command("versions", run, "verify"))
+def wait_until_settled(run: str) -> None:
+    finish(command("versions", run, "verify"))
 
 
 @pytest.mark.chaos(
     "node killed while it encodes", "the command ends well; the index is the undisturbed one to the byte"
 )
 def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(
-    prepared, run_over, tmp_path, cluster, record_property
+    corpus_store, run_over, tmp_path, cluster, record_property
 ):
-    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
-    finished(command("index", run_file(run_over, calm)))
+    calm, store = (shutil.copytree(corpus_store, tmp_path / name) for name in ("calm", "store"))
+    finish(command("index", run_file(run_over, calm)))
     node, run = worker(cluster), run_file(run_over, store)
     killed: list[float] = []
 
@@ -128,10 +128,10 @@ def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(
         cluster.remove_node(node, allow_graceful=False)
         killed.append(time.monotonic())
 
-    said = finished(command("index", run), "encode:", kill)
+    said = finish(command("index", run), "encode:", kill)
     took_s = time.monotonic() - killed[0]
     assert live(store).content_digest() == live(calm).content_digest()
-    settled(run)
+    wait_until_settled(run)
     encoded = re.search(r"encode: ([\d,]+) of ([\d,]+)", said)
     assert encoded
     record_property("figures", f"killed at {encoded[1]} of {encoded[2]} passages, ended well {took_s:.0f} s later")
@@ -159,7 +159,7 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
     calm, store = tmp_path / "calm", tmp_path / "store"
     runs = [run_file(run_over, path, prepare={"sources": [source]}, **one) for path in (calm, store)]
     for run in runs:
-        finished(command("prepare", run))
+        finish(command("prepare", run))
     marks: list[float] = []
 
     def come_and_go() -> None:
@@ -175,9 +175,9 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
 
     with head(cpus=3) as alone:
         monkeypatch.setenv("RAY_ADDRESS", alone.address)
-        said = finished(command("index", runs[1]), "encode:", come_and_go)
-        finished(command("index", runs[0]))
-        settled(runs[1])
+        said = finish(command("index", runs[1]), "encode:", come_and_go)
+        finish(command("index", runs[0]))
+        wait_until_settled(runs[1])
     assert "passages read = embedded" in said
     assert live(store).content_digest() == live(calm).content_digest()
     record_property("figures", f"encodes {marks[1] - marks[0]:.0f} s after it was started")
@@ -188,14 +188,14 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
     "the command ends and says so; the same command then encodes only what is left, to the undisturbed bytes",
 )
 def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
-    prepared, run_over, tmp_path, monkeypatch, record_property
+    corpus_store, run_over, tmp_path, monkeypatch, record_property
 ):
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
-    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
+    calm, store = (shutil.copytree(corpus_store, tmp_path / name) for name in ("calm", "store"))
     run = run_file(run_over, store)
     with head() as first:
         monkeypatch.setenv("RAY_ADDRESS", first.address)
-        finished(command("index", run_file(run_over, calm)))
+        finish(command("index", run_file(run_over, calm)))
         going = command("index", run)
         assert going.stderr
         said = [next(line for line in going.stderr if "encode:" in line)]
@@ -206,11 +206,11 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
         ended = time.monotonic() - began
     kept = Store(str(store))
     assert manifest.list_versions(kept, "index") == []
-    [key] = kept.list(layout.staging_root("index"))
-    assert kept.list(layout.staging_dir("index", key))
+    [key] = kept.list(paths.staging_root("index"))
+    assert kept.list(paths.staging_dir("index", key))
     with head() as second:
         monkeypatch.setenv("RAY_ADDRESS", second.address)
-        told = finished(command("index", run))
+        told = finish(command("index", run))
     resumed = re.search(r"encode: ([\d,]+) of ([\d,]+)", told)
     assert resumed and int(resumed[1].replace(",", "")) > 0
     assert live(store).content_digest() == live(calm).content_digest()
@@ -220,11 +220,11 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
 @pytest.mark.chaos(
     "node killed while it refines", "the rounds go on elsewhere; the version is the undisturbed one to the byte"
 )
-def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, tmp_path, cluster, record_property):
-    calm = shutil.copytree(prepared, tmp_path / "calm")
-    finished(command("index", run_file(run_over, calm)))
+def test_a_node_that_dies_while_it_refines_changes_no_byte(corpus_store, run_over, tmp_path, cluster, record_property):
+    calm = shutil.copytree(corpus_store, tmp_path / "calm")
+    finish(command("index", run_file(run_over, calm)))
     store = shutil.copytree(calm, tmp_path / "store")
-    finished(command("refine", run_file(run_over, calm)))
+    finish(command("refine", run_file(run_over, calm)))
     assert live(calm).operation == "refine:hybrid"
     node, run = worker(cluster), run_file(run_over, store)
     moment = "refine round 2: retrieve"
@@ -234,10 +234,10 @@ def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, t
         cluster.remove_node(node, allow_graceful=False)
         killed.append(time.monotonic())
 
-    finished(command("refine", run), moment, kill)
+    finish(command("refine", run), moment, kill)
     took_s = time.monotonic() - killed[0]
     assert live(store).content_digest() == live(calm).content_digest()
-    settled(run)
+    wait_until_settled(run)
     record_property("figures", f"killed in round 2 of {REFINE['rounds']}, ended well {took_s:.0f} s later")
 
 
@@ -245,11 +245,11 @@ def test_a_node_that_dies_while_it_refines_changes_no_byte(prepared, run_over, t
     "node killed while it searches", "every answer is the right one or says what is missing; then all are whole again"
 )
 def test_a_node_that_dies_while_it_searches_gives_no_wrong_answer(
-    prepared, run_over, tmp_path, cluster, record_property
+    corpus_store, run_over, tmp_path, cluster, record_property
 ):
-    store = shutil.copytree(prepared, tmp_path / "store")
+    store = shutil.copytree(corpus_store, tmp_path / "store")
     run = run_file(run_over, store, replicas=2)
-    finished(command("index", run))
+    finish(command("index", run))
     node = worker(cluster)
     line = [sys.executable, "-c", ASKING, run, json.dumps(QUESTIONS)]
     answers: list[dict] = []

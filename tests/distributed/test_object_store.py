@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
-from mvr_ray.distributed import reindex
-from mvr_ray.distributed.live import open_live
+from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.store import manifest, prepare
 from mvr_ray.store.files import Store
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
 
 REFINE = {"questions": "dev", "method": "hybrid", "step_size": 0.05, "rounds": 2, "depth": 20, "max_heldout_loss": 100}
 ASKED = ["Which team won the game?", "Who founded the university?", "When did the war end?"]
@@ -21,7 +21,7 @@ ASKED = ["Which team won the game?", "Who founded the university?", "When did th
 def answers(run: RunConfig) -> list[object]:
     """What searchers answer from the first version and, once it is followed, from the one that is refined from it."""
     told: list[object] = []
-    with open_live(run, canary_s=60.0) as live:
+    with open_hot_swap_router(run, probe_s=60.0) as live:
         for version in (1, 2):
             answer = live.search_text(ASKED, 5)
             assert answer.version == version and answer.exact.certified and answer.coverage_share == 1.0
@@ -35,14 +35,14 @@ def answers(run: RunConfig) -> list[object]:
 
 
 def test_an_index_on_an_object_store_has_the_bytes_and_the_answers_of_one_in_a_folder(
-    prepared: Path, run_over, bucket: str, ray_session, tmp_path: Path
+    corpus_store: Path, run_over, bucket: str, ray_session, tmp_path: Path
 ):
-    folder = shutil.copytree(prepared, tmp_path / "store")
+    folder = shutil.copytree(corpus_store, tmp_path / "store")
     near = run_over(folder, refine=REFINE)
     far = near.model_copy(update={"store": near.store.model_copy(update={"path": bucket})})
     prepare.prepare(far.prepare, Store(bucket))
     for run in (near, far):
-        reindex.index(run)
+        build_index.index(run)
     assert answers(near) == answers(far)
     for version in (1, 2):
         mine, other = (manifest.read(Store(run.store.path), near.index.name, version) for run in (near, far))

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 from hosts import Hosts, two_hosts
-from test_nodes import ASKING, QUESTIONS, finished, live, run_file
+from test_nodes import ASKING, QUESTIONS, finish, live, run_file
 
 pytestmark = [pytest.mark.data, pytest.mark.nodes]
 
@@ -46,11 +46,13 @@ def mended(hosts: Hosts) -> None:
     "network cut between two hosts while one encodes",
     "the command ends well; the index is the undisturbed one to the byte; the cut host joins again",
 )
-def test_a_host_that_is_cut_off_while_it_encodes_changes_no_byte(prepared, run_over, tmp_path, hosts, record_property):
-    calm, store = (shutil.copytree(prepared, tmp_path / name) for name in ("calm", "store"))
-    finished(command(hosts, "index", run_file(run_over, calm)))
+def test_a_host_that_is_cut_off_while_it_encodes_changes_no_byte(
+    corpus_store, run_over, tmp_path, hosts, record_property
+):
+    calm, store = (shutil.copytree(corpus_store, tmp_path / name) for name in ("calm", "store"))
+    finish(command(hosts, "index", run_file(run_over, calm)))
     began = time.monotonic()
-    finished(command(hosts, "index", run_file(run_over, store)), "encode:", hosts.cut)
+    finish(command(hosts, "index", run_file(run_over, store)), "encode:", hosts.cut)
     took = time.monotonic() - began
     assert live(store).content_digest() == live(calm).content_digest()
     assert len(hosts.nodes()) == 1
@@ -63,11 +65,11 @@ def test_a_host_that_is_cut_off_while_it_encodes_changes_no_byte(prepared, run_o
     "every answer is the right one or says what is missing; then all are whole on the host that is left",
 )
 def test_a_host_that_is_cut_off_while_it_searches_gives_no_wrong_answer(
-    prepared, run_over, tmp_path, hosts, record_property
+    corpus_store, run_over, tmp_path, hosts, record_property
 ):
-    store = shutil.copytree(prepared, tmp_path / "store")
+    store = shutil.copytree(corpus_store, tmp_path / "store")
     run = run_file(run_over, store, replicas=2)
-    finished(command(hosts, "index", run))
+    finish(command(hosts, "index", run))
     answers: list[dict] = []
     cut_at = None
     line = [sys.executable, "-c", ASKING, run, json.dumps(QUESTIONS)]

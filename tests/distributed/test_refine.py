@@ -15,21 +15,22 @@ import pytest
 import ray
 
 from mvr_ray.config import RefineConfig, RunConfig
-from mvr_ray.core.answers import has_answer
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.pseudo_labels import labels_from_hits
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.core.refining.pseudo_labels import labels_from_hits
+from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
-from mvr_ray.distributed import reindex
-from mvr_ray.distributed.refinement.fleet import Refiners
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.questions import gather
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
-from mvr_ray.distributed.refinement.shards import RefinerTask, StepSettings
+from mvr_ray.distributed.refinement.shard_refiner import GradientSettings, RefinerTask
+from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store import corpus, layout, manifest, prepare
+from mvr_ray.store import corpus, manifest, paths, prepare
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.overlay import open_embeddings
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -55,7 +56,7 @@ def config(store: Path, **refine) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory, squad_dev, ray_session) -> Path:
+def base_store(tmp_path_factory, squad_dev, ray_session) -> Path:
     """A store with an index that nobody may change; `copy_of` gives each test its own."""
     store = tmp_path_factory.mktemp("refine") / "store"
     store.mkdir()
@@ -63,13 +64,13 @@ def indexed(tmp_path_factory, squad_dev, ray_session) -> Path:
     (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     run = config(store)
     prepare.prepare(run.prepare, Store(str(store)))
-    reindex.index(run)
+    build_index.index(run)
     return store
 
 
 @pytest.fixture
-def store(indexed, tmp_path) -> Path:
-    return shutil.copytree(indexed, tmp_path / "store")
+def store(base_store, tmp_path) -> Path:
+    return shutil.copytree(base_store, tmp_path / "store")
 
 
 def digests(published: manifest.Manifest) -> list[str]:
@@ -80,7 +81,7 @@ def all_views(store: Path, version: int) -> dict[str, dict[int, bytes]]:
     """Every passage of a version as {view number: stored bytes}."""
     found = {}
     for entry in manifest.read(Store(str(store)), "squad", version).shards:
-        folder = store / layout.shard_dir("squad", entry.digest)
+        folder = store / paths.shard_dir("squad", entry.digest)
         for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 span = range(*block.row_ptr[row : row + 2])
@@ -131,7 +132,7 @@ def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(stor
     assert again.published.refinement == {"feedback_weight": 0.9, "feedback_clusters": 1}
 
 
-class Labelled(NamedTuple):
+class ViewLabels(NamedTuple):
     """What AOpt's eq. 8 says of a version: partners of every labelled view and of every question, good ones and bad."""
 
     views: dict[str, dict[int, np.ndarray]]
@@ -140,11 +141,11 @@ class Labelled(NamedTuple):
     of_question: dict[str, tuple[list, list]]
 
 
-def labelled(store: Path, run: RunConfig) -> Labelled:
+def labelled(store: Path, run: RunConfig) -> ViewLabels:
     """Labels passage by passage, from version 1."""
     kept = Store(str(store))
     described = manifest.read(kept, "squad", 1)
-    encoder = DualEncoder.load(store / layout.encoder_dir(described.encoder_name, described.encoder_fingerprint))
+    encoder = DualEncoder.load(store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint))
     questions = corpus.read_questions(kept, "squad_known")
     texts = {passage.id: passage.text for passage in corpus.Corpus.open(kept, "squad")}
     views = {
@@ -152,7 +153,7 @@ def labelled(store: Path, run: RunConfig) -> Labelled:
         for passage_id, mine in all_views(store, 1).items()
     }
     queries = encoder.embed_queries([question.text for question in questions])
-    found = Labelled(views, {q.id: query for q, query in zip(questions, queries)}, {}, {})
+    found = ViewLabels(views, {q.id: query for q, query in zip(questions, queries)}, {}, {})
     for question, query in zip(questions, queries):
         best = {p: max((np.float32(v @ query), -number) for number, v in mine.items()) for p, mine in views.items()}
         for passage_id in sorted(best, key=lambda p: (-best[p][0], p))[: run.refine.depth]:
@@ -163,7 +164,7 @@ def labelled(store: Path, run: RunConfig) -> Labelled:
     return found
 
 
-def combined(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_length: bool) -> np.ndarray:
+def combine(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_length: bool) -> np.ndarray:
     """AOpt eqs. 7 and 9, and the length that the vector had."""
     moved = x + refine.beta * np.mean(good, axis=0) + (refine.gamma * np.mean(bad, axis=0) if bad else 0)
     return moved * np.linalg.norm(x) / np.linalg.norm(moved) if keep_length else moved
@@ -177,7 +178,7 @@ def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length)
     moved: dict[str, dict[int, np.ndarray]] = {}
     for (passage_id, number), (good, bad) in known.of_view.items():
         if good:
-            new = combined(known.views[passage_id][number], good, bad, run.refine, keep_length is None)
+            new = combine(known.views[passage_id][number], good, bad, run.refine, keep_length is None)
             moved.setdefault(passage_id, {})[number] = new
     report = refining.refine(run)
     before, after = all_views(store, 1), all_views(store, 2)
@@ -202,7 +203,7 @@ def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     report = refining.refine(run)
     assert all_views(store, 2) == all_views(store, 1)
     assert (len(report.rounds), report.published.operation) == (1, "refine:rocchio")
-    path = store / layout.refined_queries("squad", report.published.refined_queries["squad_known"])
+    path = store / paths.refined_queries("squad", report.published.refined_queries["squad_known"])
     moved = {
         name: vector
         for block in EmbeddingShard.open(path).blocks()
@@ -210,7 +211,7 @@ def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     }
     for name, (good, bad) in known.of_question.items():
         query = known.queries[name].astype(np.float64)
-        wanted = combined(query, good, bad, run.refine, keep_length=True) if good else query
+        wanted = combine(query, good, bad, run.refine, keep_length=True) if good else query
         np.testing.assert_allclose(moved[name], wanted, atol=2e-3)
     top1 = accuracy(report, "squad_known", "answer")
     assert top1.after[0] > top1.before[0]
@@ -267,25 +268,31 @@ def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
 @pytest.mark.parametrize(
     ("counts", "settings"),
     [
-        ((1, 2), {"method": "hybrid"}),
-        ((1, 4), {"method": "feedback_views", "feedback_clusters": 3, "feedback_weight": [0.8, 0.6]}),
+        pytest.param((1, 2), {"method": "hybrid"}, id="hybrid"),
+        pytest.param(
+            (1, 4),
+            {"method": "feedback_views", "feedback_clusters": 3, "feedback_weight": [0.8, 0.6]},
+            id="feedback_views",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["hybrid", "feedback_views"],
 )
-def test_the_number_of_refiners_changes_no_byte(indexed, tmp_path, counts, settings):
+def test_the_number_of_refiners_changes_no_byte(base_store, tmp_path, counts, settings):
     published = []
     for refiners in counts:
-        store = shutil.copytree(indexed, tmp_path / f"with-{refiners}")
+        store = shutil.copytree(base_store, tmp_path / f"with-{refiners}")
         run = config(store, **settings, max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
         published.append(refining.refine(run).published)
     assert digests(published[0]) == digests(published[1])
     assert published[0].metrics == published[1].metrics
-    assert digests(published[0]) != digests(manifest.read(Store(str(indexed)), "squad", 1))
+    assert digests(published[0]) != digests(manifest.read(Store(str(base_store)), "squad", 1))
 
 
-def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(indexed, tmp_path):
-    whole, single = (shutil.copytree(indexed, tmp_path / name) for name in ("whole", "single"))
+def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(
+    base_store, tmp_path
+):
+    whole, single = (shutil.copytree(base_store, tmp_path / name) for name in ("whole", "single"))
     settings = {"rounds": 2, "feedback_clusters": 4, "max_heldout_loss": 2.0}
     report = refining.refine(config(whole, feedback_weight=[1.0, 0.5, 0.8, 0.5], **settings))
     assert [row.weight for row in report.weights] == [0.5, 0.8, 1.0]
@@ -320,7 +327,7 @@ def test_moved_queries_are_kept_and_no_passage_changes(store):
     base = manifest.read(Store(str(store)), "squad", 1)
     assert report.published.shards == base.shards
     digest = report.published.refined_queries["squad_known"]
-    saved = EmbeddingShard.open(store / layout.refined_queries("squad", digest))
+    saved = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
     questions = corpus.read_questions(Store(str(store)), "squad_known")
     assert saved.ids() == sorted(question.id for question in questions)
     assert manifest.verify(Store(str(store)), report.published).problems == []
@@ -340,6 +347,7 @@ refine(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()), tell)
 WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "until", "done"),
     [
@@ -348,9 +356,11 @@ WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
     ],
     ids=["rounds", "weights"],
 )
-def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(indexed, tmp_path, method, until, done):
-    whole = shutil.copytree(indexed, tmp_path / "whole")
-    cut = shutil.copytree(indexed, tmp_path / "cut")
+def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
+    base_store, tmp_path, method, until, done
+):
+    whole = shutil.copytree(base_store, tmp_path / "whole")
+    cut = shutil.copytree(base_store, tmp_path / "cut")
     settings = {**method, "rounds": 4, "patience": 4, "max_heldout_loss": 100}
     expected = refining.refine(config(whole, **settings))
     run = config(cut, **settings)
@@ -395,23 +405,24 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
     kept = Store(str(store))
     base = manifest.read(kept, "squad")
-    task = RefinerTask(str(store), base, layout.staging_dir("squad", "refine-test"))
+    task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"))
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
-    with Refiners(task, 4, 2, 0.5) as refiners:
-        hits = refiners.search(0, queries, 10, "", lambda *_: None)
+    first_round = StateId("round", 1)
+    with RefinerPool(task, 4, 2, 0.5) as refiners:
+        hits = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
         positive = rng.random(hits.passage_QK.shape) < 0.5
         labels = labels_from_hits(hits.passage_QK, hits.view_QK, positive)
-        handed = {shard: (part,) for shard, part in refiners.split(labels).items()}
-        refiners.each("move", 0, handed, queries, StepSettings(0.05, -1e9, keep_length=True))
-        moved = refiners.search(1, queries, 10, "", lambda *_: None)
+        settings = GradientSettings(0.05, -1e9, keep_length=True)
+        refiners.move(PUBLISHED, first_round, refiners.split(labels), queries, settings)
+        moved = refiners.search(first_round, queries, 10, "", lambda *_: None)
         assert not np.array_equal(moved.passage_QK, hits.passage_QK)
         for actor in refiners.actors:
             ray.kill(actor, no_restart=False)
         began = time.monotonic()
-        again = refiners.search(1, queries, 10, "", lambda *_: None)
+        again = refiners.search(first_round, queries, 10, "", lambda *_: None)
         took_s = time.monotonic() - began
-        first = refiners.search(0, queries, 10, "", lambda *_: None)
+        first = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
     assert np.array_equal(again.passage_QK, moved.passage_QK) and np.array_equal(again.view_QK, moved.view_QK)
     assert np.array_equal(first.passage_QK, hits.passage_QK)
     record_property("figures", f"{len(refiners.actors)} of {len(refiners.actors)} killed, back in {took_s:.1f} s")

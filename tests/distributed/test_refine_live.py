@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made import Views, brute_force
+from random_index import Views, brute_force
 
 from mvr_ray.distributed import refine as refining
-from mvr_ray.distributed.live import LiveRouter, open_live
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.store import corpus, manifest, paths
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
-from mvr_ray.store.overlay import open_embeddings
 from mvr_ray.types import FloatArray
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
 
 K, ASKERS = 10, 3
 METHODS = (
@@ -27,11 +27,11 @@ METHODS = (
 Ranked = tuple[tuple[str, float, int], ...]
 
 
-def stored(root: Path, version: int) -> Views:
+def stored_views(root: Path, version: int) -> Views:
     """Every view of a version as its files have it, in float64."""
     found: Views = {}
     for entry in manifest.read(Store(str(root)), "index", version).shards:
-        for block in open_embeddings(root / layout.shard_dir("index", entry.digest), entry.files).blocks():
+        for block in open_embeddings(root / paths.shard_dir("index", entry.digest), entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 span = range(*block.row_ptr[row : row + 2])
                 vectors = {int(block.view_numbers_N[n]): block.vectors_ND[n].astype(np.float64) for n in span}
@@ -40,11 +40,11 @@ def stored(root: Path, version: int) -> Views:
 
 
 def exhaustive(root: Path, version: int, queries_QD: FloatArray) -> tuple[Ranked, ...]:
-    views = stored(root, version)
+    views = stored_views(root, version)
     return tuple(tuple(brute_force(views, query_D, K)) for query_D in queries_QD.astype(np.float64))
 
 
-class Heard:
+class AnswerCounts:
     """How often each answer came of each version, and the longest that one took."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Heard:
         with self._lock:
             return sum(count for (number, _), count in self.counts.items() if number == version)
 
-    def ask(self, live: LiveRouter, queries_QD: FloatArray) -> None:
+    def ask(self, live: HotSwapRouter, queries_QD: FloatArray) -> None:
         while not self.ended.is_set():
             began = time.monotonic()
             answer = live.search(queries_QD, K)
@@ -87,8 +87,8 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(own_inde
         for method in METHODS
     ]
     texts = [question.text for question in corpus.read_questions(Store(str(own_index)), "dev")[:5]]
-    heard, during = Heard(), []
-    with open_live(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
+    heard, during = AnswerCounts(), []
+    with open_hot_swap_router(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
         queries_QD = live.embed(texts)
         asking = [threads.submit(heard.ask, live, queries_QD) for _ in range(ASKERS)]
         try:

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.distributed.refinement.fleet import LabelCache
+from mvr_ray.cli.tables import report_tables
 from mvr_ray.distributed.refinement.questions import arrange, read_feedback
+from mvr_ray.distributed.refinement.refiner_pool import LabelCache
 from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport, WeightReport
-from mvr_ray.distributed.refinement.state import ShardState, ShardViews
+from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.terminal import report_tables
 from mvr_ray.types import EmbeddingBlock, Question
 
 NUM_VIEWS, DIMENSION = 3, 4
@@ -49,14 +49,14 @@ def as_dicts(blocks: list[EmbeddingBlock]) -> list[dict[int, bytes]]:
 def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed):
     rng = np.random.default_rng(seed)
     blocks = random_blocks(seed)
-    views = ShardViews(blocks)
+    views = StoredViews(blocks)
     expected = as_dicts(blocks)
     moved = rng.permutation(len(views.keys_N))[: rng.integers(0, len(views.keys_N))]
     vectors = rng.standard_normal((len(moved), DIMENSION)).astype(np.float32)
     rows = rng.permutation(len(expected))[: rng.integers(0, len(expected))]
     rows = rng.permutation(np.repeat(rows, rng.integers(1, 4, len(rows))))
     feedback = rng.standard_normal((len(rows), DIMENSION)).astype(np.float32)
-    state = ShardState.untouched(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
+    state = ShardChanges.untouched(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
 
     slots = [(row, view) for row, passage in enumerate(expected) for view in passage]
     for slot, vector in zip(moved, vectors):
@@ -81,12 +81,12 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
 @given(st.integers(0, 10_000))
 def test_a_state_survives_the_disk_and_later_moves_win(seed):
     rng = np.random.default_rng(seed)
-    views = ShardViews(random_blocks(seed))
-    state, expected = ShardState.untouched(DIMENSION), {}
+    views = StoredViews(random_blocks(seed))
+    state, expected = ShardChanges.untouched(DIMENSION), {}
     for _ in range(3):
         slots = rng.permutation(len(views.keys_N))[: rng.integers(0, 4)]
         vectors = rng.standard_normal((len(slots), DIMENSION)).astype(np.float32)
-        state = ShardState.from_bytes(state.with_moved(slots, vectors).to_bytes())
+        state = ShardChanges.from_bytes(state.with_moved(slots, vectors).to_bytes())
         expected.update(zip(slots.tolist(), vectors.tolist()))
     assert state.moved_M.tolist() == sorted(expected)
     assert state.moved_MD.tolist() == [expected[slot] for slot in sorted(expected)]
@@ -97,23 +97,23 @@ def test_a_state_survives_the_disk_and_later_moves_win(seed):
 
 
 def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
-    views = ShardViews(random_blocks(1))
-    state = ShardState.untouched(DIMENSION).with_moved(np.array([0]), np.ones((1, DIMENSION), np.float32))
+    views = StoredViews(random_blocks(1))
+    state = ShardChanges.untouched(DIMENSION).with_moved(np.array([0]), np.ones((1, DIMENSION), np.float32))
     current = views.current(state, NUM_VIEWS)
     assert current[0] is not views.blocks[0]
     assert current[1] is views.blocks[1]
 
 
 def test_a_move_too_small_for_the_stored_type_makes_nothing_dirty():
-    views = ShardViews(random_blocks(2))
-    stored = views.vectors(np.array([0]), ShardState.untouched(DIMENSION))
-    state = ShardState.untouched(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
+    views = StoredViews(random_blocks(2))
+    stored = views.vectors(np.array([0]), ShardChanges.untouched(DIMENSION))
+    state = ShardChanges.untouched(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
     assert views.changes(state, NUM_VIEWS) == {}
 
 
 def test_feedback_that_stays_the_same_has_not_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
-    base = ShardState.untouched(DIMENSION)
+    base = ShardChanges.untouched(DIMENSION)
     had = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
     assert had.feedback_changes(had).tolist() == []
     assert had.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
@@ -121,13 +121,13 @@ def test_feedback_that_stays_the_same_has_not_changed():
 
 def test_passages_with_another_number_or_order_of_feedback_views_have_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
-    base = ShardState.untouched(DIMENSION)
+    base = ShardChanges.untouched(DIMENSION)
     had = base.with_feedback(np.array([3, 3, 5, 8, 8]), np.concatenate([one, two, one, one, two]))
     now = base.with_feedback(np.array([8, 5, 5, 3, 8]), np.concatenate([two, one, two, one, one]))
     assert now.feedback_F.tolist() == [3, 5, 5, 8, 8]
     assert had.feedback_changes(had).tolist() == []
     assert had.feedback_changes(now).tolist() == now.feedback_changes(had).tolist() == [3, 5, 8]
-    assert ShardState.from_bytes(now.to_bytes()).feedback_changes(now).tolist() == []
+    assert ShardChanges.from_bytes(now.to_bytes()).feedback_changes(now).tolist() == []
 
 
 def question(text: str, number: int = 0) -> Question:

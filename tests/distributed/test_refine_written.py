@@ -4,15 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made import D, V, Views, brute_force, made_index, made_views
+from random_index import D, V, Views, brute_force, publish_random_index, random_views
 
-from mvr_ray.core.pseudo_labels import Labels
-from mvr_ray.distributed.refinement.shards import FeedbackSettings, RefinerTask, ShardRefiner
+from mvr_ray.core.refining.pseudo_labels import Labels
+from mvr_ray.distributed.refinement.shard_refiner import FeedbackSettings, RefinerTask, ShardRefiner
+from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searchers import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -27,18 +28,19 @@ def answers(root: Path, described: Manifest) -> list[list[tuple[str, float, int]
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 
 
-def taught(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
+def teach(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
     """A version in which these rows of each shard have a feedback view: the direction of a query each."""
     shards = tuple(entry.shard for entry in described.shards)
     task = RefinerTask(str(root), described, f"staging/{described.version}")
+    first = StateId("round", 1)
     refiner = ShardRefiner(task.holding(dict.fromkeys(shards, 0)))
     written = []
     for shard in shards:
         rows = np.array(per_shard.get(shard, []), np.int64)
         count = len(rows)
         labels = Labels(np.arange(count) % len(QUERIES_QD), rows, np.zeros(count, np.int16), np.ones(count, bool))
-        refiner.add_feedback(0, shard, labels, QUERIES_QD, FeedbackSettings(0.8, 1), 1)
-        written.append(refiner.write(1, shard, 0))
+        refiner.add_feedback(PUBLISHED, first, shard, labels, QUERIES_QD, FeedbackSettings(0.8, 1))
+        written.append(refiner.write(first, shard, 0))
         assert written[-1].dirty_passages == count
     entries = tuple(one.entry for one in written)
     fields = {
@@ -66,16 +68,16 @@ def with_feedback(root: Path, described: Manifest, views: Views) -> Views:
 
 @pytest.mark.parametrize("params", [IndexParams(), IndexParams(scan="int8")], ids=["flat", "codes"])
 def test_a_refined_version_answers_with_its_changes_generation_after_generation(tmp_path, params):
-    views = made_views(120, 3)
-    first = made_index(tmp_path, views, 2, params)
-    second = taught(tmp_path, first, {0: [1, 7], 1: [3]})
-    third = taught(tmp_path, second, {0: [7, 9]})
+    views = random_views(120, 3)
+    first = publish_random_index(tmp_path, views, 2, params)
+    second = teach(tmp_path, first, {0: [1, 7], 1: [3]})
+    third = teach(tmp_path, second, {0: [7, 9]})
     for version, before in ((second, first), (third, second)):
         for entry, old in zip(version.shards, before.shards):
-            laid_over = layout.CHANGES in entry.files
+            laid_over = paths.CHANGES in entry.files
             assert laid_over == (params.scan == "vectors" and entry != first.shards[entry.shard])
             if laid_over:
-                assert entry.files[layout.EMBEDDINGS] == old.files[layout.EMBEDDINGS]
+                assert entry.files[paths.EMBEDDINGS] == old.files[paths.EMBEDDINGS]
         assert not manifest.verify(Store(str(tmp_path)), version).problems
         now = with_feedback(tmp_path, version, views)
         assert sum(view >= V for own in now.values() for view in own) == {2: 3, 3: 4}[version.version]
@@ -86,21 +88,21 @@ def test_a_refined_version_answers_with_its_changes_generation_after_generation(
 
 
 def test_a_shard_of_which_much_has_changed_is_written_again(tmp_path):
-    views = made_views(40, 4)
-    first = made_index(tmp_path, views, 1)
-    few = taught(tmp_path, first, {0: list(range(10))})
-    many = taught(tmp_path, few, {0: list(range(10, 21))})
-    assert layout.CHANGES in few.shards[0].files
-    assert layout.CHANGES not in many.shards[0].files
+    views = random_views(40, 4)
+    first = publish_random_index(tmp_path, views, 1)
+    few = teach(tmp_path, first, {0: list(range(10))})
+    many = teach(tmp_path, few, {0: list(range(10, 21))})
+    assert paths.CHANGES in few.shards[0].files
+    assert paths.CHANGES not in many.shards[0].files
     now = with_feedback(tmp_path, many, views)
     assert answers(tmp_path, many) == [brute_force(now, query_D, K) for query_D in QUERIES_QD]
 
 
 def test_lost_changes_are_not_made_up_by_repair(tmp_path):
-    views = made_views(60, 6)
-    refined = taught(tmp_path, made_index(tmp_path, views, 1), {0: [2]})
+    views = random_views(60, 6)
+    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1), {0: [2]})
     store = Store(str(tmp_path))
-    (tmp_path / layout.shard_dir("made", refined.shards[0].digest) / layout.CHANGES).unlink()
+    (tmp_path / paths.shard_dir("random", refined.shards[0].digest) / paths.CHANGES).unlink()
     [done] = repair(store, refined).repairs
     assert done.state == "lost"
     assert "rollback 1" in done.cure

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from made import made_index, made_views
+from random_index import publish_random_index, random_views
 
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.repair import repair
 from mvr_ray.errors import DigestError, ManifestError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import layout, manifest
-from mvr_ray.store.collect import collect
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.versions import verify
@@ -35,7 +35,7 @@ def flipped(file: Path) -> None:
     file.write_bytes(data)
 
 
-def oversized(file: Path) -> None:
+def lengthen(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
 
 
@@ -46,13 +46,13 @@ def missing(file: Path) -> None:
 DAMAGES = {
     truncated: r"has \d+ bytes, not \d+",
     flipped: "has another sha256 than",
-    oversized: r"has \d+ bytes, not \d+",
+    lengthen: r"has \d+ bytes, not \d+",
     missing: "is missing",
 }
 
 
 def folder_of(root: Path, described: Manifest, shard: int) -> Path:
-    return root / layout.shard_dir(described.index, described.shards[shard].digest)
+    return root / paths.shard_dir(described.index, described.shards[shard].digest)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,10 +65,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
     tmp_path: Path, damage: Callable[[Path], None], params: IndexParams, record_property
 ):
-    described = made_index(tmp_path, made_views(200, 3), 2, params)
+    described = publish_random_index(tmp_path, random_views(200, 3), 2, params)
     store, folder = Store(str(tmp_path)), folder_of(tmp_path, described, 1)
     before = contents(folder)
-    hurt = [folder / name for name in described.shards[1].files if name != layout.EMBEDDINGS]
+    hurt = [folder / name for name in described.shards[1].files if name != paths.EMBEDDINGS]
     for file in hurt:
         damage(file)
     report = manifest.verify(store, described)
@@ -91,23 +91,24 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
 def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_is_named(
     tmp_path: Path, damage: Callable[[Path], None]
 ):
-    described = made_index(tmp_path, made_views(60, 3), 3, INT8)
+    described = publish_random_index(tmp_path, random_views(60, 3), 3, INT8)
     store, folder = Store(str(tmp_path)), folder_of(tmp_path, described, 2)
-    damage(folder / layout.EMBEDDINGS)
+    damage(folder / paths.EMBEDDINGS)
     damaged = contents(folder)
     report = repair(store, described)
     assert [(done.shard, done.state, done.set_aside) for done in report.repairs] == [(2, "lost", "")]
     assert contents(folder) == damaged
-    with pytest.raises(DigestError, match=r"shard 2 of index 'made' version 1 .*encode it again.*mvr-ray index CONFIG"):
+    message = r"shard 2 of index 'random' version 1 .*encode it again.*mvr-ray index CONFIG"
+    with pytest.raises(DigestError, match=message):
         report.require()
 
 
 def test_several_damaged_shards_are_repaired_apart_and_each_is_named(tmp_path: Path):
-    described = made_index(tmp_path, made_views(90, 3), 4, INT8)
+    described = publish_random_index(tmp_path, random_views(90, 3), 4, INT8)
     store = Store(str(tmp_path))
-    codes = next(name for name in described.shards[0].files if name != layout.EMBEDDINGS)
+    codes = next(name for name in described.shards[0].files if name != paths.EMBEDDINGS)
     flipped(folder_of(tmp_path, described, 0) / codes)
-    flipped(folder_of(tmp_path, described, 2) / layout.EMBEDDINGS)
+    flipped(folder_of(tmp_path, described, 2) / paths.EMBEDDINGS)
     missing(folder_of(tmp_path, described, 3) / codes)
     report = repair(store, described)
     assert [(done.shard, done.state) for done in report.repairs] == [(0, "repaired"), (2, "lost"), (3, "repaired")]
@@ -116,49 +117,49 @@ def test_several_damaged_shards_are_repaired_apart_and_each_is_named(tmp_path: P
 
 
 def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_aside_is_ever_removed(tmp_path: Path):
-    described = made_index(tmp_path, made_views(90, 3), 2, INT8)
+    described = publish_random_index(tmp_path, random_views(90, 3), 2, INT8)
     store, entry = Store(str(tmp_path)), described.shards[0]
     whole = contents(folder_of(tmp_path, described, 0))
-    codes = next(name for name in entry.files if name != layout.EMBEDDINGS)
+    codes = next(name for name in entry.files if name != paths.EMBEDDINGS)
     flipped(folder_of(tmp_path, described, 0) / codes)
-    store.move_dir(layout.shard_dir("made", entry.digest), layout.quarantine_dir("made", entry.digest, 1))
+    store.move_dir(paths.shard_dir("random", entry.digest), paths.quarantine_dir("random", entry.digest, 1))
     [done] = repair(store, described).repairs
     assert (done.state, done.set_aside) == ("repaired", "")
     assert contents(folder_of(tmp_path, described, 0)) == whole
-    flipped(folder_of(tmp_path, described, 0) / layout.EMBEDDINGS)  # whole ones lie in what was set aside
+    flipped(folder_of(tmp_path, described, 0) / paths.EMBEDDINGS)  # whole ones lie in what was set aside
     [done] = repair(store, described).repairs
-    assert (done.state, done.set_aside) == ("repaired", layout.quarantine_dir("made", entry.digest, 2))
+    assert (done.state, done.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, 2))
     assert manifest.verify(store, described).problems == []
-    collect(store, "made", keep=1, grace_s=0)
-    assert len(store.list(layout.quarantine_root("made"))) == 2
+    collect(store, "random", keep=1, grace_s=0)
+    assert len(store.list(paths.quarantine_root("random"))) == 2
 
 
 def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_path: Path):
-    first = made_index(tmp_path, made_views(60, 3), 1)
-    other = made_index(tmp_path / "other", made_views(60, 4), 1)
+    first = publish_random_index(tmp_path, random_views(60, 3), 1)
+    other = publish_random_index(tmp_path / "other", random_views(60, 4), 1)
     store = Store(str(tmp_path))
     folder_of(tmp_path / "other", other, 0).rename(folder_of(tmp_path, other, 0))
     moved = tmp_path / "queries.arrow"
     moved.write_bytes(b"moved")
-    digest = manifest.add_refined_queries(store, "made", moved)
+    digest = manifest.add_refined_queries(store, "random", moved)
     refined = dataclasses.replace(
         first, parent=1, operation="refine:hybrid", shards=other.shards, refined_queries={"known": digest}
     )
     refined = manifest.publish(store, refined)
-    truncated(folder_of(tmp_path, refined, 0) / layout.EMBEDDINGS)
-    store.write_bytes(layout.refined_queries("made", digest), b"moveD")
+    truncated(folder_of(tmp_path, refined, 0) / paths.EMBEDDINGS)
+    store.write_bytes(paths.refined_queries("random", digest), b"moveD")
     report = repair(store, refined)
     assert [(done.shard, done.state) for done in report.repairs] == [(-1, "lost"), (0, "lost")]
     assert {done.cure for done in report.repairs} == {
         "version 1 does not need it: mvr-ray versions CONFIG rollback 1; or do the refine again on it"
     }
-    with pytest.raises(DigestError, match="first: moved queries of index 'made' version 2"):
+    with pytest.raises(DigestError, match="first: moved queries of index 'random' version 2"):
         report.require()
 
 
 def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     store, source = Store(str(tmp_path / "store")), tmp_path / "p.jsonl"
-    described = made_index(tmp_path / "store", made_views(9, 3), 2)
+    described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
     source.write_text("".join(f'{{"id": "p{i:03d}", "title": "t", "text": "body {i}"}}\n' for i in range(9)))
     prepare(PrepareConfig(sources=[SourceConfig(path=str(source))], num_shards=2), store)
     corpus = Corpus.open(store, "corpus")
@@ -166,10 +167,10 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     published = manifest.publish(store, dataclasses.replace(described, parent=1, **own))
     assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
     assert verify(store, published).problems == []
-    file = tmp_path / "store" / layout.corpus_dir("corpus") / corpus.info.parts[1].file
+    file = tmp_path / "store" / paths.corpus_dir("corpus") / corpus.info.parts[1].file
     file.write_bytes(file.read_bytes().replace(b"body", b"bodi", 1))
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "made"}}))
+    run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
     with pytest.raises(SystemExit) as ended:
         main(["versions", str(run_file), "verify"])
     shown = capsys.readouterr()
@@ -178,40 +179,40 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_names_repairs_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    described = made_index(tmp_path / "store", made_views(90, 3), 2, INT8)
+    described = publish_random_index(tmp_path / "store", random_views(90, 3), 2, INT8)
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "made"}}))
+    run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
 
-    def told(action: str) -> tuple[int, str]:
+    def run_versions(action: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main(["versions", str(run_file), action])
         shown = capsys.readouterr()
         return int(ended.value.code or 0), shown.out + shown.err
 
-    codes = next(name for name in described.shards[1].files if name != layout.EMBEDDINGS)
+    codes = next(name for name in described.shards[1].files if name != paths.EMBEDDINGS)
     flipped(folder_of(tmp_path / "store", described, 1) / codes)
-    status, said = told("verify")
+    status, said = run_versions("verify")
     assert status == 1 and "of shard 1" in said and "versions CONFIG repair" in said
-    status, said = told("repair")
+    status, said = run_versions("repair")
     assert status == 0 and "repaired" in said
-    assert told("verify")[0] == 0
-    flipped(folder_of(tmp_path / "store", described, 1) / layout.EMBEDDINGS)
-    (tmp_path / "store" / layout.quarantine_dir("made", described.shards[1].digest, 1) / layout.EMBEDDINGS).unlink()
-    status, said = told("repair")
+    assert run_versions("verify")[0] == 0
+    flipped(folder_of(tmp_path / "store", described, 1) / paths.EMBEDDINGS)
+    (tmp_path / "store" / paths.quarantine_dir("random", described.shards[1].digest, 1) / paths.EMBEDDINGS).unlink()
+    status, said = run_versions("repair")
     assert status == 1 and "mvr-ray index CONFIG" in said
 
 
 @pytest.mark.chaos("manifest of a newer format", "refused by name; rolling back past it works")
 def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path, record_property):
-    described = made_index(tmp_path, made_views(30, 3), 2)
+    described = publish_random_index(tmp_path, random_views(30, 3), 2)
     store = Store(str(tmp_path))
     newer = dataclasses.replace(described, parent=1, version=2, format_version=manifest.FORMAT_VERSION + 1)
-    store.create_once(layout.manifest("made", 2), newer.to_json())
-    told = r"2\.json has format version 2, this program reads 1; use the program that wrote it, or roll back"
+    store.create_once(paths.manifest("random", 2), newer.to_json())
+    run_versions = r"2\.json has format version 2, this program reads 1; use the program that wrote it, or roll back"
     for ask in (manifest.read, lambda *where: collect(*where, keep=1, grace_s=0)):
-        with pytest.raises(ManifestError, match=told):
-            ask(store, "made")
-    back = manifest.rollback(store, "made", 1)
-    assert manifest.read(store, "made") == back and back.shards == described.shards
-    told = f"format {newer.format_version} refused by 2 readers; version {back.version} has version 1's content"
-    record_property("figures", told)
+        with pytest.raises(ManifestError, match=run_versions):
+            ask(store, "random")
+    back = manifest.rollback(store, "random", 1)
+    assert manifest.read(store, "random") == back and back.shards == described.shards
+    run_versions = f"format {newer.format_version} refused by 2 readers; version {back.version} has version 1's content"
+    record_property("figures", run_versions)

@@ -8,20 +8,27 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import D, V, brute_force, made_index, made_views
+from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import refine, reindex, reshard
-from mvr_ray.distributed.reshard import ReshardTask, deal_one, described, require_all_kept, sources, staging_key
+from mvr_ray.distributed import build_index, refine, reshard
+from mvr_ray.distributed.reshard import (
+    ReshardTask,
+    manifest_over,
+    require_same_counts,
+    reshard_one,
+    sources,
+    staging_key,
+)
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searchers import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.overlay import open_embeddings
 
 Stored = dict[str, tuple[bytes, bytes]]
 
@@ -30,8 +37,8 @@ def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
     """What the stage publishes, its tasks called one after the other in this process."""
     store = Store(str(root))
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
-    made = described(base, [deal_one(task, shard) for shard in range(num_shards)])
-    require_all_kept(base, made)
+    made = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
+    require_same_counts(base, made)
     return manifest.publish(store, made)
 
 
@@ -46,7 +53,7 @@ def stored(root: Path, version: Manifest) -> Stored:
     """Every passage's view numbers and vectors as bytes, each found in the shard that its id hashes to."""
     found: Stored = {}
     for entry in version.shards:
-        folder = root / layout.shard_dir(version.index, entry.digest)
+        folder = root / paths.shard_dir(version.index, entry.digest)
         for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
@@ -69,8 +76,8 @@ def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_p
     before, after = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 13))
     root = tmp_path / f"{seed}-{num_passages}-{before}-{after}"
     shutil.rmtree(root, ignore_errors=True)
-    views = made_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
-    base = made_index(root, views, before, IndexParams(scan=data.draw(st.sampled_from(["vectors", "int8"]))))
+    views = random_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
+    base = publish_random_index(root, views, before, IndexParams(scan=data.draw(st.sampled_from(["vectors", "int8"]))))
     made = dealt_here(root, base, after)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
@@ -81,18 +88,18 @@ def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_p
 
 
 def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_first_shards(tmp_path):
-    views = made_views(90, 3)
+    views = random_views(90, 3)
     for number, passage_id in enumerate(sorted(views)):
         if number % 4 == 0:
             views[passage_id][V] = np.full(D, 0.1 * number, np.float32)
             views[passage_id][V + 1] = np.full(D, -0.1 * number, np.float32)
-    first = made_index(tmp_path, views, 8)
+    first = publish_random_index(tmp_path, views, 8)
     refined = dataclasses.replace(
         first, parent=1, refined_queries={}, refinement={"feedback_weight": 0.5, "feedback_clusters": 2}
     )
     moved = tmp_path / "queries.arrow"
     moved.write_bytes(b"vectors of moved questions")
-    digest = manifest.add_refined_queries(Store(str(tmp_path)), "made", moved)
+    digest = manifest.add_refined_queries(Store(str(tmp_path)), "random", moved)
     now = manifest.publish(Store(str(tmp_path)), dataclasses.replace(refined, refined_queries={"known": digest}))
     whole = stored(tmp_path, first)
     assert max(len(numbers) for numbers, _ in whole.values()) > 2 * V  # int16: some passage has more views than V
@@ -106,26 +113,26 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
 
 
 def test_lost_rows_are_never_published(tmp_path):
-    base = made_index(tmp_path, made_views(40, 1), 3)
-    shards = [deal_one(ReshardTask(str(tmp_path), base, 2, "key", 0), shard) for shard in range(2)]
+    base = publish_random_index(tmp_path, random_views(40, 1), 3)
+    shards = [reshard_one(ReshardTask(str(tmp_path), base, 2, "key", 0), shard) for shard in range(2)]
     short = dataclasses.replace(base, shards=(base.shards[0], *base.shards[2:]))
     with pytest.raises(RowsLostError, match=r"has \d+ passages and \d+ views, its 2 new shards 40 and"):
-        require_all_kept(short, described(short, shards))
+        require_same_counts(short, manifest_over(short, shards))
 
 
 def run_of(root: Path, **sections) -> RunConfig:
     return RunConfig.model_validate(
-        {"store": {"path": str(root)}, "index": {"name": "made"}, "prepare": {"sources": []}, **sections}
+        {"store": {"path": str(root)}, "index": {"name": "random"}, "prepare": {"sources": []}, **sections}
     )
 
 
 def test_what_cannot_be_is_refused_before_any_work(tmp_path):
-    run, base = run_of(tmp_path), made_index(tmp_path, made_views(40, 1), 3)
+    run, base = run_of(tmp_path), publish_random_index(tmp_path, random_views(40, 1), 3)
     store = Store(str(tmp_path))
     for wrong in (0, 65_537):
         with pytest.raises(ConfigError, match=f"shards={wrong} is outside 1 to 65536"):
             reshard.reshard(run, wrong)
-    file = tmp_path / layout.shard_dir("made", base.shards[1].digest) / layout.EMBEDDINGS
+    file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     whole = file.read_bytes()
     for cut, told in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
         file.write_bytes(cut) if cut else file.unlink()
@@ -139,31 +146,31 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
     manifest.publish(store, dataclasses.replace(base, parent=holed.version, index_params=wrong_params))
     with pytest.raises(ShardIndexError, match="Nonsense"):
         reshard.reshard(run, 5)
-    assert manifest.list_versions(store, "made") == [1, 2, 3]
+    assert manifest.list_versions(store, "random") == [1, 2, 3]
 
 
 def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
-    base = made_index(tmp_path, made_views(40, 1), 2)
-    file = tmp_path / layout.shard_dir("made", base.shards[1].digest) / layout.EMBEDDINGS
+    base = publish_random_index(tmp_path, random_views(40, 1), 2)
+    file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     flipped = bytearray(file.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     file.write_bytes(flipped)
     with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
-        deal_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
+        reshard_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
 
 
 def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
-    base = made_index(tmp_path, made_views(40, 1), 2)
+    base = publish_random_index(tmp_path, random_views(40, 1), 2)
     monkeypatch.setattr(Store, "free_bytes", lambda _: base.num_bytes - 1)
-    with pytest.raises(StorageError, match=rf"a second copy of index 'made' takes {base.num_bytes}; free space"):
+    with pytest.raises(StorageError, match=rf"a second copy of index 'random' takes {base.num_bytes}; free space"):
         reshard.reshard(run_of(tmp_path), 5)
 
 
 @pytest.mark.ray
 def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ray_session, monkeypatch):
-    views = made_views(120, 9)
+    views = random_views(120, 9)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    base = made_index(whole, views, 8)
+    base = publish_random_index(whole, views, 8)
     shutil.copytree(whole, cut)
     said: list[tuple[str, int, int]] = []
     report = reshard.reshard(run_of(whole), 12, lambda *told: said.append(told))
@@ -173,31 +180,32 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
         ("passages before = after", 120, 120),
         ("views before = after", base.num_vectors, base.num_vectors),
     ]
-    assert Store(str(whole)).list(layout.staging_root("made")) == []
+    assert Store(str(whole)).list(paths.staging_root("random")) == []
 
     class KilledError(BaseException):
         pass
 
     def die(what: str, done: int, total: int) -> None:
-        if (what, done) == ("deal shards", 5):
+        if (what, done) == ("reshard", 5):
             raise KilledError
 
     with pytest.raises(KilledError):
         reshard.reshard(run_of(cut), 12, die)
     store = Store(str(cut))
-    assert manifest.list_versions(store, "made") == [1]
-    staging = cut / layout.staging_dir("made", staging_key(base, 12))
+    assert manifest.list_versions(store, "random") == [1]
+    staging = cut / paths.staging_dir("random", staging_key(base, 12))
     noted = {note: note.stat().st_mtime_ns for note in staging.glob("[!.]*")}
     assert len(noted) >= 5
     at_the_end: list[int] = []
 
     def look(what: str, done: int, total: int) -> None:
-        if what == "deal shards" and done == total:
+        if what == "reshard" and done == total:
             at_the_end.extend(note.stat().st_mtime_ns for note in noted)
 
     report = reshard.reshard(run_of(cut), 12, look)
     assert at_the_end == list(noted.values())
-    assert manifest.read(store, "made").content_digest() == manifest.read(Store(str(whole)), "made").content_digest()
+    expected = manifest.read(Store(str(whole)), "random").content_digest()
+    assert manifest.read(store, "random").content_digest() == expected
     again = reshard.reshard(run_of(cut), 12)
     assert (again.base_version, again.version, again.shards_before) == (report.version, report.version, 12)
 
@@ -214,5 +222,5 @@ def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_
     assert reports[0].accuracy == reports[1].accuracy
     assert stored(other, reports[1].published) == stored(own_index, reports[0].published) != stored(own_index, first)
     said: list[str] = []
-    back = reindex.index(run_over(other), lambda what, *_: said.append(what))
+    back = build_index.index(run_over(other), lambda what, *_: said.append(what))
     assert back.shards == first.shards and "encode" not in said

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mvr_ray.core.answers import has_answer
-from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.evaluate import system_result
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.searching.searchers import Gathered, Unanswered
+from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
 from mvr_ray.errors import ConfigError, CoverageError, MissingInputError
-from mvr_ray.store import corpus, layout, manifest
+from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
@@ -30,8 +30,8 @@ def all_views(store: Path) -> list[tuple[str, int, np.ndarray]]:
     """(passage id, view number, vector) of every view at rest, in float64."""
     found = []
     for entry in manifest.read(Store(str(store)), "index").shards:
-        folder = store / layout.shard_dir("index", entry.digest)
-        for block in EmbeddingShard.open(folder / layout.EMBEDDINGS).blocks():
+        folder = store / paths.shard_dir("index", entry.digest)
+        for block in EmbeddingShard.open(folder / paths.EMBEDDINGS).blocks():
             for row, passage_id in enumerate(block.ids):
                 for at in range(block.row_ptr[row], block.row_ptr[row + 1]):
                     found.append((passage_id, int(block.view_numbers_N[at]), block.vectors_ND[at].astype(np.float64)))
@@ -44,7 +44,7 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     store = Store(str(small_index))
     views = all_views(small_index)
     fingerprint = manifest.read(store, "index").encoder_fingerprint
-    encoder = DualEncoder.load(small_index / layout.encoder_dir("encoder", fingerprint))
+    encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", fingerprint))
     ranked = {}
     for question in corpus.read_questions(store, "dev"):
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
@@ -195,11 +195,11 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
-        found = self.whole.ask(queries_QD, k, asked, timeout_s).found
+    def fan_out(self, queries_QD, k, shards, timeout_s, again=False, on_partial=None) -> ShardResults:
+        found = self.whole.fan_out(queries_QD, k, shards, timeout_s).results
         if not self.dead:
-            return Gathered(found, [])
-        return Gathered([answer for answer in found if answer.shard != 1], [Unanswered((1,), "died")])
+            return ShardResults(found, [])
+        return ShardResults([answer for answer in found if answer.shard != 1], [ShardFailure((1,), "died")])
 
 
 def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, run_over, expected):

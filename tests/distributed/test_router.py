@@ -9,25 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made import D, V, brute_force, made_index, made_views
+from random_index import D, V, brute_force, publish_random_index, random_views
 
-from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.distributed import router as router_module
-from mvr_ray.distributed.router import Router, open_router, overlaid
+from mvr_ray.distributed.router import Router, open_router, overlay_results
 from mvr_ray.distributed.searching.fleet import share_out
-from mvr_ray.distributed.searching.searchers import (
-    Gathered,
-    GatheredViews,
-    LocalFleet,
-    SearcherTask,
-    ShardFound,
-    Unanswered,
-)
+from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
     DigestError,
@@ -39,7 +34,7 @@ from mvr_ray.errors import (
     UnknownPassageError,
 )
 from mvr_ray.index.base import IndexParams
-from mvr_ray.store import corpus, layout
+from mvr_ray.store import corpus, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -59,8 +54,8 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
     num_passages = data.draw(st.integers(1, 60))
     root = tmp_path / f"{seed}-{num_shards}-{num_passages}"
     shutil.rmtree(root, ignore_errors=True)
-    views = made_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
-    described = made_index(root, views, num_shards)
+    views = random_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
+    described = publish_random_index(root, views, num_shards)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
     answer = local(root, described).search(queries_QD, k)
@@ -71,10 +66,10 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
 
 def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     """Every good passage lies in one shard, far more of them than its fair share of k."""
-    views = made_views(240, 5)
+    views = random_views(240, 5)
     rich = {i for i in views if shard_of(i, 4) == 2}
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
-    described = made_index(tmp_path, views, 4)
+    described = publish_random_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
     assert len(rich) > 40
     stages: list[str] = []
@@ -88,8 +83,8 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
 def test_at_most_one_search_in_a_hundred_asks_a_second_time(tmp_path):
     """Eight shards of hashed ids, 800 queries one by one; and all of them at once, for which more rows are asked."""
     rng = np.random.default_rng(7)
-    views = {i: {v: rng.normal(size=D) for v in own} for i, own in made_views(900, 7).items()}
-    router = local(tmp_path, made_index(tmp_path, views, 8))
+    views = {i: {v: rng.normal(size=D) for v in own} for i, own in random_views(900, 7).items()}
+    router = local(tmp_path, publish_random_index(tmp_path, views, 8))
     queries_QD = rng.normal(size=(800, D)).astype(np.float32)
     again = sum(router.search(query_D[None], 60).exact.rounds == 2 for query_D in queries_QD)
     assert again <= 8
@@ -110,7 +105,7 @@ def test_no_answer_of_five_thousand_is_wrong_and_every_one_is_certified(tmp_path
             int(rng.integers(1, 9)),
             int(rng.integers(*((60, 250) if case % 3 == 0 else (1, 80)))),
         )
-        views = made_views(num_passages, case, levels=int(rng.choice([1, 3, 1000])))
+        views = random_views(num_passages, case, levels=int(rng.choice([1, 3, 1000])))
         views = {i: {view: x / 64 for view, x in own.items()} for i, own in views.items()}
         if case % 3 == 0:
             rich = int(rng.integers(num_shards))
@@ -120,7 +115,7 @@ def test_no_answer_of_five_thousand_is_wrong_and_every_one_is_certified(tmp_path
         if case % 3 == 1:
             models = [views[i] for i in sorted(views)[:3]]
             views = {i: models[int(rng.integers(len(models)))] for i in views}
-        described = made_index(tmp_path / str(case), views, num_shards, IndexParams(scan=scan))
+        described = publish_random_index(tmp_path / str(case), views, num_shards, IndexParams(scan=scan))
         queries_QD = rng.integers(-1000, 1001, (50, D)).astype(np.float32) / 64
         queries_QD[:25] = abs(queries_QD[:25])
         k = int(rng.integers(1, num_passages // (num_shards if case % 3 == 0 else 1) + 3))
@@ -137,10 +132,13 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
         rows = np.array(rows)
         return ShardHits(rows, np.array(scores, np.float32), rows.astype(np.int16), np.array(frontier, np.float32))
 
-    first = ShardFound(1, {0: "a", 1: "b"}, hits([[0], [1]], [[5], [4]], [3, 2]), np.array([4, 5]))
-    second = ShardFound(1, {1: "b", 2: "c"}, hits([[1, 2]], [[4, 2]], [-np.inf]), np.array([2]))
-    both = overlaid(first, second, np.array([1]), 3)
-    assert both.ids == {0: "a", 1: "b", 2: "c"}
+    def result(lists: ShardHits, num_rescored: list[int], ids: dict[int, str]) -> ShardResult:
+        return ShardResult(1, lists, np.array(num_rescored), np.array(list(ids)), pa.array(list(ids.values())))
+
+    first = result(hits([[0], [1]], [[5], [4]], [3, 2]), [4, 5], {0: "a", 1: "b"})
+    second = result(hits([[1, 2]], [[4, 2]], [-np.inf]), [2], {1: "b", 2: "c"})
+    both = overlay_results(first, second, np.array([1]), 3)
+    assert dict(zip(both.rows_R.tolist(), both.ids_R.to_pylist())) == {0: "a", 1: "b", 2: "c"}
     assert both.hits.rows_QK.tolist() == [[0, -1, -1], [1, 2, -1]]
     assert both.hits.scores_QK.tolist() == [[5, -np.inf, -np.inf], [4, 2, -np.inf]]
     assert both.hits.frontier_Q.tolist() == [3, -np.inf]
@@ -165,22 +163,22 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
-        there = {shard: at for shard, at in asked.items() if shard not in self.silent}
-        found = self.whole.ask(queries_QD, k, there, timeout_s).found
-        lost = tuple(shard for shard in asked if shard in self.silent)
-        return Gathered(found, [Unanswered(lost, "late")] if lost else [])
+    def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
+        there = [shard for shard in shards if shard not in self.silent]
+        found = self.whole.fan_out(queries_QD, k, there, timeout_s).results
+        lost = tuple(shard for shard in shards if shard in self.silent)
+        return ShardResults(found, [ShardFailure(lost, "late")] if lost else [])
 
-    def views(self, wanted, timeout_s) -> GatheredViews:
+    def views(self, wanted, timeout_s) -> ViewResults:
         there = {shard: ids for shard, ids in wanted.items() if shard not in self.silent}
-        found = self.whole.views(there, timeout_s).found
+        found = self.whole.views(there, timeout_s).views
         lost = tuple(shard for shard in wanted if shard in self.silent)
-        return GatheredViews(found, [Unanswered(lost, "late")] if lost else [])
+        return ViewResults(found, [ShardFailure(lost, "late")] if lost else [])
 
 
 def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
-    views = made_views(50, 1)
-    described = made_index(tmp_path, views, 3)
+    views = random_views(50, 1)
+    described = publish_random_index(tmp_path, views, 3)
     whole = local(tmp_path, described)
     query_QD = np.ones((1, D), np.float32)
     fleet = HalfDead(whole.fleet, {1})
@@ -215,25 +213,24 @@ class Stuck:
 
     def ready(self) -> None: ...
 
-    def ask(self, queries_QD, k, asked, timeout_s, hear=None) -> Gathered:
-        again = any(positions is not None for positions in asked.values())
+    def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
         if timeout_s <= 0 or (again and self.deaf):
-            return Gathered([], [Unanswered(tuple(asked), "late")])
-        if self.shard in asked:
+            return ShardResults([], [ShardFailure(tuple(shards), "late")])
+        if self.shard in shards:
             self.now_s += timeout_s
-        there = {shard: at for shard, at in asked.items() if shard != self.shard}
-        lost = [Unanswered((self.shard,), "late")] if self.shard in asked else []
-        return Gathered(self.whole.ask(queries_QD, k, there, timeout_s).found, lost)
+        there = [shard for shard in shards if shard != self.shard]
+        lost = [ShardFailure((self.shard,), "late")] if self.shard in shards else []
+        return ShardResults(self.whole.fan_out(queries_QD, k, there, timeout_s).results, lost)
 
-    def views(self, wanted, timeout_s) -> GatheredViews:
+    def views(self, wanted, timeout_s) -> ViewResults:
         return self.whole.views(wanted, timeout_s)
 
 
 def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
     """240 passages in 4 shards; those of shard 2 are better for a query of ones than all others."""
-    views = made_views(240, 5)
+    views = random_views(240, 5)
     views = {i: {v: x + (9 if shard_of(i, 4) == 2 else 0) for v, x in own.items()} for i, own in views.items()}
-    return views, local(root, made_index(root, views, 4))
+    return views, local(root, publish_random_index(root, views, 4))
 
 
 def test_a_silent_shard_leaves_time_to_ask_a_rich_one_again(tmp_path, monkeypatch):
@@ -274,10 +271,10 @@ def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(
 
 
 def test_a_search_that_fails_tells_its_time_too(tmp_path):
-    whole = local(tmp_path, made_index(tmp_path, made_views(9, 1), 2))
+    whole = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
 
     class Full(HalfDead):
-        def ask(self, queries_QD, k, asked, timeout_s) -> Gathered:
+        def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
             raise OverloadedError("every queue is full", 1.0)
 
     stages: list[str] = []
@@ -289,7 +286,7 @@ def test_a_search_that_fails_tells_its_time_too(tmp_path):
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path):
-    described = made_index(tmp_path, made_views(9, 1), 2)
+    described = publish_random_index(tmp_path, random_views(9, 1), 2)
     router = local(tmp_path, described)
     with pytest.raises(ShardIndexError, match="0"):
         router.search(np.ones((1, D), np.float32), 0)
@@ -300,8 +297,8 @@ def test_what_cannot_be_searched_is_refused(tmp_path):
 
 
 def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
-    views = made_views(60, 3, levels=50)
-    described = made_index(tmp_path, views, 2, IndexParams(kind="hnsw"))
+    views = random_views(60, 3, levels=50)
+    described = publish_random_index(tmp_path, views, 2, IndexParams(kind="hnsw"))
     queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
     answer = local(tmp_path, described).search(queries_QD, 10)
     assert not answer.exact.certified
@@ -316,7 +313,7 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
 
 
 def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
-    described = made_index(tmp_path, made_views(9, 1), 2, IndexParams(scan="int8"))
+    described = publish_random_index(tmp_path, random_views(9, 1), 2, IndexParams(scan="int8"))
 
     def told(bound: float) -> str:
         metrics = {"pruned_views": 4.0, "pruned_bound": bound}
@@ -332,7 +329,7 @@ def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
 def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, monkeypatch, scan):
     """One query by one and in a batch, over a shard that is asked again: every pair that was scored, and no other."""
     views, _ = with_a_rich_shard(tmp_path)
-    router = local(tmp_path, made_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
+    router = local(tmp_path, publish_random_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
     scored: list[int] = []
     rescore = BlockTable.rescore
     monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
@@ -346,8 +343,8 @@ def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, m
 
 
 def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
-    described = made_index(tmp_path, made_views(20, 1), 2)
-    file = tmp_path / layout.shard_dir("made", described.shards[1].digest) / layout.EMBEDDINGS
+    described = publish_random_index(tmp_path, random_views(20, 1), 2)
+    file = tmp_path / paths.shard_dir("random", described.shards[1].digest) / paths.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -363,11 +360,11 @@ def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names
     root = tmp_path / f"{seed}-{num_shards}"
     shutil.rmtree(root, ignore_errors=True)
     rng = np.random.default_rng(seed)
-    views = made_views(20, seed, levels=data.draw(st.integers(1, 2)))
+    views = random_views(20, seed, levels=data.draw(st.integers(1, 2)))
     for own in list(views.values())[:5]:
         for number in range(int(rng.integers(1, 4))):
             own[V + number] = rng.integers(-1, 2, D).astype(np.float32)
-    router = local(root, made_index(root, views, num_shards))
+    router = local(root, publish_random_index(root, views, num_shards))
     queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
     wanted = rng.permutation(sorted(views)).tolist()
     explained = router.explain(queries_QD, wanted)
@@ -383,8 +380,8 @@ def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names
 
 
 def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
-    views = made_views(30, 2)
-    described = made_index(tmp_path, views, 3)
+    views = random_views(30, 2)
+    described = publish_random_index(tmp_path, views, 3)
     whole = local(tmp_path, described)
     query_QD = np.ones((1, D), np.float32)
     here = [passage_id for passage_id in sorted(views) if shard_of(passage_id, 3) == 1]
@@ -392,7 +389,7 @@ def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
     assert [one.passage_id for one in alone.explain(query_QD, here)] == here
     silent = Router(whole.store, described, HalfDead(whole.fleet, {1}))
     message = (
-        f"shard 1 of index 'made' version 1, which would hold passage {here[0]!r}, did not answer (late). "
+        f"shard 1 of index 'random' version 1, which would hold passage {here[0]!r}, did not answer (late). "
         "Searchers that died start again by themselves: ask again"
     )
     with pytest.raises(CoverageError, match=f"^{re.escape(message)}$"):
@@ -400,8 +397,8 @@ def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
 
 
 def test_what_cannot_be_explained_is_refused(tmp_path):
-    router = local(tmp_path, made_index(tmp_path, made_views(9, 1), 2))
-    message = "index 'made' version 1 holds no passage 'p9'; give an id as `mvr-ray search CONFIG` shows it"
+    router = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
+    message = "index 'random' version 1 holds no passage 'p9'; give an id as `mvr-ray search CONFIG` shows it"
     with pytest.raises(UnknownPassageError, match=f"^{re.escape(message)}$") as refused:
         router.explain(np.ones((1, D), np.float32), ["p001", "p9"])
     assert refused.value.passage_id == "p9"
@@ -442,10 +439,10 @@ def test_texts_are_embedded_by_the_indexs_own_encoder_and_no_other(own_index, ru
     with open_router(run, local=True) as router:
         with pytest.raises(EncoderError, match="empty"):
             router.search_text(["who?", " "], 3)
-        folder = own_index / layout.encoder_dir("encoder", router.manifest.encoder_fingerprint)
+        folder = own_index / paths.encoder_dir("encoder", router.manifest.encoder_fingerprint)
         queries_QD = DualEncoder.load(folder).embed_queries(["Who won?"])
         assert router.search_text(["Who won?"], 3) == router.search(queries_QD, 3)
-    described = folder / layout.ENCODER_JSON
+    described = folder / paths.ENCODER_JSON
     described.write_text(described.read_text().replace(folder.name, "0" * 16))
     with (
         open_router(run, local=True) as router,
@@ -492,7 +489,7 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
 @pytest.mark.ray
 def test_passages_of_another_corpus_are_refused(own_index, run_over):
     info = corpus.Corpus.open(Store(str(own_index)), "corpus").info
-    (own_index / layout.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
+    (own_index / paths.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
     with (
         open_router(run_over(own_index), local=True) as router,
         pytest.raises(MissingInputError, match=f"digest {info.digest}, which is now {'0' * 32}"),

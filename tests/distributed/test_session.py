@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ except ResourceError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp_path: Path):
     """The token of a private cluster is in its starter's environment and nowhere else, so in no file of any home."""
@@ -131,7 +133,7 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
     stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     stranger["HOME"] = str(tmp_path)
 
-    def said(**variables: str) -> list[str]:
+    def try_to_join(**variables: str) -> list[str]:
         """What a client with these variables gets to hear, its first word and the rest."""
         command = [sys.executable, "-c", JOINING, address]
         done = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=120)
@@ -139,14 +141,14 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
         assert token not in done.stdout + done.stderr
         return done.stdout.strip().split(" ", 1)
 
-    for refused in (said(), said(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
+    for refused in (try_to_join(), try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
         assert refused[0] == "refused"
         assert "RAY_AUTH_TOKEN" in refused[1]
-    assert said(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
+    assert try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
     assert not (tmp_path / ".ray" / "auth_token").exists()
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(token)
-    assert said() == ["joined", "False"]
+    assert try_to_join() == ["joined", "False"]
 
 
 WITHOUT_TOKENS = """
@@ -173,6 +175,7 @@ with connect(ResourcesConfig(address=sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: Path):
     """Ray leaves a token there when it starts a head by itself; the next cluster may have none."""
@@ -190,3 +193,73 @@ def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: 
         assert done.stdout.split()[-1:] == ["3"], done.stdout + done.stderr
     finally:
         other.communicate(timeout=60)
+
+
+def _listeners(pids: set[int]) -> list[tuple[str, int]]:
+    """Address, as the kernel writes it, and process of every TCP socket on which one of the processes listens."""
+    owners: dict[str, int] = {}
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                owners[str(link.readlink())] = pid
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and (owner := owners.get(f"socket:[{columns[9]}]")):
+                found.append((columns[1].partition(":")[0], owner))
+    return found
+
+
+def _descendants(root: int) -> set[int]:
+    """The process and all that it started, as far as they live."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""127.0.0.1, the same within IPv6, and ::1."""
+LISTENING = """
+import sys
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+
+class Idle:
+    def ready(self):
+        return True
+
+with connect(ResourcesConfig(local_cpus=2), dashboard=True):
+    import ray
+    actor = ray.remote(Idle).remote()
+    assert ray.get(actor.ready.remote(), timeout=120)
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="listening sockets are read from /proc")
+def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(tmp_path: Path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", LISTENING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+    )
+    try:
+        assert child.stdout
+        assert child.stdout.readline() == "up\n"
+        listeners = _listeners(_descendants(child.pid))
+    finally:
+        child.communicate(timeout=60)
+    assert len(listeners) >= 6
+    assert [own for own in listeners if own[0] not in LOOPBACK] == []

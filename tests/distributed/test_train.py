@@ -1,6 +1,5 @@
 """Training on real questions: it learns, it resumes to the bit, its pieces keep their promises."""
 
-import contextlib
 import json
 import math
 import os
@@ -15,9 +14,10 @@ import ray
 import yaml
 
 from mvr_ray.config import RunConfig, load_run, parse_run
-from mvr_ray.core.encoder import DualEncoder
-from mvr_ray.core.views import EncoderSpec
-from mvr_ray.distributed.encoders import encoder_spec, latest_fingerprint
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.views import EncoderSpec
+from mvr_ray.distributed.encoders import encoder_spec
+from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training.retriever import loss_name, make_schedule
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
@@ -46,11 +46,12 @@ def small_squad(squad_dev: dict, folder: Path, articles: int, paragraphs: int, q
 
 
 @pytest.fixture(scope="module")
-def store_path(squad_dev, tmp_path_factory) -> Path:
+def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     """Four articles of eight paragraphs with up to five questions each: two to train on, the others to test with."""
     folder = tmp_path_factory.mktemp("train")
+    (folder / "backbone").symlink_to(tiny_backbone)
     source = small_squad(squad_dev, folder, 4, 8, 5)
-    run = configured(folder / "store", {}, prepare={"sources": [{"path": str(source), "questions": "all"}]})
+    run = run_of(folder / "store", {}, prepare={"sources": [{"path": str(source), "questions": "all"}]})
     prepare(run.prepare, Store(run.store.path))
     store = Store(run.store.path)
     asked = read_questions(store, "all")
@@ -65,34 +66,21 @@ def store_path(squad_dev, tmp_path_factory) -> Path:
     return folder / "store"
 
 
-def configured(path: Path, train: dict, encoder: dict | None = None, **sections) -> RunConfig:
+def run_of(path: Path, train: dict, encoder: dict | None = None, **sections) -> RunConfig:
     sections.setdefault("resources", {"train_workers": 0})
     settings = {"questions": "train", "batch_questions": 8, **train}
-    return parse_run({"store": {"path": str(path)}, "train": settings, "encoder": encoder or {}, **sections}, "test")
+    encoder = {"backbone": str(path.parent / "backbone"), **(encoder or {})}
+    return parse_run({"store": {"path": str(path)}, "train": settings, "encoder": encoder, **sections}, "test")
 
 
-def own_trainers() -> list[int]:
-    """Process ids of Ray Train's workers among the descendants of this session's raylet, not of other sessions."""
-    parents: dict[int, int] = {}
-    trainers: list[int] = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if (folder / "cmdline").read_text().startswith("ray::RayTrainWorker"):
-                trainers.append(int(folder.name))
-    groups = ray._private.worker._global_node.all_processes.values()
-    mine = {process.process.pid for group in groups for process in group}
-    return [pid for pid in trainers if parents[pid] in mine]
-
-
-class Stopped(Exception):
+class RetrieverStop(Exception):
     pass
 
 
 def stop_at(step: int):
     def progress(what: str, done: int, total: int) -> None:
         if done == step:
-            raise Stopped
+            raise RetrieverStop
 
     return progress
 
@@ -112,10 +100,10 @@ def stop_at(step: int):
 )
 def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
     cfg = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
-    whole = train(configured(store_path, cfg, {"name": f"{name}-whole", **encoder}))
-    broken = configured(store_path, cfg, {"name": f"{name}-broken", **encoder})
+    whole = train(run_of(store_path, cfg, {"name": f"{name}-whole", **encoder}))
+    broken = run_of(store_path, cfg, {"name": f"{name}-broken", **encoder})
     for step in (1, 5):
-        with pytest.raises(Stopped):
+        with pytest.raises(RetrieverStop):
             train(broken, stop_at(step))
     again = train(broken)
     assert again.fingerprint == whole.fingerprint
@@ -125,7 +113,7 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
 
 @pytest.mark.data
 def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
-    run = configured(store_path, {"questions": "tiny", "batch_questions": 4, "max_steps": 1}, {"name": "once", **QUICK})
+    run = run_of(store_path, {"questions": "tiny", "batch_questions": 4, "max_steps": 1}, {"name": "once", **QUICK})
     calls: list[int] = []
     first = train(run, lambda what, done, total: calls.append(done))
     assert train(run, lambda what, done, total: calls.append(done)) == first
@@ -134,14 +122,14 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     other = train(changed)
     assert other.fingerprint != first.fingerprint
     store = Store(run.store.path)
-    assert latest_fingerprint(store, "once") == other.fingerprint
+    assert latest_fingerprint(store, ENCODERS, "once") == other.fingerprint
     opened = DualEncoder.load(store.local_path(first.folder))
     assert opened.fingerprint == first.fingerprint
     assert opened.spec.max_passage_tokens == 48
 
 
 @pytest.mark.data
-def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
+def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path, minilm):
     """Viewers begin as noise, so that reading them untrained is worse than any plain pooling: 64 questions teach them.
 
     (A backbone that was made for retrieval gains nothing from so few: [CLS] alone stayed at 60 % of 87 dev questions.)
@@ -158,7 +146,8 @@ def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
         "warm_start_steps": 0,
     }
     encoder = {"name": "learns", "strategy": "snippets", "num_views": 4, "max_query_tokens": 32}
-    made = train(configured(store_path, settings, encoder))
+    encoder["backbone"] = str(minilm)
+    made = train(run_of(store_path, settings, encoder))
     assert made.epochs[-1].loss < 0.5 * made.epochs[0].loss
     assert made.metrics["dev_top1"] >= made.metrics["dev_top1_before"] + 0.08
     assert made.metrics["dev_top1"] == max(epoch.dev_top1 for epoch in made.epochs)
@@ -168,18 +157,19 @@ def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path):
 @pytest.mark.data
 def test_a_training_that_does_not_help_says_so(store_path, caplog):
     settings = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 1, "lr": 1e-9}
-    made = train(configured(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
+    made = train(run_of(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
     assert made.metrics["dev_top1"] == made.metrics["dev_top1_before"]
     assert "training did not raise dev accuracy" in caplog.text
 
 
 @pytest.mark.data
-def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
+def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, caplog):
+    backbone = {"backbone": str(minilm), **QUICK}
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "warm_start_steps": 0}
-    made = train(configured(store_path, settings, {"name": "collapsed", "strategy": "viewers", **QUICK}))
+    made = train(run_of(store_path, settings, {"name": "collapsed", "strategy": "viewers", **backbone}))
     assert made.epochs[-1].collapsed
     assert "views have collapsed" in caplog.text
-    spread = train(configured(store_path, settings, {"name": "spread", "strategy": "snippet_means", **QUICK}))
+    spread = train(run_of(store_path, settings, {"name": "spread", "strategy": "snippet_means", **backbone}))
     assert not spread.epochs[-1].collapsed
     assert sum(spread.epochs[-1].view_shares) == pytest.approx(1)
 
@@ -198,7 +188,7 @@ def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, caplog):
     ],
 )
 def test_viewers_that_no_training_has_seen_are_warmed_up_unless_told_otherwise(tmp_path, encoder, train, steps):
-    run = configured(tmp_path, {"max_steps": 5, **train}, encoder)
+    run = run_of(tmp_path, {"max_steps": 5, **train}, encoder)
     schedule = make_schedule(run, SimpleNamespace(spec=EncoderSpec(**encoder)), 100)
     assert (schedule.warm, schedule.total) == (steps, steps + 5)
 
@@ -223,7 +213,7 @@ def test_what_is_as_published_has_no_warm_start(preset):
 def test_a_loss_that_is_not_named_follows_what_views_stand_for(tmp_path, strategy, views, loss):
     spec = EncoderSpec(strategy=strategy, num_views=views)
     model = SimpleNamespace(spec=spec, num_views=spec.effective_views)
-    assert loss_name(configured(tmp_path, {}), model) == loss
+    assert loss_name(run_of(tmp_path, {}), model) == loss
 
 
 @pytest.mark.data
@@ -233,7 +223,7 @@ def test_the_temperature_falls_by_the_epoch_after_the_warm_start(store_path):
     def temperatures(name: str, **settings) -> list[float]:
         cfg = {"questions": "tiny", "batch_questions": 4, "epochs": 4, "warm_start_steps": 3, "loss": "mvr", **settings}
         cfg |= {"temperature_decay": 0.5, "temperature_floor": 0.3}
-        made = train(configured(store_path, cfg, {"name": name, "strategy": "snippet_means", **QUICK}))
+        made = train(run_of(store_path, cfg, {"name": name, "strategy": "snippet_means", **QUICK}))
         learned = [epoch for epoch in made.epochs if epoch.step > 3]
         assert learned[-1].step == 3 + 8
         return [epoch.temperature for epoch in learned]
@@ -248,7 +238,7 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
     def loss(**settings) -> float:
         cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "dropout": 0.0, **settings}
         name = "-".join(settings) or "plain"
-        return train(configured(store_path, cfg, {"name": name, **QUICK})).metrics["loss"]
+        return train(run_of(store_path, cfg, {"name": name, **QUICK})).metrics["loss"]
 
     plain = loss()
     assert loss(gradient_checkpointing=True) == plain
@@ -258,37 +248,38 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
 
 @pytest.mark.data
 def test_what_cannot_be_trained_is_refused_by_name(store_path):
-    def refused(error, told, train_settings=None, encoder=None, **sections):
+    def check(error, told, train_settings=None, encoder=None, **sections):
         with pytest.raises(error, match=told):
-            train(configured(store_path, train_settings or {}, encoder or QUICK, **sections))
+            train(run_of(store_path, train_settings or {}, encoder or QUICK, **sections))
 
-    refused(ConfigError, "3 workers .* a multiple of 3", resources={"train_workers": 3})
-    refused(ConfigError, "batch_questions is 64, but there are only 6", {"questions": "tiny", "batch_questions": 64})
-    refused(ConfigError, "camvr, which needs snippets", {"loss": "camvr"}, {"strategy": "mean"})
-    refused(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
-    refused(MissingInputError, "'0123'.* not found", {"init_from": "0123"})
-    refused(ResourceError, "sees no GPU", resources={"train_workers": 0, "gpus_per_trainer": 1})
+    check(ConfigError, "3 workers .* a multiple of 3", resources={"train_workers": 3})
+    check(ConfigError, "batch_questions is 64, but there are only 6", {"questions": "tiny", "batch_questions": 64})
+    check(ConfigError, "camvr, which needs snippets", {"loss": "camvr"}, {"strategy": "mean"})
+    check(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
+    check(MissingInputError, "'0123'.* not found", {"init_from": "0123"})
+    check(ResourceError, "sees no GPU", resources={"train_workers": 0, "gpus_per_trainer": 1})
     write_questions(Store(str(store_path)), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
-    refused(DataError, "none of the 1 questions", {"questions": "strays"})
+    check(DataError, "none of the 1 questions", {"questions": "strays"})
 
 
 @pytest.mark.data
 def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
-    first = train(configured(store_path, settings, {"name": "chain", **QUICK}))
-    second = train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", **QUICK}))
+    first = train(run_of(store_path, settings, {"name": "chain", **QUICK}))
+    second = train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", **QUICK}))
     assert second.fingerprint != first.fingerprint
-    of_another_name = train(configured(store_path, {**settings, "init_from": "chain"}, {"name": "other", **QUICK}))
+    of_another_name = train(run_of(store_path, {**settings, "init_from": "chain"}, {"name": "other", **QUICK}))
     third = {**settings, "init_from": second.fingerprint}
-    assert of_another_name.fingerprint == train(configured(store_path, third, {"name": "chain", **QUICK})).fingerprint
+    assert of_another_name.fingerprint == train(run_of(store_path, third, {"name": "chain", **QUICK})).fingerprint
     with pytest.raises(EncoderError, match="num_views"):
-        train(configured(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
+        train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
 
 
+@pytest.mark.slow
 @pytest.mark.chaos("training worker killed", "the weights are the undisturbed ones to the bit")
 @pytest.mark.data
 @pytest.mark.ray
-def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session, record_property):
+def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_processes, record_property):
     """Two workers on Ray, one killed half way, end as two workers that nobody disturbed."""
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
     resources = {"train_workers": 2, "cpus_per_trainer": 1}
@@ -298,13 +289,13 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, ray_session, 
     def kill_one(what: str, done: int, total: int) -> None:
         steps.append(done)
         if done >= 2 and not killed:
-            killed.append(own_trainers()[0])
+            killed.append(actor_processes("RayTrainWorker")[0])
             os.kill(killed[0], signal.SIGKILL)
 
     handler = signal.getsignal(signal.SIGINT)
-    calm = train(configured(store_path, settings, {"name": "calm", **QUICK}, resources=resources))
+    calm = train(run_of(store_path, settings, {"name": "calm", **QUICK}, resources=resources))
     assert signal.getsignal(signal.SIGINT) is handler
-    hurt = train(configured(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
+    hurt = train(run_of(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
     assert killed
     assert hurt.fingerprint == calm.fingerprint
     assert hurt.epochs == calm.epochs
@@ -319,12 +310,13 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_relative_path(store_path, ray_session):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 16, "epochs": 16, "checkpoint_steps": 2}
-    run = configured(store_path, settings, {"name": "interrupted", **QUICK}, resources={"train_workers": 1})
-    calm = train(configured(store_path, settings, {"name": "calm-alone", **QUICK}))  # one worker is this process
+    run = run_of(store_path, settings, {"name": "interrupted", **QUICK}, resources={"train_workers": 1})
+    calm = train(run_of(store_path, settings, {"name": "calm-alone", **QUICK}))  # one worker is this process
     file = store_path.parent / "run.yaml"
     file.write_text(yaml.safe_dump({**run.model_dump(mode="json"), "store": {"path": store_path.name}}))
     command = [sys.executable, "-c", COMMAND, "train", file.name, "--json"]

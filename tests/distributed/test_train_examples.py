@@ -1,4 +1,4 @@
-"""What training learns from: positives that are there, negatives that are none, the same draw every time."""
+"""Checks training examples: positives that exist, negatives that are none, the same draw every time."""
 
 import json
 from collections import Counter
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
-from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.batches import JoinedBatch
-from mvr_ray.core.snippets import load_punkt
-from mvr_ray.core.views import EncoderSpec
+from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.encoding.views import EncoderSpec
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.learning.batches import JoinedBatch
 from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
-from mvr_ray.distributed.training.retriever import Loop
+from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus, write_questions
 from mvr_ray.store.files import Store
@@ -63,7 +63,7 @@ def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer
     """The place is that of the second sentence; a question whose answer has no place is found by words alone. With a
     title view the sentences have the views after it, and the title holds no answer."""
     text = "Paris is old. The capital is Paris. Nobody stayed."
-    loop = Loop.__new__(Loop)
+    loop = RetrieverLoop.__new__(RetrieverLoop)
     spec = EncoderSpec(strategy="snippets", num_views=4, title_view=title_view)
     loop.model = SimpleNamespace(spec=spec, num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
     loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views)
@@ -158,9 +158,9 @@ def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_orde
     asked = [Question(f"q{n}", f"{n}?", ("x",), (ids[n % 3],)) for n in range(12)]
     settings = TrainConfig(questions="q", max_passage_questions=2)
 
-    def learned(questions: list[Question]) -> set[str]:
+    def ids_of_examples(questions: list[Question]) -> set[str]:
         examples = QuestionExamples(corpus, questions, [], settings)
         assert Counter(examples.passage_E.tolist()) == {0: 2, 1: 2, 2: 2}
         return {example.text for example in examples.get(range(len(examples)), 0)}
 
-    assert learned(asked) == learned(asked[::-1])
+    assert ids_of_examples(asked) == ids_of_examples(asked[::-1])

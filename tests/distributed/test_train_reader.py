@@ -9,8 +9,8 @@ import yaml
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
-from mvr_ray.core.batches import Example, strangers
-from mvr_ray.core.reading.reader import Reader, ReaderSpec, ToRead
+from mvr_ray.core.learning.batches import Example, negatives_for
+from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest
 from mvr_ray.distributed.train import train as train_retriever
 from mvr_ray.distributed.training import reader as train_reader
 from mvr_ray.distributed.training.reader import open_job, targets_of
@@ -26,16 +26,17 @@ SHORT = {"max_tokens": 64, "overlap_tokens": 16, "max_question_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def store_path(squad_dev, tmp_path_factory) -> Path:
+def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     """The shortest paragraphs of three articles: 16 questions, and 6 of them again as a set of their own."""
     folder = tmp_path_factory.mktemp("reader")
+    (folder / "backbone").symlink_to(tiny_backbone)
     data = []
     for article in squad_dev["data"][:3]:
         short = sorted(article["paragraphs"], key=lambda paragraph: len(paragraph["context"]))[:6]
         paragraphs = [{"context": p["context"], "qas": p["qas"][:1]} for p in short]
         data.append({"title": article["title"], "paragraphs": paragraphs})
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
-    run = configured(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
+    run = run_of(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
     store = Store(run.store.path)
     prepare(run.prepare, store)
     asked = read_questions(store, "all")
@@ -44,18 +45,19 @@ def store_path(squad_dev, tmp_path_factory) -> Path:
     return folder / "store"
 
 
-def configured(path: Path, train: dict | None = None, read: dict | None = None, **sections) -> RunConfig:
+def run_of(path: Path, train: dict | None = None, read: dict | None = None, **sections) -> RunConfig:
     sections.setdefault("resources", {"train_workers": 0})
     settings = {"task": "reader", "questions": "tiny", "batch_questions": 3, "dropout": 0.1, **(train or {})}
-    return parse_run({"store": {"path": str(path)}, "train": settings, "read": read or SHORT, **sections}, "test")
+    sections = {"encoder": {"backbone": str(path.parent / "backbone")}, "read": read or SHORT, **sections}
+    return parse_run({"store": {"path": str(path)}, "train": settings, **sections}, "test")
 
 
-def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path):
+def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, minilm):
     """From almost nothing to most of them, in 24 steps of 8 windows."""
     settings = {"questions": "some", "dev_questions": "some", "batch_questions": 8, "num_hard_negatives": 0}
     steps = {"lr": 5e-4, "epochs": 12, "max_steps": 24, "reader": "learner"}
     lengths = {"max_tokens": 192, "overlap_tokens": 48, "max_question_tokens": 40}
-    run = configured(store_path, {**settings, **steps}, lengths)
+    run = run_of(store_path, {**settings, **steps}, lengths, encoder={"backbone": str(minilm)})
     trained = train_reader.train(run)
     assert trained.metrics["dev_f1_before"] < 0.3
     assert trained.metrics["dev_f1"] > 0.7
@@ -68,19 +70,19 @@ def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path):
     right = 0
     for question in read_questions(store, "some"):
         text = passages.get(question.positive_ids)[question.positive_ids[0]].text
-        [[span]] = reader.read([ToRead(question.text, [text])])
+        [[span]] = reader.read([ReadRequest(question.text, [text])])
         right += text[span.start : span.stop] in question.answers
     assert right >= 8
 
 
-class Stopped(Exception):
+class ReaderStop(Exception):
     pass
 
 
 def stop_at(step: int):
     def progress(what: str, done: int, total: int) -> None:
         if done == step:
-            raise Stopped
+            raise ReaderStop
 
     return progress
 
@@ -88,10 +90,10 @@ def stop_at(step: int):
 def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_path):
     """Passages of several windows, negatives from the batch, dropout, several passes a step."""
     settings = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "cache_chunk": 5, "dev_questions": "tiny"}
-    whole = train_reader.train(configured(store_path, {**settings, "reader": "whole"}))
-    broken = configured(store_path, {**settings, "reader": "broken"})
+    whole = train_reader.train(run_of(store_path, {**settings, "reader": "whole"}))
+    broken = run_of(store_path, {**settings, "reader": "broken"})
     for step in (1, 5):
-        with pytest.raises(Stopped):
+        with pytest.raises(ReaderStop):
             train_reader.train(broken, stop_at(step))
     again = train_reader.train(broken)
     assert again.fingerprint == whole.fingerprint
@@ -100,12 +102,12 @@ def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_p
 
 
 def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
-    run = configured(store_path, {"max_steps": 1, "reader": "once"})
+    run = run_of(store_path, {"max_steps": 1, "reader": "once"})
     first = train_reader.train(run)
     calls: list[int] = []
     assert train_reader.train(run, lambda what, done, total: calls.append(done)) == first
     assert not calls
-    longer = configured(store_path, {"max_steps": 1, "reader": "once"}, {**SHORT, "overlap_tokens": 8})
+    longer = run_of(store_path, {"max_steps": 1, "reader": "once"}, {**SHORT, "overlap_tokens": 8})
     assert train_reader.train(longer, lambda what, done, total: calls.append(done)).fingerprint != first.fingerprint
     assert calls == [1]
     latest = json.loads((store_path / "readers" / "once" / "latest.json").read_text())
@@ -115,7 +117,7 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
 @pytest.mark.parametrize("lengths", [SHORT, {"max_tokens": 34, "overlap_tokens": 2, "max_question_tokens": 20}])
 def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_path, lengths):
     """Of every window, the words between its ends, against the answer; of every other passage, nothing."""
-    job = open_job(configured(store_path, {"questions": "some"}, lengths))
+    job = open_job(run_of(store_path, {"questions": "some"}, lengths))
     reader, examples = job.model, job.examples.get(range(16), 0)
     cls_id = reader.tokenizer.cls_token_id
     targets = targets_of(reader, examples, 1)
@@ -123,7 +125,7 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
     position = 0
     for at, example in enumerate(examples):
         answer = example.passage.text[example.answer_start : example.answer_stop]
-        [other] = strangers(at, examples, 1)
+        [other] = negatives_for(at, examples, 1)
         held = 0
         for text in (example.passage.text, other.text):
             tokens = reader.windower.tokenize([text])[text]
@@ -159,7 +161,7 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
         Example("q4", salt, 0, answer_stop=4),
         Example("q5", rich, 0, negatives=(passage(else_, "Hard."),), answer_stop=5),
     ]
-    assert [[found.id for found in strangers(at, examples, 2)] for at in range(6)] == [
+    assert [[found.id for found in negatives_for(at, examples, 2)] for at in range(6)] == [
         ["c"],
         ["d", "c"],
         ["c", "a"],
@@ -167,7 +169,7 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
         ["a", "b"],
         ["x"],
     ]
-    assert [strangers(at, examples, 0) for at in range(6)] == [[]] * 6
+    assert [negatives_for(at, examples, 0) for at in range(6)] == [[]] * 6
 
 
 def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
@@ -177,37 +179,37 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     moved = tuple(start + 1 for start in asked.answer_starts)
     write_questions(store, "misplaced", [asked._replace(answer_starts=moved), Question("q", "Who?", ("x",))])
 
-    def refused(error, told, train=None, read=None, **sections):
+    def check(error, told, train=None, read=None, **sections):
         with pytest.raises(error) as caught:
-            train_reader.train(configured(store_path, train, read, **sections))
+            train_reader.train(run_of(store_path, train, read, **sections))
         assert str(caught.value).startswith(told)
 
     offsets = "a reader learns from answer offsets, as SQuAD's files have them"
-    refused(
+    check(
         ConfigError,
         "train.task is reader, which learns from answers; name a stored set in train.questions",
         {"questions": None},
     )
     for name, count in (("unplaced", 1), ("misplaced", 2)):
         told = f"none of the {count} questions of {name!r} has an answer at a known place in a passage of corpus "
-        refused(DataError, f"{told}'corpus'; {offsets}", {"questions": name})
-    refused(
+        check(DataError, f"{told}'corpus'; {offsets}", {"questions": name})
+    check(
         ConfigError,
         "train.batch_questions is 7, but there are only 6 questions of 'tiny' with an answer at a known place",
         {"batch_questions": 7},
     )
-    refused(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
-    refused(ReaderError, "reader folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
-    refused(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
-    refused(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
+    check(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
+    check(ReaderError, "reader folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
+    check(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
+    check(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
     with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.training\.reader\.train"):
-        train_retriever(configured(store_path))
+        train_retriever(run_of(store_path))
 
 
 def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path, capsys):
     """And the retriever's own training does not take its place: without questions that one would use cloze."""
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configured(store_path).model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(run_of(store_path).model_dump(mode="json")))
     with pytest.raises(SystemExit) as ended:
         main(["train", str(path), "train.questions=null"])
     assert ended.value.code == 2
@@ -216,17 +218,18 @@ def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_train_the_reader_of_one_process(store_path, minilm, ray_session):
+def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, ray_session):
     """Without dropout the windows of a batch may be shared out: loss and weights stay, up to rounding."""
     settings = {"max_steps": 3, "epochs": 2, "dropout": 0.0}
-    alone = train_reader.train(configured(store_path, {**settings, "reader": "alone"}))
-    two = configured(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
+    alone = train_reader.train(run_of(store_path, {**settings, "reader": "alone"}))
+    two = run_of(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
     shared = train_reader.train(two)
     assert [epoch.loss for epoch in shared.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
     spec = ReaderSpec(64, 16, 24)
     weights = [Reader.load(store_path / made.folder, spec).state_dict() for made in (alone, shared)]
-    start = Reader.from_backbone(str(minilm), spec, seed=two.train.seed).state_dict()
+    start = Reader.from_backbone(str(tiny_backbone), spec, seed=two.train.seed).state_dict()
     # These add the same to all that a softmax compares: their gradient is rounding, which AdamW makes whole steps of.
     told = [name for name in start if not name.endswith(("key.bias", "qa_outputs.bias"))]
     far, apart = (

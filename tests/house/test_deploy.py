@@ -1,4 +1,4 @@
-"""What is shipped for clusters: Ray takes the files of `ray up` and of Serve, and the Kubernetes ones hold together.
+"""Checks the files for clusters: Ray takes those of `ray up` and of Serve, and the Kubernetes ones hold together.
 
 KubeRay's own fields, their types and which must be there are those of its API reference, v1 (docs/reference/api.md of
 ray-project/kuberay), as a schema; the pods are checked against the schemas of Kubernetes.
@@ -21,12 +21,12 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 from mvr_ray.config import load_run
-from mvr_ray.distributed import health
+from mvr_ray.distributed import job_metrics
 from mvr_ray.distributed.refinement.report import RoundReport
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving import door
-from mvr_ray.serving.declared import Declared, app
+from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.serving.serve_app import AppArgs, app
 from mvr_ray.types import FleetCounts, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -104,13 +104,13 @@ CPU, MEMORY = re.compile(r"\d+m?|\d+\.\d+"), re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti)"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
-def loaded(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(params=["raycluster", "rayservice"])
 def described(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return loaded(ROOT / "deploy" / "kuberay" / f"{request.param}.yaml")
+    return load(ROOT / "deploy" / "kuberay" / f"{request.param}.yaml")
 
 
 def spec_of(described: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_ray_up_takes_the_file_and_refuses_it_with_a_word_misspelt(cloud: str) -> None:
-    whole = loaded(CLOUDS[cloud])
+    whole = load(CLOUDS[cloud])
     validate_config(prepare_config(copy.deepcopy(whole)))
     assert whole["provider"]["type"] == cloud
     for misspelt in ({**whole, "max_worker": 3}, {**whole, "idle_timeout_minutes": "ten"}):
@@ -133,7 +133,7 @@ def test_ray_up_takes_the_file_and_refuses_it_with_a_word_misspelt(cloud: str) -
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_the_head_has_no_gpu_and_only_encoders_come_and_go_as_spot(cloud: str) -> None:
-    described = loaded(CLOUDS[cloud])
+    described = load(CLOUDS[cloud])
     nodes = described["available_node_types"]
     assert set(nodes) == {"head", "encoder", "searcher"} and described["head_node_type"] == "head"
     assert [name for name, node in nodes.items() if node["resources"].get("GPU")] == ["encoder"]
@@ -144,7 +144,7 @@ def test_the_head_has_no_gpu_and_only_encoders_come_and_go_as_spot(cloud: str) -
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
-    nodes = loaded(CLOUDS[cloud])["available_node_types"]
+    nodes = load(CLOUDS[cloud])["available_node_types"]
     check_fits(
         nodes["encoder"]["max_workers"] * nodes["encoder"]["resources"]["GPU"],
         nodes["searcher"]["max_workers"] * nodes["searcher"]["resources"]["CPU"],
@@ -159,7 +159,7 @@ def check_fits(gpus: int, cpus: int) -> None:
 
 def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
     for path in CLOUDS.values():
-        described = loaded(path)
+        described = load(path)
         starts = [*described["head_start_ray_commands"], *described["worker_start_ray_commands"]]
         for command in starts:
             assert "ray start" not in command or "RAY_AUTH_MODE=token" in command
@@ -232,7 +232,7 @@ def test_images_and_versions_are_those_of_the_ray_that_is_pinned(described: dict
 
 
 def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None:
-    spec = loaded(ROOT / "deploy" / "kuberay" / "raycluster.yaml")["spec"]
+    spec = load(ROOT / "deploy" / "kuberay" / "raycluster.yaml")["spec"]
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     limits = {name: group["template"]["spec"]["containers"][0]["resources"]["limits"] for name, group in groups.items()}
     spot = [name for name, group in groups.items() if "spot" in str(group["template"]["spec"].get("nodeSelector"))]
@@ -243,12 +243,12 @@ def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None
 
 
 def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = loaded(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]
+    spec = load(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]
     served = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
     [application] = served.applications
     assert application.import_path == f"{inspect.getmodule(app).__name__}:{app.__name__}"  # type: ignore[union-attr]
     monkeypatch.chdir(ROOT)
-    args = Declared.model_validate(application.args)
+    args = AppArgs.model_validate(application.args)
     for name in ("MVR_RAY_READ_TOKEN", "MVR_RAY_ADMIN_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="no token to ask for"):
@@ -264,7 +264,7 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
         assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]
 
 
-class Counted:
+class CountingRouter:
     """In the place of a router that counts."""
 
     index = "squad"
@@ -276,7 +276,7 @@ class Counted:
 
 def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
     metrics = Metrics()
-    metrics.watch(Counted())
+    metrics.watch(CountingRouter())
     metrics.note_recall(0.5)
     metrics.note_recall(1.0)
     told = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
@@ -299,7 +299,7 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     metrics.note_request("/v1/search", "POST", 200, 0.1)
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
-    metrics.watch(Counted())
+    metrics.watch(CountingRouter())
     lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     counted: dict[str, set[str]] = {}
     for line in lines:
@@ -323,19 +323,19 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
 def test_the_dashboard_asks_for_what_jobs_and_proxies_note(monkeypatch) -> None:
     noted: dict[str, tuple[str, ...]] = {}
 
-    class Noted:
+    class NoteTaker:
         def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
             noted[f"ray_{name}"] = tag_keys
 
         def set(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(health, "Gauge", Noted)
-    monkeypatch.setattr(health, "_gauge", health._gauge.__wrapped__)
-    monkeypatch.setattr(health.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(door, "Counter", Noted)
-    health.watched("index", "squad", no_progress)("encode", 1, 2)
-    health.note_round("squad", dict.fromkeys(RoundReport._fields, 0.5))
-    door.Door(None, max_waiting=1)
+    monkeypatch.setattr(job_metrics, "Gauge", NoteTaker)
+    monkeypatch.setattr(job_metrics, "_gauge", job_metrics._gauge.__wrapped__)
+    monkeypatch.setattr(job_metrics.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(proxy_limit, "Counter", NoteTaker)
+    job_metrics.with_metrics("index", "squad", no_progress)("encode", 1, 2)
+    job_metrics.record_round("squad", dict.fromkeys(RoundReport._fields, 0.5))
+    proxy_limit.ProxyLimiter(None, max_waiting=1, timeout_s=1.0)
     panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
     asked = {target["expr"] for panel in panels for target in panel["targets"] if "ray_mvr_ray" in target["expr"]}
     assert len(asked) >= 4

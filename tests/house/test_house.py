@@ -115,7 +115,7 @@ def test_every_make_target_in_the_documents_exists(path: Path) -> None:
     assert set(used) <= targets
 
 
-def defined(path: Path) -> set[str]:
+def definitions(path: Path) -> set[str]:
     """`function`, `Class` and `Class.method` of a module."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -129,7 +129,7 @@ def defined(path: Path) -> set[str]:
 def test_every_function_that_the_papers_document_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
     assert len(named) > 30
-    modules = {module: defined(ROOT / "mvr_ray" / module) for module, _ in named}
+    modules = {module: definitions(ROOT / "mvr_ray" / module) for module, _ in named}
     assert [f"{module}:{name}" for module, name in named if name not in modules[module]] == []
 
 

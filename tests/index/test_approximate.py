@@ -33,15 +33,15 @@ def params(request) -> IndexParams:
 
 
 @pytest.fixture(scope="module")
-def built(params, shard, tmp_path_factory):
+def built_index(params, shard, tmp_path_factory):
     blocks, folder = shard(1), tmp_path_factory.mktemp("index")
     build_index(params, blocks, folder)
     return blocks, open_index(params, blocks, folder)
 
 
 @pytest.mark.parametrize("k", [1, 10, 150, 299, 300, 320])
-def test_k_distinct_passages_with_their_true_scores(built, queries, oracle, k):
-    blocks, index = built
+def test_k_distinct_passages_with_their_true_scores(built_index, queries, oracle, k):
+    blocks, index = built_index
     asked = queries(1, 6)
     hits = index.search(asked, k)
     assert not index.exact
@@ -57,8 +57,8 @@ def test_k_distinct_passages_with_their_true_scores(built, queries, oracle, k):
 
 
 @pytest.mark.parametrize("k", [1, 10, 300])
-def test_the_candidates_that_were_scored_are_counted(built, queries, monkeypatch, k):
-    _, index = built
+def test_the_candidates_that_were_scored_are_counted(built_index, queries, monkeypatch, k):
+    _, index = built_index
     scored: list[int] = []
     rescore = BlockTable.rescore
     monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
@@ -105,8 +105,8 @@ def test_a_thorough_index_finds_nearly_everything(params, recall, shard, queries
     assert measured_recall(flat, flat, queries(4, 30), 10) == 1.0
 
 
-def test_recall_is_the_share_of_the_best_passages_found(built, shard, queries, oracle, tmp_path):
-    blocks, index = built
+def test_recall_is_the_share_of_the_best_passages_found(built_index, shard, queries, oracle, tmp_path):
+    blocks, index = built_index
     asked = queries(5, 8)
     flat = open_index(IndexParams(), blocks, tmp_path)
     found = index.search(asked, 10).rows_QK.tolist()
@@ -194,8 +194,8 @@ def test_a_damaged_vector_is_not_indexed(params, shard, tmp_path):
         build_index(params, [*blocks[:2], blocks[2]._replace(vectors_ND=damaged)], tmp_path)
 
 
-def test_the_same_refusals_as_flat(built, queries):
-    _, index = built
+def test_the_same_refusals_as_flat(built_index, queries):
+    _, index = built_index
     with pytest.raises(ShardIndexError, match="k is 0"):
         index.search(queries(1, 2), 0)
     with pytest.raises(ShardIndexError, match=r"shape \(2, 5\), the index has dimension 16"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mvr_ray.core.searching.codes import encode
-from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows
+from mvr_ray.core.searching.cuda_scan import DeviceRows, FusedKernel
 from mvr_ray.core.searching.kernels import NumpyKernel
 from mvr_ray.core.searching.scan import Scan, score_error
 
@@ -58,7 +58,7 @@ def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, kee
 KERNEL = """
 import numpy as np, torch
 from mvr_ray.core.searching.codes import encode
-from mvr_ray.core.searching.cuda_scan import FusedKernel, Rows, Tuning
+from mvr_ray.core.searching.cuda_scan import DeviceRows, FusedKernel, Tuning
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import score_error
 
@@ -73,7 +73,8 @@ for dimension, counts, queries in CASES:
     kernel, plain = FusedKernel("cpu", Tuning(rows=32)), TorchKernel("cpu")
     assert kernel.fused
     of = np.array(counts)
-    rows = Rows(torch.from_numpy(vectors), None), Rows(*map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None])))
+    coded = map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None]))
+    rows = DeviceRows(torch.from_numpy(vectors), None), DeviceRows(*coded)
     for one in rows:
         wide = plain.ready(one.rows_ND, one.scale_N1)
         truth = plain.best_views(torch.from_numpy(asked), wide, of, uniform).double().numpy()
@@ -132,6 +133,6 @@ def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
     codes, kernel = encode(vectors_ND), FusedKernel("cpu")
     assert kernel.input_rounding == 2.0**-11
     wide_ND = NumpyKernel().ready(codes.codes_ND, codes.scale_N[:, None])
-    rows = Rows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
+    rows = DeviceRows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
     assert kernel.max_norm(rows) == pytest.approx(float(np.linalg.norm(wide_ND, axis=1).max()), rel=1e-6)
     assert (score_error(np.ones(1), 1.0, 384, 2.0**-11) > score_error(np.ones(1), 1.0, 384, 0.0)).all()

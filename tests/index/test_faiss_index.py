@@ -1,4 +1,4 @@
-"""What is particular to Faiss: mapped files, settings that reach the index, training on a sample."""
+"""Checks what is particular to Faiss: mapped files, settings that reach the index, training on a sample."""
 
 from pathlib import Path
 

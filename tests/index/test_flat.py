@@ -1,5 +1,6 @@
 """Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the engine."""
 
+import mmap
 import subprocess
 import sys
 
@@ -9,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
+from mvr_ray.core.searching.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import FlatIndex
@@ -116,6 +117,19 @@ def test_a_code_is_the_nearest_of_its_levels_and_its_residual_no_less_than_the_d
         assert float(residual) <= sum(one * one for one in away) ** 0.5 * (1 + 1e-6) + 1e-37
     assert not codes.codes_ND[0].any()
     assert decode(codes.codes_ND, codes.scale_N).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_faster(shard, queries, dtype):
+    [block], batch = shard(8, 4000, 4, 64, dtype=dtype, per_block=4000), queries(8, 3, 64)
+    vectors_ND = np.frombuffer(mmap.mmap(-1, block.vectors_ND.nbytes), dtype).reshape(block.vectors_ND.shape)
+    index = FlatIndex([block._replace(vectors_ND=vectors_ND)], codes=encoded([block]), threads=1)
+    assert index.scan_for(3).codes is not None, "no page of the vectors is in memory"
+    vectors_ND[:] = block.vectors_ND
+    faster = dtype == "float16" and getattr(index.scan.kernel, "halves_are_faster", False)
+    assert (index.scan_for(3).codes is None) == faster
+    assert index.scan_for(1).codes is not None
+    assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core import native_step
+from mvr_ray.core.refining import native_step
 from mvr_ray.core.searching import native
 from mvr_ray.core.searching.codes import decode, encode
 from mvr_ray.core.searching.exact import BlockTable, Pairs
@@ -56,15 +56,15 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles, coarse
 ):
     blocks = shard(seed, 80, max_views, dimension, palette=palette, ragged=ragged, empty=ragged, dtype=dtype)
-    asked = queries(seed, num_queries, dimension, palette)
+    batch = queries(seed, num_queries, dimension, palette)
     codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
-    found = Scan(blocks, kernel, codes=codes).search(asked, 9)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 9))
+    found = Scan(blocks, kernel, codes=codes).search(batch, 9)
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 9))
 
 
-def moved(values_ND: np.ndarray, skew: int) -> np.ndarray:
+def misalign(values_ND: np.ndarray, skew: int) -> np.ndarray:
     """The same, `skew` bytes behind a line of memory. What lies before and behind is no number."""
     room = np.full(values_ND.nbytes + 320, 0xFF, np.uint8)
     start = -room.ctypes.data % 64 + 128 + skew
@@ -86,22 +86,22 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
 ):
     block, *_ = shard(seed, 30, 3, dimension, dtype=dtype)
     codes = encode(block.vectors_ND) if coded else None
-    codes = codes and codes._replace(codes_ND=moved(codes.codes_ND, skew))
+    codes = codes and codes._replace(codes_ND=misalign(codes.codes_ND, skew))
     kernel = native.NativeKernel(threads)
     kernel.vectors_per_step = 20
-    asked = queries(seed, num_queries, dimension)
-    found = Scan([block._replace(vectors_ND=moved(block.vectors_ND, skew))], kernel, codes=codes).search(asked, 9)
-    assert as_bytes(found) == as_bytes(FlatIndex([block], engine="numpy").search(asked, 9))
+    batch = queries(seed, num_queries, dimension)
+    found = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
+    assert as_bytes(found) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
 
 
 @built
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("num_queries", [1, 2])
 def test_vectors_of_many_dimensions(shard, queries, num_queries, coded):
-    blocks, asked = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
+    blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
     codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
-    found = Scan(blocks, native.NativeKernel(1), codes=codes).search(asked, 5)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 5))
+    found = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
 
 
 @built
@@ -117,10 +117,10 @@ def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
     with np.errstate(over="ignore"):
         blocks = [block._replace(vectors_ND=(block.vectors_ND * np.float32(spread)).astype(dtype)) for block in drawn]
     blocks = [block._replace(vectors_ND=np.nan_to_num(block.vectors_ND)) for block in blocks]
-    asked = queries(seed, 3, dimension, palette)
+    batch = queries(seed, 3, dimension, palette)
     rng = np.random.default_rng(seed)
     pairs = Pairs(rng.integers(0, 3, 50), rng.integers(0, 30, 50))
-    fast, plain = (BlockTable(blocks, compiled=compiled).rescore(asked, pairs) for compiled in (True, False))
+    fast, plain = (BlockTable(blocks, compiled=compiled).rescore(batch, pairs) for compiled in (True, False))
     assert as_bytes(fast) == as_bytes(plain)
 
 
@@ -137,48 +137,48 @@ def test_compiled_products_err_within_the_bound(
     vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
     codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles, coarse=coarse)
-    asked = kernel.ask(asked_QD, 40, coded)
+    batch = kernel.prepare(asked_QD, 40, coded)
     rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if coded else kernel.ready(vectors_ND)
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if coded else vectors_ND).astype(np.float64)
-    found = kernel.survivors(asked, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
+    found = kernel.candidates(batch, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
     assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
     norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
-    if asked.coarse:
+    if batch.coarse:
         residual = 0.0 if coded else rounding_norms(vectors_ND).max()  # codes are exact in bfloat16
         rounding_Q = rounding_norms(asked_QD)
         bound_Q = score_error(norm_Q + rounding_Q, norm + residual, dimension, 0.0)
         bound_Q += norm_Q * residual + rounding_Q * (norm + residual)
     else:
-        bound_Q = score_error(norm_Q + asked.rounding_Q, norm, dimension * asked.products, asked.input_rounding)
-        bound_Q += asked.rounding_Q * norm
+        bound_Q = score_error(norm_Q + batch.rounding_Q, norm, dimension * batch.products, batch.input_rounding)
+        bound_Q += batch.rounding_Q * norm
     true_M = (asked_QD[found.query_M].astype(np.float64) * decoded_ND[found.passage_M]).sum(axis=1)
     assert (np.abs(found.upper_M - true_M) <= bound_Q[found.query_M]).all()
-    assert (asked.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
+    assert (batch.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
 
 
-def counted(kernel: native.NativeKernel) -> list[bool]:
+def count_steps(kernel: native.NativeKernel) -> list[bool]:
     """Which of the kernel's steps from now on are coarse."""
-    steps, scan = [], kernel.survivors
+    steps, scan = [], kernel.candidates
 
-    def survivors(asked, *rest):
-        steps.append(asked.coarse is not None)
-        return scan(asked, *rest)
+    def candidates(batch, *rest):
+        steps.append(batch.coarse is not None)
+        return scan(batch, *rest)
 
-    kernel.survivors = survivors
+    kernel.candidates = candidates
     return steps
 
 
 @short
 @pytest.mark.parametrize("num_queries", [2, 40])
 def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, queries, num_queries):
-    blocks, asked = shard(3, 2000, 4, 64, dtype="float32"), queries(3, num_queries, 64)
+    blocks, batch = shard(3, 2000, 4, 64, dtype="float32"), queries(3, num_queries, 64)
     kernel = native.NativeKernel(1)
-    kernel.vectors_per_step, steps = 200, counted(kernel)
-    found = Scan(blocks, kernel).search(asked, 20)
+    kernel.vectors_per_step, steps = 200, count_steps(kernel)
+    found = Scan(blocks, kernel).search(batch, 20)
     assert len(steps) > 20
     assert all(steps)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(asked, 20))
+    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 20))
 
 
 @short
@@ -196,10 +196,10 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
         block.vectors_ND[:] = one * (1 + close * rng.integers(-2, 3, block.vectors_ND.shape))
     blocks[plain].vectors_ND[:9] *= 2  # counted twice, they would fill the best k
     blocks = [block._replace(vectors_ND=block.vectors_ND.astype(dtype)) for block in blocks]
-    asked = np.concatenate([queries(seed, 2, 24), one])
+    batch = np.concatenate([queries(seed, 2, 24), one])
     kernel = native.NativeKernel(1, tiles=tiles)
-    steps = counted(kernel)
-    check_exact(Scan(blocks, kernel).search(asked, 7), asked, blocks, 7)
+    steps = count_steps(kernel)
+    check_exact(Scan(blocks, kernel).search(batch, 7), batch, blocks, 7)
     assert len(steps) == len(blocks) + 1  # the step that was undone is made twice
     assert steps == sorted(steps, reverse=True)
 
@@ -213,9 +213,9 @@ def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shar
     block.vectors_ND[:] *= 0.01
     block.vectors_ND[40:44] = 1 + 2.0**-8
     block.vectors_ND[20:24] = np.where(np.arange(32) % 4, 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-8 - 2.0**-16)
-    asked, kernel = np.ones((3, 32), np.float32), native.NativeKernel(1, tiles=tiles)
-    steps = counted(kernel)
-    check_exact(Scan([block], kernel).search(asked, 3), asked, [block], 3)
+    batch, kernel = np.ones((3, 32), np.float32), native.NativeKernel(1, tiles=tiles)
+    steps = count_steps(kernel)
+    check_exact(Scan([block], kernel).search(batch, 3), batch, [block], 3)
     assert steps == [True]
 
 
@@ -228,7 +228,7 @@ def test_what_rounding_takes_off_is_measured(queries, palette, seed, dimension, 
     norm_N = rounding_norms(vectors_ND)
     floor = dimension**0.5 * 2.0**-62
     assert kernel.max_residual(kernel.ready(vectors_ND)) == pytest.approx(norm_N.max(), rel=1e-4, abs=floor)
-    taken = kernel.ask(vectors_ND, 5, False).coarse
+    taken = kernel.prepare(vectors_ND, 5, False).coarse
     assert taken is not None
     np.testing.assert_allclose(taken.rounding_Q, norm_N, rtol=1e-9)
     vectors_ND[3, 0] = 2.0**120
@@ -244,8 +244,8 @@ def test_vectors_and_queries_beyond_what_bfloat16_holds_are_ranked_rightly(shard
             block._replace(vectors_ND=block.vectors_ND * np.float32(of_vectors))
             for block in shard(2, 50, dtype="float32")
         ]
-        asked = queries(2, 20) * np.float32(of_queries)
-        check_exact(Scan(blocks, native.NativeKernel(1, tiles=tiles)).search(asked, 7), asked, blocks, 7)
+        batch = queries(2, 20) * np.float32(of_queries)
+        check_exact(Scan(blocks, native.NativeKernel(1, tiles=tiles)).search(batch, 7), batch, blocks, 7)
 
 
 @built
@@ -274,7 +274,7 @@ def test_loops_that_were_built_from_other_sources_are_not_called(module, monkeyp
 
 def test_without_the_compiled_loops_the_answers_are_the_same(shard, queries, tmp_path):
     """In a process that finds no compiled module, as where no compiler was."""
-    blocks, asked = shard(9, dtype="float32"), queries(9, 5)
+    blocks, batch = shard(9, dtype="float32"), queries(9, 5)
     program = f"""
 import importlib.util
 found = importlib.util.find_spec
@@ -294,11 +294,11 @@ np.savez({str(tmp_path / "hits.npz")!r}, *index.search(loaded["queries"], 10))
     [block] = shard(9, dtype="float32", per_block=1000)
     np.savez(
         tmp_path / "shard.npz", ids=np.array(block.ids), row_ptr=block.row_ptr, numbers=block.view_numbers_N,
-        vectors=block.vectors_ND, queries=asked,
+        vectors=block.vectors_ND, queries=batch,
     )  # fmt: skip
     subprocess.run([sys.executable, "-c", program], check=True)
     hits = np.load(tmp_path / "hits.npz")
-    assert [hits[name].tobytes() for name in hits.files] == as_bytes(FlatIndex(blocks).search(asked, 10))
+    assert [hits[name].tobytes() for name in hits.files] == as_bytes(FlatIndex(blocks).search(batch, 10))
 
 
 def test_the_native_engine_is_refused_where_it_cannot_run(shard):

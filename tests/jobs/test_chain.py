@@ -107,7 +107,14 @@ def test_k_beyond_the_corpus_gets_every_passage_once(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "suffix"), [("dpr", "json"), ("jsonl", "jsonl"), ("parquet", "parquet"), ("trec", "run")]
+    ("form", "suffix"),
+    [
+        ("dpr", "json"),
+        *(
+            pytest.param(form, suffix, marks=pytest.mark.slow)
+            for form, suffix in (("jsonl", "jsonl"), ("parquet", "parquet"), ("trec", "run"))
+        ),
+    ],
 )
 def test_rankings_are_written_in_every_format(chain: Chain, form: str, suffix: str) -> None:
     output = chain.folder / f"ranking.{suffix}"
@@ -173,7 +180,7 @@ def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Ch
     assert row["encoder"].endswith(trained["fingerprint"])
 
 
-def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain) -> None:
+def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain, serve_turn) -> None:
     from ray import serve
 
     from mvr_ray.serving.replica import deploy

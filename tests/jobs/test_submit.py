@@ -24,7 +24,7 @@ from mvr_ray.cli import main
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))

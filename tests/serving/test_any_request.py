@@ -9,13 +9,13 @@ import pytest
 from asgi import Reply, call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from library import Library
-from shelf import shelf
+from in_memory_index import InMemoryIndex
+from version_store import version_catalog
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
+from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import read_tokens
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
 LIMITS = ServeConfig(max_batch=4, max_k=20, max_query_chars=50, max_body_bytes=4000)
@@ -43,7 +43,7 @@ likely = {
 @pytest.fixture(scope="module")
 def served():
     with tempfile.TemporaryDirectory() as folder:
-        service = SearchService(Library(), LIMITS, shelf(Path(folder)))
+        service = SearchService(InMemoryIndex(), LIMITS, version_catalog(Path(folder)))
         yield create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
 
 

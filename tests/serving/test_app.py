@@ -1,10 +1,8 @@
-"""What HTTP says: hits with the snippet that matched, and refusals that a program can act on."""
-
-import threading
+"""Checks the HTTP app: hits with the snippet that matched, and refusals that a program can act on."""
 
 import pytest
 from asgi import call
-from library import PASSAGES, Library
+from in_memory_index import PASSAGES, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
@@ -12,8 +10,8 @@ from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness
 
 
-def app(library: Library | None = None, **limits: int):
-    return create_app(SearchService(library or Library(), ServeConfig(**limits)))
+def app(library: InMemoryIndex | None = None, **limits: int):
+    return create_app(SearchService(library or InMemoryIndex(), ServeConfig(**limits)))
 
 
 def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() -> None:
@@ -27,7 +25,7 @@ def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() ->
 
 
 def test_an_approximate_answer_carries_the_recall_that_was_measured() -> None:
-    library = Library(exact=Exactness(False, "hnsw", 1, 12, 0.9731))
+    library = InMemoryIndex(exact=Exactness(False, "hnsw", 1, 12, 0.9731))
     reply = call(app(library), "POST", "/v1/search", {"queries": ["nile"]})
     told = {"certified": False, "method": "hnsw", "rounds": 1, "rescored": 12, "recall": 0.9731}
     assert reply.body["exact"] == told
@@ -46,7 +44,8 @@ def test_k_beyond_the_corpus_gets_every_passage_once() -> None:
 
 
 def test_a_feedback_view_has_no_snippet() -> None:
-    [[found]] = call(app(Library(feedback=True)), "POST", "/v1/search", {"queries": ["hill"], "k": 1}).body["results"]
+    reply = call(app(InMemoryIndex(feedback=True)), "POST", "/v1/search", {"queries": ["hill"], "k": 1})
+    [[found]] = reply.body["results"]
     assert (found["feedback"], found["view"], found["snippet"]) == (True, 2, None)
 
 
@@ -94,16 +93,16 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
 
 
 def test_an_answer_that_comes_too_late_is_a_timeout() -> None:
-    slow = Library()
+    slow = InMemoryIndex()
     slow.gate.clear()
-    threading.Timer(0.3, slow.gate.set).start()
     reply = call(app(slow, timeout_ms=50), "POST", "/v1/search", {"queries": ["nile"]})
+    slow.gate.set()
     assert (reply.status, reply.body["error"]["code"]) == (504, "timeout")
 
 
 def test_ready_means_that_every_passage_was_searched() -> None:
     assert call(app(), "GET", "/readyz").status == 200
-    reply = call(app(Library(missing=1)), "GET", "/readyz")
+    reply = call(app(InMemoryIndex(missing=1)), "GET", "/readyz")
     assert reply.status == 503
     told = {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
     shards = [(0, 2, "searched", ""), (1, 1, "died", "")]
@@ -114,14 +113,14 @@ def test_ready_means_that_every_passage_was_searched() -> None:
 
 
 def test_alive_says_so_without_a_search() -> None:
-    stuck = Library()
+    stuck = InMemoryIndex()
     stuck.gate.clear()
     assert call(app(stuck), "GET", "/livez").status == 200
 
 
 def test_missing_passages_are_told_in_the_answer() -> None:
     asked = {"queries": ["nile"], "min_coverage": 0.3}
-    reply = call(app(Library(missing=2)), "POST", "/v1/search", asked)
+    reply = call(app(InMemoryIndex(missing=2)), "POST", "/v1/search", asked)
     told = reply.body["coverage"]
     assert (told["passages_searched"], told["passages_total"], reply.body["exact"]["certified"]) == (1, 3, False)
     assert told["shards"][1] == {"shard": 1, "passages": 2, "state": "died", "reason": ""}
@@ -129,7 +128,7 @@ def test_missing_passages_are_told_in_the_answer() -> None:
 
 def test_too_few_passages_searched_is_an_error_unless_allowed() -> None:
     for least in ({}, {"min_coverage": 0.4}):
-        reply = call(app(Library(missing=2)), "POST", "/v1/search", {"queries": ["nile"], **least})
+        reply = call(app(InMemoryIndex(missing=2)), "POST", "/v1/search", {"queries": ["nile"], **least})
         assert (reply.status, reply.body["error"]["code"]) == (503, "not_covered")
 
 

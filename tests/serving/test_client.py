@@ -13,23 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library import PASSAGES, Library
+from in_memory_index import PASSAGES, InMemoryIndex
 from server import listening
-from shelf import shelf
+from version_store import version_catalog
 
 from mvr_ray.client import AsyncClient, Client, ClientError, RefusedError, UnavailableError, UnreachableError
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.links import next_pause_s
+from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import read_tokens
+from mvr_ray.serving.transports import next_pause_s
 from mvr_ray.types import Passage
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
 ODD = ["a/b", "..", ".", "../../etc/passwd", "a b?c#d&e", "é漢🙂", "%2e%2e", "100%", "a//b/", "\x00"]
 
 
-class Odd(Library):
+class Odd(InMemoryIndex):
     """Holds its own passages, and one under every id of ODD."""
 
     def passages(self, ids):
@@ -49,7 +49,7 @@ def running(service: SearchService) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> SearchService:
-    return SearchService(Odd(), ServeConfig(max_k=20), shelf(tmp_path_factory.mktemp("shelf")))
+    return SearchService(Odd(), ServeConfig(max_k=20), version_catalog(tmp_path_factory.mktemp("shelf")))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_tokens_are_sent_and_their_refusals_told(address) -> None:
 
 
 def test_too_few_passages_searched_is_asked_again_until_the_time_is_over() -> None:
-    short = SearchService(Library(missing=1), ServeConfig())
+    short = SearchService(InMemoryIndex(missing=1), ServeConfig())
     with running(short) as at, Client(at, token=READ) as client:
         began = time.monotonic()
         with pytest.raises(UnavailableError) as failed:
@@ -155,7 +155,7 @@ def test_the_waiting_client_works_where_a_loop_is_running(service) -> None:
 
 
 def test_an_inner_search_that_hangs_ends_with_the_callers_time() -> None:
-    stuck = Library()
+    stuck = InMemoryIndex()
     stuck.gate.clear()
     with Client.over(SearchService(stuck, ServeConfig())) as client:
         with pytest.raises(UnreachableError, match=r"timeout: no answer within 0\.05 s"):
@@ -203,7 +203,7 @@ def error(code: str) -> bytes:
     return json.dumps({"error": {"code": code, "field": "", "message": "m", "hint": "h"}}).encode()
 
 
-FINE = Client.over(SearchService(Library(), ServeConfig())).search(["nile"]).model_dump_json().encode()
+FINE = Client.over(SearchService(InMemoryIndex(), ServeConfig())).search(["nile"]).model_dump_json().encode()
 READY = b'{"ready": true, "index": "i", "version": 1, "coverage": 1.0}'
 ROLLED = (
     b'{"version": 3, "parent": 2, "operation": "rollback", "created": "", "passages": 1, "vectors": 1, "shards": 1, '

@@ -1,18 +1,18 @@
 """An explanation: every view with every question, what each stands for, and refusals that a program can act on."""
 
 import pytest
-from library import PASSAGES, SPANS, Library
+from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.core.snippets import TITLE
+from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.explanation import ExplainedView, Winner, stands_for
-from mvr_ray.serving.explain import ExplainRequest, best_first, explain
+from mvr_ray.serving.explain import ExplainRequest, explain, passages_by_rank
+from mvr_ray.serving.schemas import SearchRequest, Snippet
 from mvr_ray.serving.service import RequestError, SearchService
-from mvr_ray.serving.wire import SearchRequest, Snippet
 
 
-def told(library: Library | None = None, **request):
-    return explain(library or Library(), ExplainRequest(**request), ServeConfig(max_k=20, max_batch=2))
+def told(library: InMemoryIndex | None = None, **request):
+    return explain(library or InMemoryIndex(), ExplainRequest(**request), ServeConfig(max_k=20, max_batch=2))
 
 
 def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
@@ -33,13 +33,13 @@ def test_without_a_passage_the_best_hits_of_all_questions_are_explained_each_onc
 
 
 def test_hits_of_several_questions_go_by_rank_then_question() -> None:
-    library = Library()
-    assert best_first(library.search(library.embed(["hill", "rhine"]), 3)) == ["p2", "p1", "p3"]
-    assert best_first(library.search(library.embed([])[:0].reshape(0, 3), 3)) == []
+    library = InMemoryIndex()
+    assert passages_by_rank(library.search(library.embed(["hill", "rhine"]), 3)) == ["p2", "p1", "p3"]
+    assert passages_by_rank(library.search(library.embed([])[:0].reshape(0, 3), 3)) == []
 
 
 def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not_there() -> None:
-    [passage] = told(Library(feedback=True), questions=["hill"], passages=["p2"]).passages
+    [passage] = told(InMemoryIndex(feedback=True), questions=["hill"], passages=["p2"]).passages
     assert passage.views == [
         ExplainedView(view=0, kind="snippet", start=0, stop=14, text="A hill is low.", scores=[1.0]),
         ExplainedView(view=2, kind="feedback", scores=[0.5]),
@@ -52,7 +52,7 @@ def test_a_view_of_the_title_stands_for_the_title_in_explanations_hits_and_passa
     assert passage.views[0] == ExplainedView(view=0, kind="title", text="Hills", scores=[1.0])
     assert stands_for(passage.views[0]) == "title: Hills"
     assert passage.views[1].text == "A hill is low."
-    service = SearchService(Library(), ServeConfig())
+    service = SearchService(InMemoryIndex(), ServeConfig())
     [[found]] = service.search(SearchRequest(queries=["hill"], k=1)).results
     assert found.snippet == Snippet(start=0, stop=0, text="Hills")
     views = service.passage("p2").views

@@ -11,18 +11,18 @@ from urllib.request import urlopen
 
 import pytest
 import uvicorn
-from library import Library
+from in_memory_index import InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import MissingInputError
-from mvr_ray.serving import pages
+from mvr_ray.serving import static
 from mvr_ray.serving.app import create_app
+from mvr_ray.serving.auth import TokenStore, read_tokens
+from mvr_ray.serving.schemas import VersionInfo
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import Tokens, read_tokens
-from mvr_ray.serving.wire import VersionInfo
 from mvr_ray.types import Exactness, Passage
 
-PAGE = Path(pages.__file__).parent / "page"
+PAGE = Path(static.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
 
 
@@ -37,7 +37,7 @@ class Versions:
         ]
 
 
-class Named(Library):
+class Named(InMemoryIndex):
     """The library under another version's number, perhaps with its first passage's text replaced."""
 
     def __init__(self, version: int, *, text: str | None = None, **options) -> None:
@@ -55,14 +55,14 @@ class Named(Library):
         return found
 
 
-class Moving:
+class VersionSwitcher:
     """Version 2 beside the live one."""
 
-    def __init__(self, live: Library) -> None:
+    def __init__(self, live: InMemoryIndex) -> None:
         self.live = live
 
     @contextmanager
-    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[Library]:
+    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[InMemoryIndex]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield Named(2) if version == 2 else self.live
@@ -76,8 +76,8 @@ class Moving:
 
 
 @contextmanager
-def served(live: Library, tokens: Tokens | None = None) -> Iterator[str]:
-    app = create_app(SearchService(live, ServeConfig(), Versions(), Moving(live)), tokens)
+def served(live: InMemoryIndex, tokens: TokenStore | None = None) -> Iterator[str]:
+    app = create_app(SearchService(live, ServeConfig(), Versions(), VersionSwitcher(live)), tokens)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -253,7 +253,7 @@ def test_text_is_readable_in_light_and_dark():
 def test_the_page_and_its_files_need_no_token_and_load_nothing_from_elsewhere():
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
     with served(Named(3), tokens) as address:
-        for path in pages.PATHS:
+        for path in static.PATHS:
             with urlopen(address + path[1:]) as reply:
                 assert "default-src 'self'" in reply.headers["content-security-policy"]
                 assert reply.read() == (PAGE / (path.split("/")[-1] or "index.html")).read_bytes()

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from asgi import Reply, call
-from library import Library
-from offered import as_sent, built, copied, corpus, refined
+from built_index import as_sent, built, copied, corpus, refined
+from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.auth import read_tokens
+from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import read_tokens
-from mvr_ray.store import layout, manifest, overlay
+from mvr_ray.store import delta, manifest, paths
 from mvr_ray.store.files import Store
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -32,7 +32,7 @@ class Elsewhere:
         self.sent = as_sent(self.source)
         self.root = copied(self.source, folder / "served")
         self.store = Store(str(self.root))
-        self.service = SearchService(Library(), ServeConfig(**limits), StoreCatalog(self.store, "library"))
+        self.service = SearchService(InMemoryIndex(), ServeConfig(**limits), VersionCatalog(self.store, "library"))
         tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
         self.app = create_app(self.service, tokens)
 
@@ -59,14 +59,14 @@ def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_ther
 
 
 def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(overlay, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(delta, "MOST_SHARE", 1.0)
     one = Elsewhere(tmp_path)
     made = refined(one.source)
     copied(one.source, one.root)
     assert one.post(one.sent).status == 200
     reply = one.post(as_sent(one.source, 2))
     assert (reply.status, reply.body.get("version")) == (200, 2), reply.body
-    assert layout.CHANGES in manifest.read(one.store, "library").shards[0].files
+    assert paths.CHANGES in manifest.read(one.store, "library").shards[0].files
     assert manifest.read(one.store, "library").num_vectors == made.num_vectors == one.made.num_vectors + 1
 
 
@@ -74,7 +74,7 @@ def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewher
     first, again = elsewhere.post(elsewhere.sent), elsewhere.post(elsewhere.sent)
     assert first.body == again.body
     assert elsewhere.versions() == [1]
-    StoreCatalog(elsewhere.store, "library").rollback(1)
+    VersionCatalog(elsewhere.store, "library").rollback(1)
     late = elsewhere.post(elsewhere.sent)
     assert late.body == {**first.body, "live": False}
     assert elsewhere.versions() == [1, 2]
@@ -118,7 +118,7 @@ def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path, recor
 
 def other(elsewhere: Elsewhere) -> SearchService:
     """Another server of the same store."""
-    return SearchService(Library(), ServeConfig(), StoreCatalog(Store(str(elsewhere.root)), "library"))
+    return SearchService(InMemoryIndex(), ServeConfig(), VersionCatalog(Store(str(elsewhere.root)), "library"))
 
 
 def tokens():
@@ -141,7 +141,7 @@ def test_a_manifest_that_follows_another_version_than_the_newest_is_a_conflict_u
 
 
 def first_file(elsewhere: Elsewhere) -> Path:
-    return elsewhere.root / layout.shard_dir("library", elsewhere.made.shards[1].digest) / layout.EMBEDDINGS
+    return elsewhere.root / paths.shard_dir("library", elsewhere.made.shards[1].digest) / paths.EMBEDDINGS
 
 
 def flipped(file: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_version_without_its_shard_corpus_or_encoder_is_not_published(elsewher
         return reply.body["error"]["code"], reply.body["error"]["field"]
 
     for path, field in (
-        (layout.shard_dir("library", elsewhere.made.shards[0].digest), ("not_whole", "manifest.shards.0")),
-        (layout.encoders_dir("words"), ("no_encoder", "manifest.encoder_fingerprint")),
-        (layout.corpus_dir("books"), ("no_corpus", "manifest.corpus")),
+        (paths.shard_dir("library", elsewhere.made.shards[0].digest), ("not_whole", "manifest.shards.0")),
+        (paths.encoders_dir("words"), ("no_encoder", "manifest.encoder_fingerprint")),
+        (paths.corpus_dir("books"), ("no_corpus", "manifest.corpus")),
     ):
         (elsewhere.root / path).rename(tmp_path / "aside")
         assert refused() == field
         (tmp_path / "aside").rename(elsewhere.root / path)
-    elsewhere.store.write_bytes(layout.corpus_json("books"), b'{"format_version": 1}')
+    elsewhere.store.write_bytes(paths.corpus_json("books"), b'{"format_version": 1}')
     assert refused()[0] == "no_corpus"
     corpus(elsewhere.store)
     assert elsewhere.post(elsewhere.sent).status == 200
@@ -259,7 +259,7 @@ class Slow(Store):
 
 def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewhere) -> None:
     slow = Slow(str(elsewhere.root))
-    service = SearchService(Library(), ServeConfig(timeout_ms=200), StoreCatalog(slow, "library"))
+    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=200), VersionCatalog(slow, "library"))
     app = create_app(service, tokens())
     first = call(app, "POST", "/v1/versions", {"manifest": elsewhere.sent}, token=ADMIN)
     assert (first.status, first.body["error"]["code"], first.headers["retry-after"]) == (503, "publishing", "2")

@@ -1,11 +1,11 @@
-"""What `mvr-ray serve` refuses to start with, before any cluster is touched, and an index behind a client."""
+"""Checks what `mvr-ray serve` refuses before any cluster is touched, and an index behind a client."""
 
 import pytest
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving.replica import checked_tokens, deploy
+from mvr_ray.serving.replica import deploy, validated_tokens
 
 READ = "read-" + "r" * 20
 
@@ -24,21 +24,21 @@ def test_a_host_that_others_reach_is_not_deployed_without_tokens(monkeypatch) ->
     with pytest.raises(ConfigError, match=r"serve\.host 0\.0\.0\.0 .* no token"):
         deploy(run(host="0.0.0.0"))
     monkeypatch.setenv("MVR_RAY_READ_TOKEN", READ)
-    assert checked_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
+    assert validated_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
 
 
 def test_an_empty_file_of_tokens_does_not_open_the_door(tmp_path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="no token"):
-        checked_tokens(run(host="10.1.2.3", tokens_file=str(file)))
+        validated_tokens(run(host="10.1.2.3", tokens_file=str(file)))
 
 
 def test_on_the_loopback_tokens_are_taken_where_there_are_any(tmp_path) -> None:
-    assert not checked_tokens(run())
+    assert not validated_tokens(run())
     file = tmp_path / "tokens"
     file.write_text(f"read {READ}\n")
-    assert checked_tokens(run(tokens_file=str(file)))
+    assert validated_tokens(run(tokens_file=str(file)))
 
 
 @pytest.mark.data

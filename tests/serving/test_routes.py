@@ -2,14 +2,14 @@
 
 import pytest
 from asgi import call
-from library import PASSAGES, Library
+from in_memory_index import PASSAGES, InMemoryIndex
 from prometheus_client.parser import text_string_to_metric_families
-from shelf import shelf
+from version_store import version_catalog
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
+from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import read_tokens
 from mvr_ray.types import Passage
 
 ADMIN = "admin-" + "a" * 20
@@ -29,7 +29,7 @@ ODD = [
 ]
 
 
-class Odd(Library):
+class Odd(InMemoryIndex):
     """Holds a passage under every id of ODD."""
 
     def passages(self, ids):
@@ -43,9 +43,9 @@ def quoted(passage_id: str) -> str:
     return "".join(f"%{byte:02X}" for byte in passage_id.encode())
 
 
-def app(library: Library | None = None, catalog=None, **limits: int):
+def app(library: InMemoryIndex | None = None, catalog=None, **limits: int):
     tokens = read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
-    return create_app(SearchService(library or Library(), ServeConfig(**limits), catalog), tokens)
+    return create_app(SearchService(library or InMemoryIndex(), ServeConfig(**limits), catalog), tokens)
 
 
 def get(served, path: str):
@@ -68,7 +68,7 @@ def test_an_id_that_the_index_lacks_is_unknown_and_reaches_no_file(path) -> None
 
 
 def test_versions_tell_what_is_published_live_and_served(tmp_path) -> None:
-    reply = get(app(catalog=shelf(tmp_path, versions=2)), "/v1/versions")
+    reply = get(app(catalog=version_catalog(tmp_path, versions=2)), "/v1/versions")
     assert (reply.body["index"], reply.body["live"], reply.body["serving"]) == ("library", 2, 3)
     assert [(one["version"], one["parent"], one["live"]) for one in reply.body["versions"]] == [
         (1, 0, False),
@@ -77,7 +77,7 @@ def test_versions_tell_what_is_published_live_and_served(tmp_path) -> None:
 
 
 def test_one_version_tells_how_it_was_made(tmp_path) -> None:
-    catalog = shelf(tmp_path)
+    catalog = version_catalog(tmp_path)
     told = get(app(catalog=catalog), "/v1/versions/1").body
     assert (told["version"], told["live"], told["vectors"], told["index_params"]) == (1, False, 5, {"kind": "flat"})
     assert told["shard_list"][0]["bytes"] == len(b"vectors of version 1")
@@ -85,7 +85,7 @@ def test_one_version_tells_how_it_was_made(tmp_path) -> None:
 
 @pytest.mark.parametrize("number", ["0", "3", "-1", "9" * 100])
 def test_a_version_that_is_not_there_is_unknown_to_show_and_to_roll_back(tmp_path, number) -> None:
-    served = app(catalog=shelf(tmp_path))
+    served = app(catalog=version_catalog(tmp_path))
     for reply in (
         get(served, f"/v1/versions/{number}"),
         call(served, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
@@ -94,7 +94,7 @@ def test_a_version_that_is_not_there_is_unknown_to_show_and_to_roll_back(tmp_pat
 
 
 def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) -> None:
-    catalog = shelf(tmp_path)
+    catalog = version_catalog(tmp_path)
     served = app(catalog=catalog)
     before = [one.content for one in catalog.all()]
     assert call(served, "POST", "/v1/versions/1/rollback", token=ADMIN).body["version"] == 3
@@ -104,7 +104,7 @@ def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) 
 
 
 def test_of_two_publishers_the_second_is_told_of_the_conflict(tmp_path, monkeypatch) -> None:
-    catalog = shelf(tmp_path)
+    catalog = version_catalog(tmp_path)
     create_once = catalog.store.create_once
 
     def late(path, data):
@@ -138,7 +138,7 @@ def test_an_encoder_that_is_not_the_index_s_is_a_conflict_that_names_both(path, 
 
 
 def test_an_encoder_that_changes_between_asking_and_answering_is_a_conflict_too() -> None:
-    class Swapping(Library):
+    class Swapping(InMemoryIndex):
         def search(self, queries_QD, k, **told):
             answer = super().search(queries_QD, k, **told)
             return answer._replace(encoder_fingerprint="e" * 16) if len(queries_QD) else answer
@@ -184,7 +184,7 @@ def samples(served) -> dict:
 
 
 def test_requests_answers_and_stages_are_counted() -> None:
-    served = app(Library(missing=1))
+    served = app(InMemoryIndex(missing=1))
     partly = {"queries": ["nile", "hill"], "min_coverage": 0.5}
     for _ in range(3):
         assert call(served, "POST", "/v1/search", partly, token=ADMIN).status == 200

@@ -21,14 +21,14 @@ import pytest
 from server import listening
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.distributed.live import open_live
+from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.catalog import StoreCatalog
+from mvr_ray.serving.auth import read_tokens
+from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.tokens import read_tokens
 from mvr_ray.store.files import Store
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
 
 ADMIN = "admin-" + "a" * 20
 LIMITS = {"max_batch": 4, "max_k": 20, "max_query_chars": 200, "max_body_bytes": 100_000, "follow_s": 0}
@@ -46,8 +46,8 @@ def test_no_request_made_from_the_description_breaks_the_server_or_gets_what_is_
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed: pip install -e '.[dev]'")
     run = run_over(own_index, serve=LIMITS)
-    with open_live(run, local=True) as router:
-        catalog = StoreCatalog(Store(run.store.path), run.index.name)
+    with open_hot_swap_router(run, local=True) as router:
+        catalog = VersionCatalog(Store(run.store.path), run.index.name)
         service = SearchService(router, ServeConfig(**LIMITS), catalog, router)
         app = create_app(service, read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN}))
         with listening(app) as address:

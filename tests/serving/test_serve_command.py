@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,10 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from ray._private.state import actors
 
-from mvr_ray.client import Client, RefusedError
+from mvr_ray.client import Client, RefusedError, UnreachableError
+from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.replica import deploy
 
@@ -63,13 +66,19 @@ def asked_at_once(address: str, times: int) -> list[str]:
         return list(threads.map(asked, range(times)))
 
 
-def logged(before: Sequence[dict[str, str]] = ()) -> list[dict[str, str]]:
-    """What serving processes of this Ray session have logged, of all its tests, in no order of time; what was there
-    `before` is left out."""
+def serving_processes() -> set[int]:
+    """Process ids of the live actors of the job that deployed the replica; the cluster may have other jobs."""
+    alive = actors(actor_state_name="ALIVE").values()
+    [job] = {actor["JobID"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")}
+    return {actor["Pid"] for actor in alive if actor["JobID"] == job}
+
+
+def logged(processes: set[int]) -> list[dict[str, str]]:
+    """The log lines of these processes, in no order of time."""
     folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()) / "logs"
-    lines = [line for file in sorted(folder.glob("worker-*.err")) for line in file.read_text().splitlines()]
-    told = [json.loads(line) for line in lines if line.startswith('{"time": ')]
-    return [line for line in told if line not in before]
+    files = [file for file in folder.glob("worker-*.err") if int(file.stem.rpartition("-")[2]) in processes]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith('{"time": ')]
 
 
 def births(lines: list[dict[str, str]]) -> Counter[str]:
@@ -78,8 +87,8 @@ def births(lines: list[dict[str, str]]) -> Counter[str]:
     )
 
 
-ASKED = b'{"queries": ["What was the oil crisis?"], "k": 2'
-SEARCH, ZEROS = "/v1/search", ", ".join(384 * ["0"])
+QUERY = b'{"queries": ["What was the oil crisis?"], "k": 2'
+SEARCH, ZEROS = "/v1/search", ", ".join(64 * ["0"])
 BAD = {
     "wrong dimension": (SEARCH, b'{"queries": [[1, 2]]}', "422 wrong_dimension"),
     "NaN": (SEARCH, b'{"queries": [[NaN, 1]]}', "422 not_finite"),
@@ -91,11 +100,11 @@ BAD = {
     "k beyond": (SEARCH, b'{"queries": ["x"], "k": 1000000000000000000000}', "422 k_out_of_range"),
     "1 MB of text": (SEARCH, b'{"queries": ["' + b"oil " * 250_000 + b'"]}', "422 query_too_long"),
     "invalid UTF-8": (SEARCH, b'{"queries": ["\xff\xfe"]}', "422 not_json"),
-    "unknown version": (SEARCH, ASKED + b', "version": 99}', "404 unknown_version"),
+    "unknown version": (SEARCH, QUERY + b', "version": 99}', "404 unknown_version"),
     "a path in an id": ("/v1/passages/%2E%2E%2F%2E%2E%2Fetc%2Fpasswd", None, "404 unknown_passage"),
     "a path in the path": ("/v1/passages/../../../etc/passwd", None, "404 unknown_passage"),
-    "no token": (SEARCH, ASKED + b"}", "401 no_token"),
-    "wrong token": (SEARCH, ASKED + b"}", "401 wrong_token"),
+    "no token": (SEARCH, QUERY + b"}", "401 no_token"),
+    "wrong token": (SEARCH, QUERY + b"}", "401 wrong_token"),
 }
 """Path, body and the answer. The bytes go as they are."""
 
@@ -115,13 +124,26 @@ def turned_away(port: int, case: str) -> str:
 
 
 @contextmanager
-def ended(server: subprocess.Popen[str]) -> Iterator[None]:
-    """What fails in the block fails the test, and does not leave it waiting for the server."""
-    try:
-        yield
-    except BaseException:
-        server.kill()
-        raise
+def command(run: RunConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """`mvr-ray serve` over a run in the session's cluster, which answers, and the lines that it has written.
+
+    What fails in the block fails the test, and does not leave it waiting for the server.
+    """
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
+    arguments = [sys.executable, "-c", COMMAND, "serve", str(file)]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            lines: list[str] = []
+            for line in server.stderr:
+                lines.append(line)
+                if line.startswith("serving on"):
+                    break
+            yield server, lines
+        except BaseException:
+            server.kill()
+            raise
 
 
 def free_port() -> int:
@@ -130,28 +152,21 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_word_too_many(
-    small_index, run_over, proxy_waiting, tmp_path
+    small_index, run_over, proxy_waiting, serve_turn, tmp_path
 ):
     port = free_port()
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(run_over(small_index, serve={"port": port}).model_dump(mode="json")))
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
-    command = [sys.executable, "-c", COMMAND, "serve", str(file)]
-    said, before = [], logged()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server, ended(server):
-        for line in server.stderr:
-            said.append(line)
-            if line.startswith("serving on"):
-                break
+    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, said):
         address = f"http://127.0.0.1:{port}"
         with Client(address, token=ADMIN, timeout_s=60) as client:
             answer = client.search(["What was the oil crisis?"], k=2)
             assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
             assert client.versions().serving == 1 and client.ready().ready
-        began = births(logged(before))
+        processes = serving_processes()
+        began = births(logged(processes))
         born = Counter(line.split(":")[0] for line in began.elements())
         assert born["replica started"] == 1 <= born["searcher started"]
         assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
@@ -162,11 +177,12 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             urllib.request.urlopen(unmeasured(f"{address}/v1/search", 33_000_000), timeout=60)
         with Client(address, token=ADMIN, timeout_s=60) as client:
             assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
-        lines = logged(before)
+        assert serving_processes() == processes
+        lines = logged(processes)
         assert births(lines) == began, "bad input has ended a replica or a searcher"
         by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
         line = by_request["bad-unknown-version"]
-        assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.gate")
+        assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.middleware")
         assert re.match(
             r"request: id=bad-unknown-version method=POST route=/v1/search status=404 took_ms=", line["message"]
         )
@@ -188,3 +204,49 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
     assert "stopping\n" in said and not any("Traceback" in line for line in said)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
+    """Status and code of the answer to one search, and the seconds until it came."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}", "x-timeout-ms": str(timeout_ms)}
+    request, began = urllib.request.Request(f"{address}/v1/search", QUERY + b"}", headers), time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return f"{reply.status}", time.monotonic() - began
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {json.loads(error.read())['error']['code']}", time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+@pytest.mark.chaos(
+    "replica stopped, then killed, behind the real proxy", "504 by the deadline, 503 at once; then served"
+)
+def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_deadline(
+    small_index, run_over, serve_turn, tmp_path, record_property
+):
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, _):
+        alive = actors(actor_state_name="ALIVE").values()
+        [replica] = [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")]
+        assert timed_search(address, 10_000)[0] == "200"
+        os.kill(replica, signal.SIGSTOP)
+        stopped = [timed_search(address, timeout_ms) for timeout_ms in (500, 1500)]
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(timed_search, address, 10_000)
+            with Client(address, token=ADMIN) as client, pytest.raises(UnreachableError, match="timeout"):
+                client.ready(timeout_s=1)
+            os.kill(replica, signal.SIGKILL)
+            killed = waiting.result()
+        with Client(address, token=ADMIN) as client:
+            assert client.search(["What was the oil crisis?"], k=2, timeout_s=120).coverage.share == 1
+        server.send_signal(signal.SIGINT)
+        server.stderr.read()
+    assert server.returncode == 0
+    assert [answer for answer, _ in stopped] == ["504 timeout"] * 2
+    assert 0.5 <= stopped[0][1] < 1.5 <= stopped[1][1] < 2.5
+    assert killed[0] in ("200", "503 unavailable", "504 timeout") and killed[1] < 11
+    seconds = ", ".join(f"{seconds:.1f}" for _, seconds in stopped)
+    record_property("figures", f"stopped: 504 after {seconds} s; killed: {killed[0]} after {killed[1]:.1f} s")

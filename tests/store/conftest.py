@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import pyarrow.fs
 import pytest
 
 from mvr_ray.store.files import Store
@@ -20,15 +19,13 @@ def s3_server() -> ModuleType:
     return importlib.import_module("s3_server")
 
 
-@pytest.fixture(params=["folder", "objects", "s3", "s3 of others"])
+@pytest.fixture(params=["folder", "s3", "s3 of others"])
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: ModuleType
 ) -> Iterator[Store]:
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
     if request.param == "folder":
         yield Store(tmp_path / "store")
-    elif request.param == "objects":
-        yield Store(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
     elif request.param == "s3 of others":
         yield Store(request.getfixturevalue("bucket"))
     else:

@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 
 
-def finished(folder: Path, content: bytes) -> Path:
+def finish_shard(folder: Path, content: bytes) -> Path:
     """A shard as its builder leaves it."""
     folder.mkdir(parents=True)
-    (folder / layout.EMBEDDINGS).write_bytes(content)
+    (folder / paths.EMBEDDINGS).write_bytes(content)
     (folder / "index.bin").write_bytes(content[::-1])
     return folder
 
 
 def make_shard(store: Store, folder: Path, content: bytes, shard: int = 0) -> ShardEntry:
-    return manifest.add_shard(store, "i", finished(folder, content), ShardMeta(shard, 2, 5))
+    return manifest.add_shard(store, "i", finish_shard(folder, content), ShardMeta(shard, 2, 5))
 
 
 def describe(shards: Sequence[ShardEntry], parent: int = 0) -> Manifest:

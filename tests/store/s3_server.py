@@ -1,7 +1,6 @@
-"""As much of the S3 protocol as Arrow's client speaks and conditional puts need, over a dictionary in memory.
+"""Serves as much of the S3 protocol as a store needs, over a dictionary in memory.
 
-Every request's signature is checked by one rule, so Arrow's client (the AWS SDK for C++) vouches for the check, and the
-check for whoever else signs. A test may script what goes wrong with the next puts of a name.
+Every request's signature is checked. A test may script what goes wrong with the next puts of a name.
 """
 
 import hashlib
@@ -140,10 +139,11 @@ class Handler(BaseHTTPRequestHandler):
             self.objects[key] = Stored(b"".join(parts[number] for number in sorted(parts)), datetime.now(UTC))
             self._answer(200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>")
         else:
-            for node in ElementTree.fromstring(body).iter():
-                if node.tag.rpartition("}")[2] == "Key":
-                    self.objects.pop(f"{key.rstrip('/')}/{node.text}", None)
-            self._answer(200, b"<DeleteResult></DeleteResult>")
+            names = [n.text for n in ElementTree.fromstring(body).iter() if n.tag.rpartition("}")[2] == "Key"]
+            for name in names:
+                self.objects.pop(f"{key.rstrip('/')}/{name}", None)
+            deleted = "".join(f"<Deleted><Key>{escape(name or '')}</Key></Deleted>" for name in names)
+            self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def do_DELETE(self) -> None:
         key, _ = self._asked()

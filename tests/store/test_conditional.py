@@ -6,27 +6,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pyarrow.fs
 import pytest
 from drafts import describe, make_shard
+from obstore.store import GCSStore, S3Store
 
-from mvr_ray.errors import ManifestError, PublishConflictError
-from mvr_ray.store import layout, manifest
-from mvr_ray.store.conditional import Keys, conditional_puts, signed
+from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.objects import open_address
 
 Serve = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mvr_ray.store.conditional.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("mvr_ray.store.objects.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("mvr_ray.store.manifest.READ_TRIES", 1)
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
@@ -54,26 +52,11 @@ def of_manifests(script: Any) -> list[int]:
     return [status for key, status in script.answered if key.endswith(".json")]
 
 
-def test_a_signature_is_the_one_of_the_documented_example():
-    """PUT Object, in AWS's chapter on the Authorization header."""
-    headers = {"Date": "Fri, 24 May 2013 00:00:00 GMT", "x-amz-storage-class": "REDUCED_REDUNDANCY"}
-    made = signed(
-        "PUT",
-        "https://examplebucket.s3.amazonaws.com/test%24file.text",
-        headers,
-        b"Welcome to Amazon S3.",
-        Keys("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
-        "us-east-1",
-        datetime(2013, 5, 24, tzinfo=UTC),
-    )
-    assert made["Authorization"].endswith("98ad721746da40c64f1a55b78f14c238d841ea1380cd77a1b5971af0ece108bd")
-
-
 def test_a_manifest_is_created_by_one_conditional_put_and_what_is_there_stays(serve: Serve, tmp_path: Path):
     with serve() as (store, script):
         first = manifest.publish(store, draft(store, tmp_path / "made"))
         assert of_manifests(script) == [200]
-        path = layout.manifest("i", 1)
+        path = paths.manifest("i", 1)
         before = store.read_bytes(path)
         with pytest.raises(FileExistsError):
             store.create_once(path, b"other")
@@ -138,15 +121,14 @@ def test_a_put_that_did_not_happen_is_done_again(serve: Serve, s3_server: Module
 
 
 @pytest.mark.parametrize("conditional", ["ignored", "refused"])
-def test_a_server_that_does_not_honour_the_condition_is_found_and_creation_is_still_once(
+def test_a_server_that_does_not_honour_the_condition_is_found_and_nothing_is_published(
     serve: Serve, tmp_path: Path, conditional: str
 ):
     with serve(conditional) as (store, script):
-        published = manifest.publish(store, draft(store, tmp_path / "made"))
-        with pytest.raises(FileExistsError):
-            store.create_once(layout.manifest("i", 1), b"other")
-        assert manifest.read(store, "i") == published
-        assert of_manifests(script) == []
+        described = draft(store, tmp_path / "made")
+        with pytest.raises(ManifestError, match=r"not published, 0 stays live: .*conditional PUT"):
+            manifest.publish(store, described)
+        assert manifest.list_versions(store, "i") == [] and of_manifests(script) == []
 
 
 def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_server: ModuleType, tmp_path: Path):
@@ -187,15 +169,17 @@ def test_an_outcome_that_cannot_be_known_is_told_as_such(serve: Serve, s3_server
             manifest.publish(store, described)
 
 
-def test_other_stores_and_keys_that_are_not_known_go_by_claims(monkeypatch: pytest.MonkeyPatch):
-    assert conditional_puts(pyarrow.fs.LocalFileSystem()) is None
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    bare = pyarrow.fs.S3FileSystem(region="eu-west-1")
-    assert conditional_puts(bare) is None
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    puts = conditional_puts(bare)
-    assert puts and (puts.endpoint, puts.keys) == ("https://s3.eu-west-1.amazonaws.com", Keys("key", "secret"))
-    open_to_all = conditional_puts(pyarrow.fs.S3FileSystem(region="cn-north-1", anonymous=True))
-    assert open_to_all and (open_to_all.endpoint, open_to_all.keys) == ("https://s3.cn-north-1.amazonaws.com.cn", None)
+def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_is_refused():
+    opened = open_address("s3://key:se%2Fcret@bucket/some/prefix?endpoint_override=host:9000&scheme=http&region=r")
+    assert isinstance(opened, S3Store) and opened.prefix == "some/prefix"
+    expected = {
+        "bucket": "bucket",
+        "access_key_id": "key",
+        "secret_access_key": "se/cret",
+        "endpoint": "http://host:9000",
+        "region": "r",
+    }
+    assert expected.items() <= opened.config.items()
+    assert isinstance(open_address("gs://anonymous@bucket/p?endpoint_override=host:1&scheme=http"), GCSStore)
+    with pytest.raises(ConfigError, match="unknown option 'regoin'"):
+        open_address("s3://key:secret@bucket/prefix?regoin=x")

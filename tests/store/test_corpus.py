@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import corpus as corpus_module
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
     BATCH_ROWS,
     Corpus,
@@ -129,7 +129,7 @@ def test_a_corpus_holds_every_passage_in_the_shard_of_its_id(corpus: Corpus):
 
 @pytest.mark.chaos("a byte flipped in a passage's text", "refused with its file, never shown")
 def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
-    path = f"{layout.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
+    path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
     whole = corpus.store.read_bytes(path)
     at = whole.index(b"body ") + 1
     corpus.part(1)
@@ -162,7 +162,7 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
 
 def test_damage_is_named(corpus: Corpus):
     assert corpus.damaged() == []
-    path = f"{layout.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
+    path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
     data = corpus.store.read_bytes(path)
     corpus.store.write_bytes(path, data[:-1] + b"X")
     assert corpus.damaged() == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
@@ -170,6 +170,6 @@ def test_damage_is_named(corpus: Corpus):
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)
     for bad in (b"{", b"[]", b'{"format_version": 9}', b'{"format_version": 1}'):
-        corpus.store.write_bytes(layout.corpus_json("corpus"), bad)
+        corpus.store.write_bytes(paths.corpus_json("corpus"), bad)
         with pytest.raises(StorageError, match=r"corpus\.json"):
             Corpus.open(corpus.store, "corpus")

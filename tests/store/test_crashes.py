@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from drafts import describe, finished
+from drafts import describe, finish_shard
 
 from mvr_ray.errors import StorageError
-from mvr_ray.store import layout, manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 
@@ -118,21 +118,21 @@ def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
 )
 def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Path, record_property):
     before = Store(tmp_path / "before")
-    first = manifest.publish(before, replace(FIRST, shards=(added(before, tmp_path / "made"),)))
+    first = manifest.publish(before, replace(FIRST, shards=(add(before, tmp_path / "made"),)))
     lived: list[bool] = []
     for at in itertools.count(1):
         root = shutil.copytree(before.root, tmp_path / f"killed at {at}")
         store = Store(root)
-        with publisher(store, finished(tmp_path / f"new {at}", b"changed"), at) as process:
+        with publisher(store, finish_shard(tmp_path / f"new {at}", b"changed"), at) as process:
             said, told = process.communicate()
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, told
-        for digest in store.list(layout.shards_dir("i")):
-            assert sorted(file.name for file in (root / layout.shard_dir("i", digest)).iterdir()) == sorted(
-                [layout.EMBEDDINGS, "index.bin", layout.SHARD_JSON]
+        for digest in store.list(paths.shards_dir("i")):
+            assert sorted(file.name for file in (root / paths.shard_dir("i", digest)).iterdir()) == sorted(
+                [paths.EMBEDDINGS, "index.bin", paths.SHARD_JSON]
             )
-        again = finished(tmp_path / f"again {at}", b"changed")
+        again = finish_shard(tmp_path / f"again {at}", b"changed")
         lived.append(require_whole(store, first, again))
     calls = said.split()
     assert len(said.splitlines()) == len(lived) == at - 1
@@ -142,8 +142,8 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
     record_property("figures", f"killed {len(lived)} times ({counts}); the new one was live after {sum(lived)}")
 
 
-def added(store: Store, folder: Path) -> ShardEntry:
-    return manifest.add_shard(store, "i", finished(folder, b"content"), ShardMeta(0, 2, 5))
+def add(store: Store, folder: Path) -> ShardEntry:
+    return manifest.add_shard(store, "i", finish_shard(folder, b"content"), ShardMeta(0, 2, 5))
 
 
 class End:
@@ -183,9 +183,9 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
         end = End(at, moment)
         with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
             store = Store(root)
-            first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / f"made {at} {moment}"),)))
+            first = manifest.publish(store, replace(FIRST, shards=(add(store, tmp_path / f"made {at} {moment}"),)))
             end.began.clear()
-            with publisher(store, finished(tmp_path / f"new {at} {moment}", b"changed")) as process:
+            with publisher(store, finish_shard(tmp_path / f"new {at} {moment}", b"changed")) as process:
                 end.of = process
                 end.began.set()
                 _, told = process.communicate()
@@ -194,9 +194,9 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
                 asked = end.heard
                 break
             assert process.returncode == -signal.SIGKILL, told
-            again = finished(tmp_path / f"again {at} {moment}", b"changed")
+            again = finish_shard(tmp_path / f"again {at} {moment}", b"changed")
             lived[at, moment] = require_whole(store, first, again)
-    [number] = [number for number, request in enumerate(asked) if request.endswith(layout.manifest("i", 2))]
+    [number] = [number for number, request in enumerate(asked) if request.endswith(paths.manifest("i", 2))]
     assert len(lived) == 2 * len(asked)
     assert lived == {(n, when): n > number or (n, when) == (number, "after") for n, when in lived}
     told = f"killed {len(lived)} times, around {len(asked)} requests; the new one was live after {sum(lived.values())}"
@@ -227,9 +227,9 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
     tmp_path: Path, full_disk: Callable[[bool], None], record_property
 ):
     store = Store(tmp_path / "store")
-    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
-    entry = manifest.add_shard(store, "i", finished(tmp_path / "other", b"changed"), ShardMeta(0, 2, 5))
-    new = finished(tmp_path / "new", b"never named")
+    first = manifest.publish(store, replace(FIRST, shards=(add(store, tmp_path / "made"),)))
+    entry = manifest.add_shard(store, "i", finish_shard(tmp_path / "other", b"changed"), ShardMeta(0, 2, 5))
+    new = finish_shard(tmp_path / "new", b"never named")
     full_disk(True)
     with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*File too large.*free space and"):
         manifest.publish(store, replace(first, shards=(entry,), parent=1))
@@ -237,7 +237,7 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
         published(store, new)
     full_disk(False)
     left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
-    assert left == [] and len(store.list(layout.shards_dir("i"))) == 2
+    assert left == [] and len(store.list(paths.shards_dir("i"))) == 2
     assert not require_whole(store, first, new)
     record_property("figures", f"2 refused, {len(left)} files left behind")
 
@@ -245,15 +245,15 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
 @pytest.mark.chaos("disk full while publishing", "the old version stays live; the same work then ends well")
 def test_a_full_disk_while_publishing_leaves_the_old_version_live(tmp_path: Path, small_disk: Path, record_property):
     store = Store(small_disk)
-    first = manifest.publish(store, replace(FIRST, shards=(added(store, tmp_path / "made"),)))
+    first = manifest.publish(store, replace(FIRST, shards=(add(store, tmp_path / "made"),)))
     filler = small_disk / "filler"
     filler.write_bytes(b"x" * (store.free_bytes() or 0))
     with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*No space left on device"):
         manifest.publish(store, replace(first, parent=1))
     with pytest.raises(StorageError, match="No space left on device"):
-        manifest.add_shard(store, "i", finished(tmp_path / "big", b"y" * 500_000), ShardMeta(0, 2, 5))
+        manifest.add_shard(store, "i", finish_shard(tmp_path / "big", b"y" * 500_000), ShardMeta(0, 2, 5))
     num_bytes = filler.stat().st_size
     filler.unlink()
-    new = finished(tmp_path / "new", b"changed")
+    new = finish_shard(tmp_path / "new", b"changed")
     assert not require_whole(store, first, new)
     record_property("figures", f"2 refused on a disk with {num_bytes:,} bytes taken")

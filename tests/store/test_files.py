@@ -111,17 +111,6 @@ def test_without_hard_links_creation_is_still_once(tmp_path: Path, monkeypatch: 
         store.create_once("v/2", b"x")
 
 
-def test_an_abandoned_claim_blocks_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import pyarrow.fs
-
-    monkeypatch.setattr("mvr_ray.store.objects.FIRST_PAUSE_S", 0.0)
-    store = Store(str(tmp_path), pyarrow.fs.LocalFileSystem())
-    store.write_bytes("v/.claims/1/dead", b"")
-    with pytest.raises(PublishConflictError, match=r"\.claims/1/dead"):
-        store.create_once("v/1", b"x")
-    assert not store.exists("v/1")
-
-
 def test_a_finished_folder_arrives_whole_once_and_its_source_is_gone(store: Store, tmp_path: Path):
     for attempt in range(2):
         source = tmp_path / "made"

@@ -11,9 +11,9 @@ import pytest
 from drafts import describe, make_shard
 
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store import layout, manifest
-from mvr_ray.store.collect import collect
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest, ShardEntry
 
 
@@ -43,11 +43,11 @@ def test_equal_shards_are_kept_once(store: Store, tmp_path: Path, entry: ShardEn
     assert make_shard(store, tmp_path / "again", b"content") == entry
     assert make_shard(store, tmp_path / "other", b"other").digest != entry.digest
     assert make_shard(store, tmp_path / "moved", b"content", shard=1).digest != entry.digest
-    assert len(store.list(layout.shards_dir("i"))) == 3
+    assert len(store.list(paths.shards_dir("i"))) == 3
 
 
 def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path: Path, entry: ShardEntry):
-    store.write_bytes(f"{layout.shard_dir('i', entry.digest)}/index.bin", b"tnetnoX")
+    store.write_bytes(f"{paths.shard_dir('i', entry.digest)}/index.bin", b"tnetnoX")
     assert make_shard(store, tmp_path / "again", b"content") == entry
     folder = manifest.open_shard(store, "i", entry)
     assert (folder / "index.bin").read_bytes() == b"tnetnoc"
@@ -57,7 +57,7 @@ def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path
 def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path, record_property):
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
     published = manifest.publish(store, describe(entries))
-    path = f"{layout.shard_dir('i', entries[1].digest)}/{layout.EMBEDDINGS}"
+    path = f"{paths.shard_dir('i', entries[1].digest)}/{paths.EMBEDDINGS}"
     flipped = bytearray(store.read_bytes(path))
     flipped[3] ^= 1
     store.write_bytes(path, bytes(flipped))
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp
 
 def test_a_damaged_manifest_is_refused(store: Store, entry: ShardEntry):
     published = manifest.publish(store, describe([entry]))
-    path = layout.manifest("i", 1)
+    path = paths.manifest("i", 1)
     good = published.to_json()
     for bad, error in (
         (good.replace(b"fp16", b"fp32"), DigestError),
@@ -92,7 +92,7 @@ def test_refined_queries_are_verified_with_the_version(store: Store, entry: Shar
     digest = manifest.add_refined_queries(store, "i", file)
     published = manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": digest}))
     assert manifest.verify(store, published).problems == []
-    store.write_bytes(layout.refined_queries("i", digest), b"moveD")
+    store.write_bytes(paths.refined_queries("i", digest), b"moveD")
     with pytest.raises(DigestError, match="queries"):
         manifest.verify(store, published).require()
 
@@ -106,7 +106,7 @@ def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry:
 
 
 def test_a_manifest_whose_files_are_not_there_is_not_published(store: Store, entry: ShardEntry):
-    store.delete(f"{layout.shard_dir('i', entry.digest)}/index.bin")
+    store.delete(f"{paths.shard_dir('i', entry.digest)}/index.bin")
     with pytest.raises(ManifestError, match=r"1 of 2 files missing .*index\.bin"):
         manifest.publish(store, describe([entry]))
     assert manifest.list_versions(store, "i") == []
@@ -159,7 +159,7 @@ def test_an_error_after_the_manifest_was_created_counts_as_published(
     monkeypatch.setattr(Store, "create_once", create_then_fail)
     published = manifest.publish(store, describe([entry]))
     assert manifest.read(store, "i") == published
-    assert created == [layout.manifest("i", 1)], "not created twice"
+    assert created == [paths.manifest("i", 1)], "not created twice"
     record_property("figures", f"{len(created)} creation, 0 repeated, version {published.version} live")
 
 
@@ -176,13 +176,13 @@ def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: 
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n) for n in range(4)]
     for parent in range(3):
         manifest.publish(store, describe([entries[parent], entries[0]], parent=parent))
-    unpublished = layout.shard_dir("i", entries[3].digest)
-    store.write_bytes(f"{layout.staging_dir('i', 'key')}/chunk", b"x")
+    unpublished = paths.shard_dir("i", entries[3].digest)
+    store.write_bytes(f"{paths.staging_dir('i', 'key')}/chunk", b"x")
     assert collect(store, "i", keep=1, grace_s=3600) == []
     removed = collect(store, "i", keep=2, grace_s=0)
-    assert removed == [layout.manifest("i", 1), unpublished, layout.staging_dir("i", "key")]
+    assert removed == [paths.manifest("i", 1), unpublished, paths.staging_dir("i", "key")]
     removed = collect(store, "i", keep=1, grace_s=0)
-    assert removed == [layout.manifest("i", 2), layout.shard_dir("i", entries[1].digest)]
+    assert removed == [paths.manifest("i", 2), paths.shard_dir("i", entries[1].digest)]
     live = manifest.read(store, "i")
     assert live.version == 3
     assert manifest.verify(store, live).problems == []
@@ -238,12 +238,12 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
     def torn(self, path, data):
         monkeypatch.setattr(Store, "create_once", create)
         create(self, path, data)
-        store.delete_dir(layout.shard_dir("i", entry.digest))
+        store.delete_dir(paths.shard_dir("i", entry.digest))
         if other == "publishes":
             third = manifest.publish(store, describe([make_shard(store, tmp_path / "third", b"third")], parent=2))
             assert third.version == 3
         else:
-            store.delete_dir(layout.shard_dir("i", old.digest))
+            store.delete_dir(paths.shard_dir("i", old.digest))
 
     monkeypatch.setattr(Store, "create_once", torn)
     lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "

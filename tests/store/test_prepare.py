@@ -1,5 +1,7 @@
-"""Laws of prepare: every row is accounted for, the same input gives the same bytes, the old corpus stays until the new
-one is whole."""
+"""Checks the laws of prepare: every row is accounted for, the same input gives the same bytes.
+
+The old corpus stays until the new one is whole.
+"""
 
 import json
 import subprocess
@@ -11,12 +13,12 @@ import pytest
 
 from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, read_questions
-from mvr_ray.store.draws import draw
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import read_source
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.sampling import draw
 from mvr_ray.types import Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -75,7 +77,7 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
         DataError, match=r"1 bad rows, more than prepare.max_bad_rows=0: .*rows\.jsonl:3: text is empty"
     ):
         prepare(config(path), store)
-    assert not store.exists(layout.corpus_dir("corpus"))
+    assert not store.exists(paths.corpus_dir("corpus"))
     with pytest.raises(DataError, match="max_bad_rows=4"):
         prepare(config(path, max_bad_rows=4), store)
     report = prepare(config(path, max_bad_rows=5), store)
@@ -143,7 +145,7 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
 ):
     path = write("rows.jsonl", lines(*map(passage, range(70)), *(question(n, n) for n in range(70))))
 
-    def taken(share: float) -> set[str]:
+    def take(share: float) -> set[str]:
         cfg = PrepareConfig(sources=[SourceConfig(path=str(path), questions="q", share=share)])
         store = Store(str(tmp_path / str(share)))
         report = prepare(cfg, store)
@@ -154,7 +156,7 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
         assert report.questions_not_drawn == 70 - len(passages)
         return set(passages)
 
-    assert set() < taken(0.4) < taken(0.8) < taken(1.0)
+    assert set() < take(0.4) < take(0.8) < take(1.0)
 
 
 def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
@@ -207,7 +209,7 @@ def test_a_reader_of_the_corpus_before_keeps_it_and_what_is_older_goes(write: Wr
         opened.append(Corpus.open(store, "corpus"))
     assert [p.id for p in opened[1]] == ["p1"]
     assert [p.id for p in opened[2]] == ["p2"]
-    assert len(store.list(layout.corpus_dir("corpus"))) == 3
+    assert len(store.list(paths.corpus_dir("corpus"))) == 3
 
 
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.core.answers import has_answer
-from mvr_ray.core.metrics import cluster_interval, found_within, paired_test
+from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import corpus
@@ -28,7 +28,7 @@ from mvr_ray.studies.entities import (
     rows_by_frequency,
 )
 from mvr_ray.studies.entity_table import entity_table, ranks_of
-from mvr_ray.studies.tables import Measured
+from mvr_ray.studies.tables import VariantResult
 
 WORDS = ["Ada", "Bell", "Ada Bell", "U.S.", "Élan", "O'Neil", "ada"]
 entities = st.lists(st.sampled_from(["", *WORDS]), min_size=1, max_size=12)
@@ -119,7 +119,7 @@ def test_rows_are_shares_of_the_buckets_questions_with_the_gain_over_bm25():
     for row in rows:
         at = list(holders[row.bucket])
         groups = [articles[number] for number in at]
-        own, words = (found_within(ranks[system][at], row.k) for system in (row.system, BM25))
+        own, words = (hit_within(ranks[system][at], row.k) for system in (row.system, BM25))
         assert (row.n, row.articles) == (len(at), len(set(groups)))
         assert row.value == pytest.approx(own.mean())
         assert (row.low, row.high) == cluster_interval(own, groups, 3, 200)
@@ -138,16 +138,16 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
     one, none, far = (np.full(8, rank) for rank in (0, -1, 3))
     study = SimpleNamespace(config=SimpleNamespace(paper="NQ 80.1, BM25 64.4"))
 
-    def measured(name, ranks_Q):
+    def results(name, ranks_Q):
         rows = rows_by_frequency(questions, {BM25: far, "study-1": ranks_Q}, articles, ["Ada"], (1, 5), num=50)
         found = [
             QuestionRanks(system, "dev", list("abcdefgh"), articles, ranks.tolist(), [None] * 8)
             for system, ranks in (("study-1", ranks_Q), ("bm25", far))
         ]
         report = to_plain({"sets": [{"questions": "dev", "rows": rows}], "ranks": found})
-        return Measured(name, {}, "", {}, {}, {"entity_frequency": [report]})
+        return VariantResult(name, {}, "", {}, {}, {"entity_frequency": [report]})
 
-    variants = [measured("mean", one), measured("snippets", none), Measured("x", {}, "", {}, {}, {})]
+    variants = [results("mean", one), results("snippets", none), VariantResult("x", {}, "", {}, {}, {})]
     told = [(ranks.system, list(ranks.answer_ranks)) for ranks in ranks_of(variants)]
     assert told == [("mean", [0] * 8), (BM25, [3] * 8), ("snippets", [-1] * 8)]
     table = entity_table(study, variants)
@@ -162,19 +162,20 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
     assert told[3]["top-1 over BM25, p"].startswith("+100.0 (+100.0 to +100.0), ")
     assert told[6]["top-5 over BM25, p"].startswith("-100.0 (-100.0 to -100.0), ")
     assert "NQ 80.1, BM25 64.4" in table.note
-    assert entity_table(study, [Measured("x", {}, "", {}, {}, {})]) is None
+    assert entity_table(study, [VariantResult("x", {}, "", {}, {}, {})]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_the_step_ranks_as_evaluate_does_and_divides_those_questions(own_index, run_over):
     store = Store(str(own_index))
     report = entity_frequency(run_over(own_index), options={"k": [5, 1]})
     rows = {(row.system, row.bucket, row.k): row for row in report.sets[0].rows}
-    measured = evaluate(run_over(own_index, evaluate={"bm25": True}))
+    results = evaluate(run_over(own_index, evaluate={"bm25": True}))
     assert [ranks.system for ranks in report.ranks] == ["index", "bm25"]
     names = {"bm25": BM25}
-    for row in measured.rows:
+    for row in results.rows:
         kind, _, k = row.metric.partition("/top-")
         if kind == "answer" and k in ("1", "5"):
             found = rows[names.get(row.system, row.system), ALL, int(k)]

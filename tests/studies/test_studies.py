@@ -11,12 +11,12 @@ import yaml
 from scipy import stats
 
 from mvr_ray.config import load_run
-from mvr_ray.core.metrics import cluster_interval, interval_over_seeds, paired_test
-from mvr_ray.core.workbench import Asked, Setting, Workbench, _State
+from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.session import ClusterInfo, Node
+from mvr_ray.distributed.stage_pool import StagePool
 from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
@@ -25,12 +25,13 @@ from mvr_ray.store.formats.question_ranks import QuestionRanks, read_question_ra
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
-from mvr_ray.studies.execute import DoneStep, run_plan
+from mvr_ray.studies.execute import StepRecord, run_plan
 from mvr_ray.studies.refinement import _load, expanded, refinement_grid, stopping
+from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting, _State
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
-from mvr_ray.studies.tables import Measured, contrast_table, cost_table, measured_variants, retrieval_table
+from mvr_ray.studies.tables import VariantResult, contrast_table, cost_table, retrieval_table, variant_results
 from mvr_ray.studies.view_tables import view_table
 from mvr_ray.types import Question, no_progress
 
@@ -269,8 +270,8 @@ def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_
             report = {"passages_written": 9}
             if step.stage == "evaluate":
                 report = fake(values[planned.variant.name, planned.seed], planned.seed)
-            done[key] = DoneStep(key, step.stage, step.command, 1.0, report)
-    found = {one.name: one for one in measured_variants(study, plan, done)}
+            done[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+    found = {one.name: one for one in variant_results(study, plan, done)}
     articles = interval_over_seeds(hits(0.5, 0.6, 0.7), ARTICLES)
     assert found["mean"].cells["gold/top-1"] == pytest.approx((0.6, *articles, 3, 10))
     alone = cluster_interval(hits(0.2)[0], ARTICLES)
@@ -305,7 +306,7 @@ def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
     study = load_study(write({}, variants=variants, contrasts=contrasts, sizes=sizes))
     values = {"mean": (0.5, 0.7, 0.6), "snippets": (0.4, 0.5, 0.5)}
     found = {
-        name: Measured(name, {}, "", {}, ranks, {})
+        name: VariantResult(name, {}, "", {}, ranks, {})
         for name, ranks in (
             (name, {seed: QuestionRanks(**fake(value, seed)["ranks"][0]) for seed, value in enumerate(own, 1)})
             for name, own in values.items()
@@ -359,7 +360,7 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     ids = [f"q{number}" for number in range(10)]
     sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
     made = {"passages_written": 9, "tried": [kept, refused], "sets": sets, "gate": "gate"}
-    done = {key: DoneStep(key, step.stage, step.command, 1.0, made) for key, step in plan.steps.items()}
+    done = {key: StepRecord(key, step.stage, step.command, 1.0, made) for key, step in plan.steps.items()}
     report = make_report(study, plan, done)
     tables = {table.title: table for table in report.tables}
     told = [row[:3] for row in tables["Refinement"].rows]
@@ -415,8 +416,8 @@ def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
     plan = plan_study(study)
     reports = {"evaluate": fake(0.5, 1), "analyze": fake(0.7, 1, ALL_VIEWS), "index": {}, "prepare": {}}
     reports["analyze"]["rows"].append({**reports["analyze"]["rows"][0], "metric": "lv"})
-    done = {key: DoneStep(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
-    [found] = measured_variants(study, plan, done)
+    done = {key: StepRecord(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
+    [found] = variant_results(study, plan, done)
     assert (found.cells["gold/top-1"].value, found.cells["lv"].value) == (0.5, 0.7)
     assert list(found.ranks[1].gold_ranks) == [0] * 5 + [-1] * 5
 
@@ -431,7 +432,7 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
         write({}, variants=[{"name": "a", "steps": ["index", "evaluate"]}], sizes=sizes, contrasts=contrasts)
     )
     plan = plan_study(study)
-    done = {key: DoneStep(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
+    done = {key: StepRecord(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
     for planned in plan.variants:
         parts = [
             fake(0.1 + planned.seed / 10, 1),
@@ -441,7 +442,7 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
         report = {name: [one for part in parts for one in part[name]] for name in ("rows", "ranks")}
         key = next(key for key in planned.keys if plan.steps[key].stage == "evaluate")
         done[key] = done[key]._replace(report=report)
-    found = {one.name: one for one in measured_variants(study, plan, done)}
+    found = {one.name: one for one in variant_results(study, plan, done)}
     assert list(found) == ["a", "BM25", "a, with BM25"]
     assert found["a, with BM25"].cells["gold/top-1"].value == pytest.approx(0.65)
     words = found["BM25"].cells["gold/top-1"]
@@ -456,15 +457,16 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
 
 
 @pytest.fixture
-def small(prepared, run_over, tmp_path):
+def small(corpus_store, run_over, tmp_path):
     plain = run_over(tmp_path / "store").model_dump(mode="json")
-    plain["prepare"]["sources"][0]["path"] = str(prepared / "squad.json")
+    plain["prepare"]["sources"][0]["path"] = str(corpus_store / "squad.json")
     plain["train"] |= {"questions": "dev", "batch_questions": 4}
     plain["encoder"] |= {"num_views": 2, "max_passage_tokens": 48}
     plain["resources"] |= {"train_workers": 0}
     return plain
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, tmp_path, ray_session, monkeypatch):
@@ -475,20 +477,20 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     store = Store(small["store"]["path"])
     run = load_run(tmp_path / "run.yaml")
     ran: list[str] = []
-    prepare, begun = execute._prepare, execute._begun
+    prepare, start = execute._prepare, execute._start
 
     def prepared(step, store, progress):
         ran.append(step.stage)
         return prepare(step, store, progress)
 
-    def counted(step, info, progress):
+    def counted(step, pool, progress):
         ran.append(step.stage)
         if len(ran) == 3:
             raise ConfigError("as if it had failed")
-        return begun(step, info, progress)
+        start(step, pool, progress)
 
     monkeypatch.setattr(execute, "_prepare", prepared)
-    monkeypatch.setattr(execute, "_begun", counted)
+    monkeypatch.setattr(execute, "_start", counted)
     with pytest.raises(StudyError, match=r"step 3 of 9 failed: mvr-ray index .*as if it had failed; correct it"):
         run_plan(plan, store, run)
     told: list[str] = []
@@ -521,7 +523,7 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
         if step is None:
             assert running, "nothing runs and nothing may start"
             ended = running.pop(chance.randrange(len(running)))
-            done[ended.key] = DoneStep(ended.key, ended.stage, "", 0.0, {})
+            done[ended.key] = StepRecord(ended.key, ended.stage, "", 0.0, {})
             continue
         assert set(step.after) <= set(done)
         left.remove(step)
@@ -554,8 +556,10 @@ def test_the_papers_own_figures_stand_beside_ours():
     ]
     timed = {"cost": [{"threads": 1, "lines": lines}]}
     found = [
-        Measured("MVR", {"lv": 0.126, "search_ms/DPR": 10, "search_ms/MVR": 25}, "", {}, {}, {**analyzed, **timed}),
-        Measured("CAMVR", {}, "", {}, {}, analyzed),
+        VariantResult(
+            "MVR", {"lv": 0.126, "search_ms/DPR": 10, "search_ms/MVR": 25}, "", {}, {}, {**analyzed, **timed}
+        ),
+        VariantResult("CAMVR", {}, "", {}, {}, analyzed),
     ]
     seen = view_table(found)
     assert [dict(zip(seen.columns, row))["paper LV"] for row in seen.rows] == ["0.126", ""]
@@ -566,7 +570,7 @@ def test_the_papers_own_figures_stand_beside_ours():
     assert told["MVR (k=8)"]["paper search ratio"] == "2.5" and told["MVR (k=8)"]["search ratio"] == "3"
     assert told["snippet means (k=8)"]["paper search ratio"] == told["DPR"]["paper encode ratio"] == ""
     assert "one thread" in cost.note
-    on_both = Measured(
+    on_both = VariantResult(
         "MVR", {}, "", {}, {}, {"cost": [*timed["cost"], {"threads": 1, "lines": lines, "device": "H200"}]}
     )
     assert "on H200 and one thread;" in cost_table([on_both]).note
@@ -581,7 +585,7 @@ def test_times_on_a_gpu_are_another_step_and_need_one():
     assert on_gpu.key != on_cpu.key
     bare = ClusterInfo(4, 0, 8 << 30, (Node(4, 0, 8 << 30),))
     with pytest.raises(ResourceError, match="1 GPUs asked for, the cluster has 0"):
-        execute._begun(on_gpu, bare, no_progress)
+        execute._start(on_gpu, StagePool(bare), no_progress)
 
 
 def test_at_once_is_checked_before_anything_runs(write, tmp_path):
@@ -596,7 +600,7 @@ def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]
     """What the workbench adds to version 1: feedback views by passage, in order."""
     described = manifest.read(store, "index", 1)
     loaded, texts = _load(store, described), Corpus.open(store, described.corpus)
-    bench = Workbench(
+    simulator = RefinementSimulator(
         loaded.vectors_ND,
         loaded.row_ptr,
         loaded.view_numbers_N,
@@ -605,10 +609,10 @@ def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]
     )
     encoder = open_encoder(store, described.encoder_name, described.encoder_fingerprint)
     queries = encoder.embed_queries([question.text for question in questions])
-    asked = Asked("known", queries, [question.answers for question in questions], [set()] * len(questions))
+    asked = LabelledQuestions("known", queries, [question.answers for question in questions], [set()] * len(questions))
     none = np.empty(0, np.int64), np.empty((0, described.dimension), np.float32)
-    state = _State(bench.vectors_ND, queries, *none)
-    made = bench._step(setting, state, bench.label(setting, asked, state, bench.search(state, queries, 20)))
+    state = _State(simulator.vectors_ND, queries, *none)
+    made = simulator._step(setting, state, simulator.label(setting, asked, state, simulator.search(state, queries, 20)))
     return {loaded.ids[row]: made.feedback_FD[made.feedback_P == row] for row in np.unique(made.feedback_P)}
 
 
@@ -685,7 +689,7 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     study = load_study(write({}, variants=STUDY["variants"][:1], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
     empty = {"passages_written": 9}
-    done = {key: DoneStep(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
+    done = {key: StepRecord(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
     last = plan.variants[0].keys[-1]
     report = make_report(study, plan, {**done, last: done[last]._replace(report=fake(0.2, 1))})
     assert [table.title for table in report.tables] == ["Retrieval"]

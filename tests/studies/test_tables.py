@@ -1,4 +1,4 @@
-"""What reports show of steps' figures: tables by cell, heat maps by number; and what the cost step times."""
+"""Checks the tables and heat maps of reports cell by cell, and what the cost step times."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core.encoder import DualEncoder
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import prepare
@@ -23,7 +23,7 @@ from mvr_ray.studies.tables import (
     CROSS_ENCODER,
     READER,
     Cell,
-    Measured,
+    VariantResult,
     index_table,
     mining_table,
     reader_table,
@@ -33,9 +33,9 @@ from mvr_ray.studies.tables import (
 )
 
 
-def measured(name: str, cells: dict[str, float] | None = None, **reports) -> Measured:
+def results(name: str, cells: dict[str, float] | None = None, **reports) -> VariantResult:
     found = {metric: Cell(value, value - 0.1, value + 0.1, 1) for metric, value in (cells or {}).items()}
-    return Measured(name, {}, "", found, {}, reports)
+    return VariantResult(name, {}, "", found, {}, reports)
 
 
 def told(table) -> list[dict]:
@@ -65,14 +65,14 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
         values = [value(number, k, number / 16 + shift) for number in range(8) for k in (1, 5)]
         return {"sets": [{"questions": "dev", "asked": 8, "rows": rows, "values": values}]}
 
-    base = measured("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
-    first, _, second, _ = told(reading_table([base, measured("b", reading=[read(0.25)])]))
+    base = results("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
+    first, _, second, _ = told(reading_table([base, results("b", reading=[read(0.25)])]))
     assert (first["passages"], first["n"], first["paper exact match"]) == (1, 8, "41.5")
     assert first["exact match"] == "30.0 (29.0 to 32.0)"
     assert first["F1"] == "40.0 (39.0 to 42.0)"
     assert first["F1 against a, p"] == ""
     assert second["F1 against a, p"] == "+25.0 (+25.0 to +25.0), 0.12", "four articles, each better: 2 of 16 flips"
-    assert reading_table([measured("a")]) is None
+    assert reading_table([results("a")]) is None
 
 
 def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
@@ -80,7 +80,7 @@ def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_
         epoch = {"step": 40, "loss": loss, "loss_local": 2.0, "view_pair_cosine": 0.5, "lv": 0.2}
         return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapsed}]}
 
-    [row] = told(training_table([measured("a", train=[ended(1.0, True), ended(2.0, False)])]))
+    [row] = told(training_table([results("a", train=[ended(1.0, True), ended(2.0, False)])]))
     assert (row["steps"], row["loss"], row["local loss"], row["collapsed"]) == (40, "1.5", "2", "1 of 2")
     assert float(row["ln V"]) == pytest.approx(math.log(4), abs=1e-3)
 
@@ -89,7 +89,7 @@ def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of
     mined = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
              "dropped_by_cross_encoder": 1, "negatives": 129, "without": 2}  # fmt: skip
     taught = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
-    found = [measured("a", mine=[mined, {**mined, "method": "bm25"}], **{CROSS_ENCODER: [taught]})]
+    found = [results("a", mine=[mined, {**mined, "method": "bm25"}], **{CROSS_ENCODER: [taught]})]
     first, second = told(mining_table(found))
     assert [first[name] for name in ("pass", "gold", "answer-bearing", "by the cross-encoder")] == [
         1, "10.0", "25.0", "0.5"]  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_reader_is_told_by_its_best_epoch_and_an_index_by_what_its_shards_hold
     taught = {"metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}}
     shards = [{"num_passages": 30, "num_vectors": 200}, {"num_passages": 10, "num_vectors": 100}]
     index = {"shards": shards, "dimension": 384, "dtype": "fp16"}
-    found = [measured("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [taught]}), measured("b")]
+    found = [results("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [taught]}), results("b")]
     [reader] = told(reader_table(found))
     assert (reader["F1 before"], reader["exact match"], reader["F1"]) == ("5.0", "40.0", "52.5")
     [row] = told(index_table(found))
@@ -131,10 +131,10 @@ def drawn(monkeypatch) -> list:
 
 def test_the_heat_map_of_attention_has_view_i_in_row_i(study, drawn):
     table = [[1e-12, 0.5, None], [0.25, 0.0, 2.0], [3.0, 4.0, 0.0]]
-    [plot] = plots_of(study, [measured("a b", analyze=[{"attention_kl_table": table}])])
+    [plot] = plots_of(study, [results("a b", analyze=[{"attention_kl_table": table}])])
     assert plot.name == "attention-kl-a-b" and plot.png.startswith(b"\x89PNG")
     assert [rows for _, _, _, rows in drawn] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
-    assert plots_of(study, [measured("one view", analyze=[{"attention_kl_table": None}])]) == []
+    assert plots_of(study, [results("one view", analyze=[{"attention_kl_table": None}])]) == []
 
 
 @pytest.mark.parametrize(("keeps_length", "named"), [(True, "length-kept"), (False, "raw")])
@@ -146,7 +146,7 @@ def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study,
         return {"setting": setting, "rounds": [{"sets": sets}] * 2}
 
     tried = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
-    made = plots_of(study, [measured("a", refinement_grid=[{"tried": tried}])])
+    made = plots_of(study, [results("a", refinement_grid=[{"tried": tried}])])
     assert [plot.name for plot in made[:2]] == [f"linear-{named}-a-known", f"linear-{named}-a-unseen"]
     known = [one for one in drawn if one[0] == f"linear-{named}-a-known"]
     assert [title for _, title, _, _ in known] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
@@ -157,9 +157,9 @@ def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study,
 
 
 @pytest.mark.data
-def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(prepared, run_over, tmp_path):
+def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(corpus_store, run_over, tmp_path):
     plain = run_over(tmp_path / "store").model_dump(mode="json")
-    plain["prepare"]["sources"][0]["path"] = str(prepared / "squad.json")
+    plain["prepare"]["sources"][0]["path"] = str(corpus_store / "squad.json")
     run = type(run_over(tmp_path / "store")).model_validate(plain)
     with pytest.raises(MissingInputError):
         cost(run)

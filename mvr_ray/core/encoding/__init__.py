@@ -1,1 +1,1 @@
-"""Pretrained transformers: which, at rest and in memory, and their forward pass without padding and in fewer bits."""
+"""Texts to vectors: sentences and snippets, the layout of views, backbones and their forward passes, snapshots."""

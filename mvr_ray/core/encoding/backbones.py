@@ -160,7 +160,7 @@ class Tower(nn.Module):
         return digest_of(self.backbone.config, self.tokenizer, self.state_dict())
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A transformer and its fast tokenizer. `missing` names the weights that the folder lacked: they are random."""
 
     model: Any
@@ -187,17 +187,17 @@ def open_tower(folder: str) -> Tower:
     return Tower(backbone, tokenizer, model_type)
 
 
-def open_reading(folder: str) -> Loaded:
+def open_reader_model(folder: str) -> LoadedModel:
     """Load any extractive question-answering model, or a backbone that is to become one. Weights become float32.
 
     Only the head may be missing. Raises ReaderError naming the folder and what is wrong with it.
     """
-    return _open_headed(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
+    return _open_task_model(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
 
 
-def open_scoring(folder: str) -> Loaded:
+def open_scorer_model(folder: str) -> LoadedModel:
     """Load any model that scores a pair of texts by one logit (or by two, no and yes), or a backbone that is to become
-    one. Weights become float32. Only the head may be missing. Raises CrossEncoderError as `open_reading` does."""
+    one. Weights become float32. Only the head may be missing. Raises CrossEncoderError as `open_reader_model` does."""
     kind, refusal = "cross-encoder", CrossEncoderError
     _model_type(folder, kind, refusal)
     with _quiet():
@@ -206,19 +206,19 @@ def open_scoring(folder: str) -> Loaded:
     labels = int(config.num_labels or 1)
     if scoring and labels > 2:
         raise refusal(f"cross-encoder {folder} has {labels} labels; take a model that scores with one or two")
-    return _open_headed(
+    return _open_task_model(
         folder, kind, AutoModelForSequenceClassification, refusal, **({} if scoring else {"num_labels": 1})
     )
 
 
-def _open_headed(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> Loaded:
+def _open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
     model_type = _model_type(folder, what, refusal)
-    loaded = _load(folder, what, factory, refusal, **options)
-    body = f"{loaded.model.base_model_prefix}."
-    inside = [name for name in loaded.missing if name.startswith(body) and ".pooler." not in name]
+    weights = _load(folder, what, factory, refusal, **options)
+    body = f"{weights.model.base_model_prefix}."
+    inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
     if inside:
         raise refusal(_lacking(f"{what} {folder}", model_type, inside))
-    return loaded
+    return weights
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -259,7 +259,7 @@ def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | Non
     return config.get("model_type")
 
 
-def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> Loaded:
+def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
     try:
         with _quiet():
             model, info = factory.from_pretrained(
@@ -272,7 +272,7 @@ def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **op
         ) from None
     if tokenizer is None or not tokenizer.is_fast:
         raise refusal(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
-    return Loaded(model, tokenizer, sorted(info["missing_keys"]))
+    return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 
 def _lacking(named: str, model_type: str | None, missing: list[str]) -> str:

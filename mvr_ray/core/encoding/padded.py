@@ -1,5 +1,4 @@
-"""A tower over texts that are padded to the longest: with a gradient, on any device, and what other ways are tested
-against.
+"""Run a tower over padded texts: with a gradient and on any device. Other forward passes are tested against it.
 
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mvr_ray.core.encoding.backbones import Tower
-from mvr_ray.core.encoding.packed import Means
-from mvr_ray.core.views import TokenizedPassage
+from mvr_ray.core.encoding.unpadded_cpu import Means
+from mvr_ray.core.encoding.views import TokenizedPassage
 
 
-class Padded(NamedTuple):
+class PaddedTokens(NamedTuple):
     """Token ids, position ids, the view that reads each token (-1: none), and which are no padding."""
 
     ids_PT: Tensor
@@ -25,7 +24,7 @@ class Padded(NamedTuple):
     real_PT: Tensor
 
 
-def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Padded:
+def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> PaddedTokens:
     """On the tower's device."""
     shape = (len(tokenized), max(passage.num_tokens for passage in tokenized))
     ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
@@ -37,7 +36,7 @@ def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Padded:
         ids[row, :end], positions[row, :end], views[row, :end] = passage
         real[row, :end] = True
     device = next(tower.parameters()).device
-    return Padded(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
+    return PaddedTokens(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
 
 
 def padded_views(tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:

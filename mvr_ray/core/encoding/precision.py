@@ -1,4 +1,4 @@
-"""In which precision passages are embedded, and the weights laid out for it.
+"""Embed passages in fp32, bf16 or int8, with the weights laid out for it.
 
 `fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
 belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
@@ -13,74 +13,74 @@ import torch
 from torch import nn
 
 from mvr_ray.core.encoding.backbones import Tower
-from mvr_ray.core.encoding.cuda_packed import UnpaddedTower, reads_unpadded
-from mvr_ray.core.encoding.packed import Means, PackedTower, packs
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
-from mvr_ray.core.views import TokenizedPassage
+from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
+from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower, supports_unpadded_gpu
+from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
-Precision = Literal["fp32", "bf16", "int8"]
+PrecisionName = Literal["fp32", "bf16", "int8"]
 
 
-class Lowered(NamedTuple):
+class Precision(NamedTuple):
     """A precision, and for int8 its scales."""
 
-    precision: Precision
+    name: PrecisionName
     scales: Scales | None = None
 
     def digest(self) -> bytes:
         """Nothing for fp32, so that its encoders keep their names."""
-        if self.precision == "fp32":
+        if self.name == "fp32":
             return b""
-        hasher = hashlib.blake2b(self.precision.encode(), digest_size=32)
+        hasher = hashlib.blake2b(self.name.encode(), digest_size=32)
         for name, values in zip(Scales._fields, self.scales or ()):
             hasher.update(f"{name} {values.shape}".encode() + values.tobytes())
         return hasher.digest()
 
 
-FULL = Lowered("fp32")
+FP32 = Precision("fp32")
 
 
-class Reader(Protocol):
+class InferenceTower(Protocol):
     """A tower laid out for reading without a gradient."""
 
     def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means: ...
 
 
-class Readers:
+class InferenceCache:
     """The packed form of towers, made when it is first asked for and again when a weight has changed since. It is never
     copied nor shipped: who gets the encoder lays its weights out anew."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._kept: dict[tuple[int, Precision], tuple[object, Reader]] = {}
+        self._kept: dict[tuple[int, PrecisionName], tuple[object, InferenceTower]] = {}
 
-    def __reduce__(self) -> tuple[type["Readers"], tuple[()]]:
-        return Readers, ()
+    def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
+        return InferenceCache, ()
 
-    def of(self, tower: Tower, lowered: Lowered) -> Reader:
+    def of(self, tower: Tower, precision: Precision) -> InferenceTower:
         """Raises EncoderError where this tower, torch or processor has no such products."""
         parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        kept = self._kept.get((id(tower), lowered.precision))
+        kept = self._kept.get((id(tower), precision.name))
         if kept is None or kept[0] != state:
-            kept = self._kept[id(tower), lowered.precision] = (state, lay_out(tower, lowered))
+            kept = self._kept[id(tower), precision.name] = (state, build_tower(tower, precision))
         return kept[1]
 
 
-def lay_out(tower: Tower, lowered: Lowered) -> Reader:
+def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     """The tower's weights of this moment in the order and precision in which they are multiplied."""
-    check(tower, lowered.precision)
-    dtype = torch.bfloat16 if lowered.precision == "bf16" else torch.float32
+    check(tower, precision.name)
+    dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
     if _on_gpu(tower):
-        return UnpaddedTower(tower, dtype)
-    if lowered.precision == "int8":
-        assert lowered.scales is not None, "int8 without scales"
-        return PackedTower(tower, int8_layers(tower, lowered.scales))
-    return PackedTower(tower, dtype=dtype)
+        return UnpaddedGpuTower(tower, dtype)
+    if precision.name == "int8":
+        assert precision.scales is not None, "int8 without scales"
+        return UnpaddedCpuTower(tower, int8_layers(tower, precision.scales))
+    return UnpaddedCpuTower(tower, dtype=dtype)
 
 
-def check(tower: Tower, precision: Precision, gpu: bool | None = None) -> None:
+def check(tower: Tower, precision: PrecisionName, gpu: bool | None = None) -> None:
     """Raise EncoderError unless this machine embeds passages with this tower in this precision. `gpu`: where it will be
     done; absent: where the tower is."""
     if precision == "fp32":
@@ -95,9 +95,9 @@ def _on_gpu(tower: Tower) -> bool:
     return next(tower.parameters()).device.type != "cpu"
 
 
-def _cpu_lacks(tower: Tower, precision: Precision) -> str:
+def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
-    if not packs(backbone):
+    if not supports_unpadded_cpu(backbone):
         return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "a processor that multiplies bfloat16, and this one does not"
@@ -106,11 +106,11 @@ def _cpu_lacks(tower: Tower, precision: Precision) -> str:
     return ""
 
 
-def _gpu_lacks(tower: Tower, precision: Precision, here: bool) -> str:
+def _gpu_lacks(tower: Tower, precision: PrecisionName, here: bool) -> str:
     backbone: Any = tower.backbone
     if precision == "int8":
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
-    if not reads_unpadded(backbone):
+    if not supports_unpadded_gpu(backbone):
         kind = backbone.config.model_type
         return f"a backbone on a GPU whose attention can be told where texts end, and this is a {kind}"
     if here and not torch.cuda.is_bf16_supported():

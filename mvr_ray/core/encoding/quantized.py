@@ -24,18 +24,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mvr_ray.core.encoding.backbones import Tower
-from mvr_ray.core.encoding.packed import (
+from mvr_ray.core.encoding.unpadded_cpu import (
     Affine,
     Layer,
     LayerWeights,
-    PackedTower,
     Run,
+    UnpaddedCpuTower,
     attention,
     blocks,
     layer_weights,
     normalised,
 )
-from mvr_ray.core.views import TokenizedPassage
+from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import FloatArray
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -58,7 +58,7 @@ class Scales(NamedTuple):
     down_zero_L: FloatArray
 
 
-class Int8Product:
+class Int8Linear:
     """Takes bytes; gives float32 or bfloat16, or, with gelu behind it, bytes of the given step and zero."""
 
     def __init__(
@@ -91,14 +91,14 @@ class Int8Product:
         )
 
 
-class Bytes(NamedTuple):
+class Quantizer(NamedTuple):
     """Turns floats into bytes: u = x / step + zero, rounded, kept within 0..255."""
 
     inverse_D: Tensor
     shift_D: Tensor
 
     @classmethod
-    def of(cls, step_D: Tensor, zero_D: Tensor) -> "Bytes":
+    def of(cls, step_D: Tensor, zero_D: Tensor) -> "Quantizer":
         return cls(1 / step_D, zero_D + 0.5)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ class Int8Layer:
         qkv = Affine(weights.qkv.weight / value_step_E[:, None], weights.qkv.bias / value_step_E)
         self.heads, self.eps = weights.heads, weights.eps
         self.norm, self.last_norm = weights.norm, weights.last_norm
-        self.to_qkv, self.to_up = Bytes.of(qkv_step_D, qkv_zero_D), Bytes.of(up_step_D, up_zero_D)
-        self.qkv = Int8Product(qkv, qkv_step_D, qkv_zero_D, attention_dtype())
-        self.out = Int8Product(weights.out, out_step_D, torch.full((wide,), 128.0))
+        self.to_qkv, self.to_up = Quantizer.of(qkv_step_D, qkv_zero_D), Quantizer.of(up_step_D, up_zero_D)
+        self.qkv = Int8Linear(qkv, qkv_step_D, qkv_zero_D, attention_dtype())
+        self.out = Int8Linear(weights.out, out_step_D, torch.full((wide,), 128.0))
         gelu = (float(down_step), float(down_zero))
-        self.up = Int8Product(weights.up, up_step_D, up_zero_D, gelu_step=gelu[0], gelu_zero=gelu[1])
+        self.up = Int8Linear(weights.up, up_step_D, up_zero_D, gelu_step=gelu[0], gelu_zero=gelu[1])
         hidden = weights.down.weight.shape[1]
-        self.down = Int8Product(weights.down, down_step.expand(hidden), down_zero.expand(hidden))
+        self.down = Int8Linear(weights.down, down_step.expand(hidden), down_zero.expand(hidden))
 
     def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
         own_ND = attention(self.qkv(self.to_qkv(x_ND)), runs, self.heads)
@@ -145,7 +145,7 @@ def int8_layers(tower: Tower, scales: Scales) -> list[Layer]:
     return [Int8Layer(weights, scales, at) for at, weights in enumerate(layer_weights(tower.backbone))]
 
 
-class _Seen:
+class ActivationObserver:
     """A float32 layer that keeps a sample of what enters its products."""
 
     def __init__(self, weights: LayerWeights, keep: Callable[[Tensor], Tensor]) -> None:
@@ -166,8 +166,8 @@ def calibrate(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Scales:
     """Scales from texts like those that are to be read: same weights and texts, same scales."""
     total = sum(text.num_tokens for text in tokenized)
     every = max(1, total // SAMPLE_ROWS)
-    layers = [_Seen(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower.backbone)]
-    packed = PackedTower(tower, layers, filled=False)
+    layers = [ActivationObserver(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower.backbone)]
+    packed = UnpaddedCpuTower(tower, layers, filled=False)
     with torch.no_grad():
         for rows in blocks([text.num_tokens for text in tokenized]):
             packed([tokenized[row] for row in rows])
@@ -175,7 +175,7 @@ def calibrate(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Scales:
     return Scales(*(np.stack(values).astype(np.float32) for values in zip(*found)))
 
 
-def _layer_scales(layer: _Seen) -> list[np.ndarray]:
+def _layer_scales(layer: ActivationObserver) -> list[np.ndarray]:
     weights = layer.weights
     qkv_ND, out_ND, up_ND, down_ND = (torch.cat(layer.inputs[name]) for name in ("qkv", "out", "up", "down"))
     qkv_step_D, qkv_zero_D = _steps(qkv_ND, weights.qkv)

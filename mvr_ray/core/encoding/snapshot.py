@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, get_args
 from safetensors.numpy import load_file, save_file
 
 from mvr_ray.core.encoding.backbones import Tower, open_tower
-from mvr_ray.core.encoding.precision import FULL, Lowered, Precision
+from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
 from mvr_ray.core.encoding.quantized import Scales
-from mvr_ray.core.snippets import PunktParams
-from mvr_ray.core.views import EncoderSpec
+from mvr_ray.core.encoding.snippets import PunktParams
+from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.errors import EncoderError
 
 ENCODER_FILE = "encoder.json"
@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
     towers: list[Tower]
     punkt: PunktParams
     fingerprint: str
-    lowered: Lowered
+    precision: Precision
 
 
 def tower_names(spec: EncoderSpec) -> Sequence[str]:
@@ -50,7 +50,7 @@ def write_snapshot(
     towers: Mapping[str, Tower],
     punkt: PunktParams,
     fingerprint: str,
-    lowered: Lowered = FULL,
+    precision: Precision = FP32,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, tower in towers.items():
@@ -63,10 +63,10 @@ def write_snapshot(
         "num_views": spec.effective_views,
         "spec": asdict(spec),
     }
-    if lowered.precision != "fp32":
-        described["precision"] = lowered.precision
-    if lowered.scales is not None:
-        save_file(lowered.scales._asdict(), folder / SCALES_FILE)
+    if precision.name != "fp32":
+        described["precision"] = precision.name
+    if precision.scales is not None:
+        save_file(precision.scales._asdict(), folder / SCALES_FILE)
     (folder / ENCODER_FILE).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -99,17 +99,17 @@ def read_snapshot(folder: Path) -> Snapshot:
     if not (folder / PUNKT_FILE).is_file():
         raise EncoderError(f"encoder snapshot {folder} has no {PUNKT_FILE}; copy or make it again")
     punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
-    return Snapshot(spec, towers, punkt, saved["fingerprint"], _lowered(folder, saved.get("precision", "fp32")))
+    return Snapshot(spec, towers, punkt, saved["fingerprint"], _precision(folder, saved.get("precision", "fp32")))
 
 
-def _lowered(folder: Path, precision: Any) -> Lowered:
-    if precision not in get_args(Precision):
+def _precision(folder: Path, precision: Any) -> Precision:
+    if precision not in get_args(PrecisionName):
         raise EncoderError(f"encoder snapshot {folder} embeds in {precision!r}, which this mvr_ray does not know")
     if precision != "int8":
-        return Lowered(precision)
+        return Precision(precision)
     if not (folder / SCALES_FILE).is_file():
         raise EncoderError(f"encoder snapshot {folder} has no {SCALES_FILE}; copy or make it again")
     found = load_file(folder / SCALES_FILE)
     if set(found) != set(Scales._fields):
         raise EncoderError(f"{folder / SCALES_FILE} does not hold the scales of int8; copy or make the snapshot again")
-    return Lowered(precision, Scales(**found))
+    return Precision(precision, Scales(**found))

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.batches import token_batches
-from mvr_ray.core.encoding.backbones import Loaded, open_scoring
-from mvr_ray.core.encoding.packed import PackedBackbone, over_blocks
-from mvr_ray.core.reading.headed import HeadedModel
+from mvr_ray.core.encoding.backbones import LoadedModel, open_scorer_model
+from mvr_ray.core.encoding.length_batches import token_batches
+from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks
+from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.errors import CrossEncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
     passage: Passage
 
 
-class CrossEncoder(HeadedModel):
+class CrossEncoder(TaskModel):
     """A model that scores pairs, with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
 
     what: ClassVar[str] = "cross-encoder"
@@ -50,10 +50,10 @@ class CrossEncoder(HeadedModel):
     head: ClassVar[str] = "scoring pairs"
     refusal: ClassVar = CrossEncoderError
 
-    open_loaded = staticmethod(open_scoring)
+    open_model = staticmethod(open_scorer_model)
 
-    def __init__(self, loaded: Loaded, spec: PairSpec, named: str) -> None:
-        super().__init__(loaded, spec)
+    def __init__(self, weights: LoadedModel, spec: PairSpec, named: str) -> None:
+        super().__init__(weights, spec)
         if spec.max_tokens > self.positions:
             raise CrossEncoderError(
                 f"max_tokens is {spec.max_tokens}, but cross-encoder {named} has {self.positions} positions; lower "
@@ -61,8 +61,8 @@ class CrossEncoder(HeadedModel):
             )
 
     @classmethod
-    def make(cls, loaded: Loaded, spec: PairSpec | None, named: str) -> "CrossEncoder":
-        return cls(loaded, spec or PairSpec(), named)
+    def make(cls, weights: LoadedModel, spec: PairSpec | None, named: str) -> "CrossEncoder":
+        return cls(weights, spec or PairSpec(), named)
 
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
         """The inputs of pairs, unpadded."""
@@ -113,7 +113,7 @@ class CrossEncoder(HeadedModel):
             raise CrossEncoderError("the cross-encoder's scores are not finite numbers; its weights are damaged")
         return scores
 
-    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: PackedBackbone, whole: bool) -> Tensor:
+    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: UnpaddedCpuBackbone, whole: bool) -> Tensor:
         """scores_B of pairs that are read end to end; heads look at the first token of each."""
         lengths = [len(one["input_ids"]) for one in tokenized]
         ids_N, types_N = (

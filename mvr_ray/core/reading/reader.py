@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.batches import token_batches
-from mvr_ray.core.encoding.backbones import Loaded, open_reading
-from mvr_ray.core.encoding.packed import PackedBackbone, over_blocks
-from mvr_ray.core.reading.headed import HeadedModel
+from mvr_ray.core.encoding.backbones import LoadedModel, open_reader_model
+from mvr_ray.core.encoding.length_batches import token_batches
+from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks
 from mvr_ray.core.reading.spans import best_spans, log_shares
+from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.core.reading.windows import PassageTokens, ReaderSpec, Window, Windower
 from mvr_ray.errors import ReaderError
 
-__all__ = ["Reader", "ReaderSpec", "Span", "ToRead", "choose"]
+__all__ = ["Reader", "ReaderSpec", "Span", "ReadRequest", "choose"]
 
 
-class ToRead(NamedTuple):
+class ReadRequest(NamedTuple):
     """A question and the texts to find its answer in."""
 
     question: str
@@ -54,7 +54,7 @@ class Logits(NamedTuple):
     candidate_FT: Tensor
 
 
-class _Found(NamedTuple):
+class _WindowSpan(NamedTuple):
     """A window's best span, in tokens of the passage. The least is the best: `cost` is its score, negative."""
 
     cost: float
@@ -64,7 +64,7 @@ class _Found(NamedTuple):
     end_log_prob: float
 
 
-class Reader(HeadedModel):
+class Reader(TaskModel):
     """A question-answering model with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
 
     what: ClassVar[str] = "reader"
@@ -72,18 +72,18 @@ class Reader(HeadedModel):
     head: ClassVar[str] = "extractive question answering"
     refusal: ClassVar = ReaderError
 
-    open_loaded = staticmethod(open_reading)
+    open_model = staticmethod(open_reader_model)
 
-    def __init__(self, loaded: Loaded, spec: ReaderSpec, named: str) -> None:
-        super().__init__(loaded, spec)
+    def __init__(self, weights: LoadedModel, spec: ReaderSpec, named: str) -> None:
+        super().__init__(weights, spec)
         self.windower = Windower(self.tokenizer, spec)
         self._check(named)
 
     @classmethod
-    def make(cls, loaded: Loaded, spec: ReaderSpec | None, named: str) -> "Reader":
-        return cls(loaded, spec or ReaderSpec(), named)
+    def make(cls, weights: LoadedModel, spec: ReaderSpec | None, named: str) -> "Reader":
+        return cls(weights, spec or ReaderSpec(), named)
 
-    def read(self, asked: Sequence[ToRead], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
+    def read(self, asked: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
         """The best span of every passage of every question; None where a passage has no token.
 
         Equal scores: the earlier start, then the shorter span. Windows are sorted by length; on a CPU they are read end
@@ -99,10 +99,10 @@ class Reader(HeadedModel):
                 made = self.windower.windows(frame, tokens[text])
                 owners += [(row, column)] * len(made)
                 windows += made
-        best: dict[tuple[int, int], _Found] = {}
+        best: dict[tuple[int, int], _WindowSpan] = {}
         lengths = [len(window.input_ids) for window in windows]
         packed = self.packed()
-        founds: dict[int, _Found] = {}
+        founds: dict[int, _WindowSpan] = {}
 
         def read(rows: list[int], whole: bool = False) -> None:
             founds.update(zip(rows, self._best([windows[row] for row in rows], packed, whole)))
@@ -131,7 +131,7 @@ class Reader(HeadedModel):
         out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
-    def _packed(self, windows: Sequence[Window], packed: PackedBackbone, whole: bool) -> Logits:
+    def _packed(self, windows: Sequence[Window], packed: UnpaddedCpuBackbone, whole: bool) -> Logits:
         """The same of windows that are read end to end; where no token is, 0."""
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(windows))
         types_N = types_FT[real_FT].long() if self.with_types else None
@@ -143,7 +143,9 @@ class Reader(HeadedModel):
         logits_FT2[real_FT] = model.qa_outputs(states_ND)
         return Logits(logits_FT2[..., 0], logits_FT2[..., 1], candidate_FT)
 
-    def _best(self, windows: Sequence[Window], packed: PackedBackbone | None, whole: bool) -> Iterator[_Found]:
+    def _best(
+        self, windows: Sequence[Window], packed: UnpaddedCpuBackbone | None, whole: bool
+    ) -> Iterator[_WindowSpan]:
         text_FT = self.windower.pad(windows).text_FT
         logits = self(windows) if packed is None else self._packed(windows, packed, whole)
         start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in logits)
@@ -154,7 +156,7 @@ class Reader(HeadedModel):
         for row, (window, start, end, score) in enumerate(zip(windows, *best)):
             first, last = int(start) - window.place(0), int(end) - window.place(0)
             null = float(start_FT[row, window.null]) + float(end_FT[row, window.null]) if self.spec.minus_null else 0.0
-            yield _Found(
+            yield _WindowSpan(
                 null - float(score), first, last, *map(float, (start_shares[row, start], end_shares[row, end]))
             )
 
@@ -187,7 +189,7 @@ def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float 
     return max(worth, key=lambda row: (worth[row], -row), default=-1)
 
 
-def _span(text: str, tokens: PassageTokens, found: _Found) -> Span:
+def _span(text: str, tokens: PassageTokens, found: _WindowSpan) -> Span:
     """In characters of the text, without blanks around it."""
     start, stop = int(tokens.starts[found.first]), int(tokens.stops[found.last])
     piece = text[start:stop]

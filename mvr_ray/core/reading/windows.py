@@ -1,4 +1,4 @@
-"""What an extractive reader is given: a question with as much of a passage as fits, in windows that overlap.
+"""Cut a question and a passage into overlapping windows, the inputs of an extractive reader.
 
     [CLS] question [SEP] tokens w .. w + n of the passage [SEP]            or as the model's tokenizer puts a pair
 

@@ -1,1 +1,1 @@
-"""Exact search at the speed of a matrix product: what a score is, kernels for each machine, and the scan over them."""
+"""Exact search at the speed of a matrix product: scores, kernels for each machine, the scan, merging and pruning."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mvr_ray.core.searching.kernels import GPU_STEP, Survivors, TorchKernel
+from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, TorchKernel
 from mvr_ray.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Tuning(NamedTuple):
     stages: int = 3
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """Vectors of a step as they lie on the device: halves, or codes with their scales."""
 
     rows_ND: torch.Tensor
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class FusedKernel(TorchKernel):
-    """What `TorchKernel` computes, without its memory traffic. Steps are `Rows`: nothing is converted ahead.
+    """What `TorchKernel` computes, without its memory traffic. Steps are `DeviceRows`: nothing is converted ahead.
 
     Where Triton is not there or cannot compile, it is torch that computes the scores, in the same blocks.
     """
@@ -82,18 +82,20 @@ class FusedKernel(TorchKernel):
     def input_rounding(self) -> float:
         return max(2.0**-11, super().input_rounding)
 
-    def ready(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> Rows:
+    def ready(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> DeviceRows:
         """The rows as they are."""
-        return Rows(rows_ND, scale_N1)
+        return DeviceRows(rows_ND, scale_N1)
 
-    def max_norm(self, ready: Rows) -> float:
+    def max_norm(self, ready: DeviceRows) -> float:
         highest = torch.zeros((), device=self.device)
         for at in range(0, len(ready.rows_ND), GPU_STEP):
             plain_ND = self._plain(ready, slice(at, at + GPU_STEP))
             highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
         return float(highest)
 
-    def best_views(self, queries_QD: torch.Tensor, vectors_ND: Rows, counts_P: IntArray, uniform: int) -> torch.Tensor:
+    def best_views(
+        self, queries_QD: torch.Tensor, vectors_ND: DeviceRows, counts_P: IntArray, uniform: int
+    ) -> torch.Tensor:
         """best_QP, and columns of -inf up to a whole number of blocks."""
         rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
         most = uniform or int(counts_P.max())
@@ -142,7 +144,7 @@ class FusedKernel(TorchKernel):
 
         rows_ND = torch.ones(8, 16, dtype=torch.float16, device=self.device)
         try:
-            self.best_views(torch.ones(1, 16, device=self.device), Rows(rows_ND, None), np.array([8]), 8)
+            self.best_views(torch.ones(1, 16, device=self.device), DeviceRows(rows_ND, None), np.array([8]), 8)
             torch.cuda.synchronize(self.device)
         except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             log.warning("scan without its kernel: device=%s reason=%s", self.device, str(error).partition("\n")[0])
@@ -150,7 +152,7 @@ class FusedKernel(TorchKernel):
 
     def select(
         self, best_QP: torch.Tensor, error_Q: FloatArray, low_QK: torch.Tensor
-    ) -> tuple[torch.Tensor, Survivors]:
+    ) -> tuple[torch.Tensor, Candidates]:
         num_queries, keep = low_QK.shape
         best_QBP = best_QP.view(num_queries, -1, BLOCK)
         highest_QB = best_QBP.amax(2)
@@ -164,15 +166,15 @@ class FusedKernel(TorchKernel):
         there_OP = (upper_OP >= low_QK[query_O, -1:]) & (upper_OP > -torch.inf)
         opened_M, inside_M = torch.nonzero(there_OP, as_tuple=True)
         passage_M = block_O[opened_M] * BLOCK + inside_M
-        survivors = (query_O[opened_M], passage_M, upper_OP[opened_M, inside_M])
-        return low_QK, Survivors(*(one.cpu().numpy() for one in survivors))
+        candidates = (query_O[opened_M], passage_M, upper_OP[opened_M, inside_M])
+        return low_QK, Candidates(*(one.cpu().numpy() for one in candidates))
 
-    def _plain(self, vectors: Rows, which: slice) -> torch.Tensor:
+    def _plain(self, vectors: DeviceRows, which: slice) -> torch.Tensor:
         scale_N1 = None if vectors.scale_N1 is None else vectors.scale_N1[which]
         return super().ready(vectors.rows_ND[which], scale_N1)
 
     def _best_plain(
-        self, queries_QD: torch.Tensor, vectors: Rows, counts_P: IntArray, uniform: int, width: int
+        self, queries_QD: torch.Tensor, vectors: DeviceRows, counts_P: IntArray, uniform: int, width: int
     ) -> torch.Tensor:
         """As torch has it, some vectors after the other."""
         starts_P = np.cumsum([0, *counts_P])

@@ -1,4 +1,4 @@
-"""Which kernel scans: compiled loops, a GPU's, torch's or numpy's."""
+"""Choose the kernel of a scan: compiled loops, a GPU's, torch's or numpy's."""
 
 import importlib.util
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a score is, and the exact ranking of a few candidates.
+"""Define the exact score, and rank a few candidates by it.
 
     s(q, p_v) = fl32( sum_d q_d p_vd )        products and sum in float64, one rounding to float32
     s(q, p)   = max_v s(q, p_v)               a passage scores as its best view (MVR, eq. 4)
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     row_M: IntArray
 
 
-class Scored(NamedTuple):
+class ScoredPairs(NamedTuple):
     """Pairs with their exact score and the view number that won (lowest on ties)."""
 
     query_M: IntArray
@@ -39,13 +39,13 @@ class Scored(NamedTuple):
     score_M: FloatArray
     view_M: IntArray
 
-    def take(self, chosen: IntArray) -> "Scored":
-        return Scored(self.query_M[chosen], self.row_M[chosen], self.score_M[chosen], self.view_M[chosen])
+    def take(self, chosen: IntArray) -> "ScoredPairs":
+        return ScoredPairs(self.query_M[chosen], self.row_M[chosen], self.score_M[chosen], self.view_M[chosen])
 
 
-def join_scored(parts: Sequence[Scored]) -> Scored:
+def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
     """At least one part, one after the other."""
-    return Scored(
+    return ScoredPairs(
         np.concatenate([part.query_M for part in parts]),
         np.concatenate([part.row_M for part in parts]),
         np.concatenate([part.score_M for part in parts]),
@@ -82,7 +82,7 @@ def score_views(
     return PassageScores(passage_id, view_numbers_N, scores_QN, view_numbers_N[scores_QN.argmax(axis=1)])
 
 
-def checked_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float32]:
+def check_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float32]:
     """Queries as contiguous float32, or ShardIndexError."""
     queries = np.asarray(queries_QD)
     if queries.ndim != 2 or queries.shape[1] != dimension:
@@ -98,7 +98,7 @@ def checked_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float3
     return queries
 
 
-def checked_k(k: int) -> int:
+def check_k(k: int) -> int:
     if k < 1:
         raise ShardIndexError(f"k is {k}; ask for at least one passage")
     return int(k)
@@ -127,7 +127,7 @@ class BlockTable:
         at = int(np.searchsorted(self.starts, row, side="right")) - 1
         return self.blocks[at].ids[row - int(self.starts[at])]
 
-    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> Scored:
+    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> ScoredPairs:
         """Exact scores of the pairs with all views of each passage, sorted by row. Each row must have a view."""
         order_M = np.argsort(pairs.row_M, kind="stable")
         query_M, row_M = pairs.query_M[order_M], pairs.row_M[order_M]
@@ -138,7 +138,7 @@ class BlockTable:
                 local_M = row_M[low:high] - first_row
                 score = native.rescore if self.compiled and native.rescores(block) else _rescore_block
                 score(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
-        return Scored(query_M, row_M, score_M, view_M)
+        return ScoredPairs(query_M, row_M, score_M, view_M)
 
 
 def _rescore_block(
@@ -165,9 +165,9 @@ def _rescore_block(
         view_M[low:high] = np.minimum.reduceat(np.where(losing, np.iinfo(np.int16).max, numbers), first)
 
 
-def best_first(scored: Scored, k: int) -> Scored:
+def best_first(scores: ScoredPairs, k: int) -> ScoredPairs:
     """The best k of each query, sorted by query, then score descending, then row ascending."""
-    ranked = scored.take(np.lexsort((scored.row_M, -scored.score_M, scored.query_M)))
+    ranked = scores.take(np.lexsort((scores.row_M, -scores.score_M, scores.query_M)))
     return ranked.take(np.flatnonzero(ranks(ranked.query_M) < k))
 
 

@@ -25,7 +25,7 @@ CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them 
 GPU_STEP = 131072
 
 
-class Survivors(NamedTuple):
+class Candidates(NamedTuple):
     """Passages that may be among the best k, by position in the step, with an upper bound of their score."""
 
     query_M: IntArray
@@ -42,7 +42,7 @@ class Coarse(NamedTuple):
     """Given a step as `Kernel.ready` made it, the largest of its vectors in float32; infinite where one cannot be."""
 
 
-class Asked(Protocol):
+class PreparedQueries(Protocol):
     """What a kernel keeps of some queries, and how well it multiplies them."""
 
     rounding_Q: FloatArray
@@ -56,11 +56,11 @@ class Asked(Protocol):
     then summed for each dimension."""
 
 
-Question = TypeVar("Question", bound=Asked)
+Queries = TypeVar("Queries", bound=PreparedQueries)
 
 
 @dataclass
-class PlainAsked(Generic[Array]):
+class PlainQueries(Generic[Array]):
     """Queries on the kernel's device, and the K best lower bounds of each so far, best first."""
 
     queries_QD: Array
@@ -71,7 +71,7 @@ class PlainAsked(Generic[Array]):
     coarse: Coarse | None = None
 
 
-class Kernel(Protocol[Array, Question]):
+class Kernel(Protocol[Array, Queries]):
     """Arrays of type `Array` live on the kernel's device."""
 
     vectors_per_step: int
@@ -90,26 +90,26 @@ class Kernel(Protocol[Array, Question]):
         """The largest Euclidean norm, computed in float32."""
         ...
 
-    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> Question:
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> Queries:
         """Queries of which the `limit` best passages are wanted. `coded`: steps are codes."""
         ...
 
-    def survivors(
-        self, asked: Question, ready: Any, counts_P: IntArray, uniform: int, error_Q: FloatArray
-    ) -> Survivors:
+    def candidates(
+        self, queries: Queries, ready: Any, counts_P: IntArray, uniform: int, error_Q: FloatArray
+    ) -> Candidates:
         """Who of a step may still be among the best K; the lower bounds rise. `counts_P` are the passages' numbers of
         views, all at least 1, and `uniform` the common one, 0 where they differ. `error_Q` bounds a product's error."""
         ...
 
-    def lows(self, asked: Question) -> FloatArray:
+    def lows(self, queries: Queries) -> FloatArray:
         """The K best lower bounds of each query, in any order, on the host."""
         ...
 
-    def kth(self, asked: Question) -> FloatArray:
+    def kth(self, queries: Queries) -> FloatArray:
         """The least of those."""
         ...
 
-    def restart(self, asked: Question, low_QK: FloatArray) -> None:
+    def restart(self, queries: Queries, low_QK: FloatArray) -> None:
         """Go on from these lower bounds, best first."""
         ...
 
@@ -131,27 +131,32 @@ class NumpyKernel:
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
 
-    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> PlainAsked[FloatArray]:
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> PlainQueries[FloatArray]:
         low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
-        return PlainAsked(queries_QD, low_QK, np.zeros(len(queries_QD)))
+        return PlainQueries(queries_QD, low_QK, np.zeros(len(queries_QD)))
 
-    def survivors(
-        self, asked: PlainAsked[FloatArray], ready: FloatArray, counts_P: IntArray, uniform: int, error_Q: FloatArray
-    ) -> Survivors:
-        best_QP = self._best_views(asked.queries_QD, ready, counts_P, uniform)
+    def candidates(
+        self,
+        queries: PlainQueries[FloatArray],
+        ready: FloatArray,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+    ) -> Candidates:
+        best_QP = self._best_views(queries.queries_QD, ready, counts_P, uniform)
         error_Q1 = error_Q[:, None].astype(np.float32)
         upper_QP = best_QP + error_Q1
-        query_M, passage_M = np.nonzero(upper_QP >= asked.low_QK[:, -1:])
+        query_M, passage_M = np.nonzero(upper_QP >= queries.low_QK[:, -1:])
         if not len(query_M):
-            return Survivors(query_M, passage_M, np.zeros(0, np.float32))
+            return Candidates(query_M, passage_M, np.zeros(0, np.float32))
         rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
         new_QM = np.full((len(best_QP), int(rank_M.max()) + 1), -np.inf, np.float32)
         new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
-        k, both = asked.low_QK.shape[1], np.concatenate([asked.low_QK, new_QM], axis=1)
-        asked.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
+        k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
+        queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
         upper_M = upper_QP[query_M, passage_M]
-        kept = upper_M >= asked.low_QK[query_M, -1]
-        return Survivors(query_M[kept], passage_M[kept], upper_M[kept])
+        kept = upper_M >= queries.low_QK[query_M, -1]
+        return Candidates(query_M[kept], passage_M[kept], upper_M[kept])
 
     def _best_views(
         self, queries_QD: FloatArray, vectors_ND: FloatArray, counts_P: IntArray, uniform: int
@@ -162,14 +167,14 @@ class NumpyKernel:
             return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
         return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
 
-    def lows(self, asked: PlainAsked[FloatArray]) -> FloatArray:
-        return asked.low_QK
+    def lows(self, queries: PlainQueries[FloatArray]) -> FloatArray:
+        return queries.low_QK
 
-    def kth(self, asked: PlainAsked[FloatArray]) -> FloatArray:
-        return asked.low_QK[:, -1]
+    def kth(self, queries: PlainQueries[FloatArray]) -> FloatArray:
+        return queries.low_QK[:, -1]
 
-    def restart(self, asked: PlainAsked[FloatArray], low_QK: FloatArray) -> None:
-        asked.low_QK = low_QK
+    def restart(self, queries: PlainQueries[FloatArray], low_QK: FloatArray) -> None:
+        queries.low_QK = low_QK
 
 
 class TorchKernel:
@@ -202,25 +207,25 @@ class TorchKernel:
     def max_norm(self, ready: Any) -> float:
         return float(ready.square().sum(1).max().sqrt())
 
-    def ask(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> "PlainAsked[torch.Tensor]":
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> "PlainQueries[torch.Tensor]":
         low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
-        return PlainAsked(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
+        return PlainQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
 
-    def survivors(
+    def candidates(
         self,
-        asked: "PlainAsked[torch.Tensor]",
+        queries: "PlainQueries[torch.Tensor]",
         ready: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
-    ) -> Survivors:
-        best_QP = self.best_views(asked.queries_QD, ready, counts_P, uniform)
-        asked.low_QK, found = self.select(best_QP, error_Q, asked.low_QK)
+    ) -> Candidates:
+        best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
+        queries.low_QK, found = self.select(best_QP, error_Q, queries.low_QK)
         return found
 
     def select(
         self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
-    ) -> "tuple[torch.Tensor, Survivors]":
+    ) -> "tuple[torch.Tensor, Candidates]":
         """The lower bounds risen by these scores, and who may still be among the best K."""
         import torch
 
@@ -235,7 +240,7 @@ class TorchKernel:
             kept = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
             query_M, passage_M = query_M[kept], passage_M[kept]
         upper_M = upper_QP[query_M, passage_M]
-        return low_QK, Survivors(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
+        return low_QK, Candidates(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
 
     def best_views(
         self, queries_QD: "torch.Tensor", vectors_ND: Any, counts_P: IntArray, uniform: int
@@ -251,14 +256,14 @@ class TorchKernel:
             best_PQ = torch.segment_reduce(scores_NQ, "max", lengths=lengths_P, axis=0)
         return best_PQ.T.contiguous()
 
-    def lows(self, asked: "PlainAsked[torch.Tensor]") -> FloatArray:
-        return asked.low_QK.cpu().numpy()
+    def lows(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
+        return queries.low_QK.cpu().numpy()
 
-    def kth(self, asked: "PlainAsked[torch.Tensor]") -> FloatArray:
-        return asked.low_QK[:, -1].cpu().numpy()
+    def kth(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
+        return queries.low_QK[:, -1].cpu().numpy()
 
-    def restart(self, asked: "PlainAsked[torch.Tensor]", low_QK: FloatArray) -> None:
-        asked.low_QK = self.put(low_QK)
+    def restart(self, queries: "PlainQueries[torch.Tensor]", low_QK: FloatArray) -> None:
+        queries.low_QK = self.put(low_QK)
 
 
 def _torch_input_rounding() -> float:
@@ -266,16 +271,16 @@ def _torch_input_rounding() -> float:
     import torch
 
     cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
-    asked = {
+    precisions = {
         torch.get_float32_matmul_precision(),
         getattr(torch.backends, "fp32_precision", "none"),
         getattr(cuda, "fp32_precision", "none"),
         getattr(onednn, "fp32_precision", "none"),
         getattr(getattr(onednn, "matmul", None), "fp32_precision", "none"),
     }
-    if asked <= {"highest", "ieee", "none"}:
+    if precisions <= {"highest", "ieee", "none"}:
         return 0.0
-    return 2.0**-10 if asked <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
+    return 2.0**-10 if precisions <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
 
 
 class _Alias:

@@ -1,5 +1,7 @@
-"""The kernel compiled from `scan.c`, for processors with AVX-512 and VNNI. It is there where the package was built
-with a C compiler; without it, or on other processors, `kernels` serves, with the same answers.
+"""Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI.
+
+The loops exist where the package was built with a C compiler; without them, or on other processors, the kernels of
+`kernels` give the same answers.
 
 What it does otherwise: vectors are read as they are stored, half precision and codes being widened in registers; the
 best view of each passage is taken and compared in registers too, so scores never reach memory; of eight-bit codes the
@@ -43,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import Coarse, Survivors
+from mvr_ray.core.searching.kernels import Candidates, Coarse
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ LARGE = 2.0**100
 LARGEST_HALF = 127 * 256
 
 
-class _Search(ctypes.Structure):
+class _SearchArgs(ctypes.Structure):
     _fields_ = (
         ("queries", ctypes.c_int32),
         ("kept", ctypes.c_int32),
@@ -72,7 +74,7 @@ class _Search(ctypes.Structure):
     )
 
 
-def opened(name: str, interface: int) -> ctypes.CDLL | None:
+def load_library(name: str, interface: int) -> ctypes.CDLL | None:
     """The compiled module of this name; None where it was not built, or from sources of another interface."""
     found = importlib.util.find_spec(name)
     if found is None or not found.origin:
@@ -87,7 +89,7 @@ def opened(name: str, interface: int) -> ctypes.CDLL | None:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled loops, or None where they were not built or this processor cannot run them."""
-    loops = opened(LIBRARY, INTERFACE)
+    loops = load_library(LIBRARY, INTERFACE)
     if loops is None or not loops.mvr_supported():
         return None
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
@@ -102,11 +104,11 @@ def library() -> ctypes.CDLL | None:
     return loops
 
 
-class _Asked(ctypes.Structure):
+class _QueryArgs(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("packed", "tiles", "coarse", "bias", "unit_Q"))
 
 
-class Rows(NamedTuple):
+class NativeRows(NamedTuple):
     """A step's vectors as they are stored, or its codes and their scales."""
 
     rows_ND: NDArray[Any]
@@ -114,7 +116,7 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class NativeAsked:
+class NativeQueries:
     """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room; and what
     tells the loops where these lie."""
 
@@ -137,11 +139,11 @@ class NativeAsked:
     def __post_init__(self) -> None:
         columns = self.query_M, self.passage_M, self.upper_M
         room = len(self.query_M)
-        self.search = _Search(
+        self.search = _SearchArgs(
             *self.low_QK.shape, None, None, _address(self.cut_Q), room, 0, *(_address(column) for column in columns)
         )
         whole = self.packed, self.tiles, None, self.bias, self.unit_Q
-        self.question = _Asked(*(_address(part) for part in whole))
+        self.question = _QueryArgs(*(_address(part) for part in whole))
         self.space_at = _address(self.space)
 
 
@@ -160,25 +162,31 @@ class NativeKernel:
         self.tiles = tiles and bool(loops.mvr_tiles())
         self.coarse = coarse and bool(loops.mvr_short())
 
+    @property
+    def halves_are_faster(self) -> bool:
+        """Whether batches of queries scan vectors of half precision faster than their codes: both are widened to
+        bfloat16, and codes leave more candidates. With AMX codes are faster (benchmarks/README.md, kernels)."""
+        return self.coarse and not self.tiles
+
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> Rows:
+    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
         rows_ND = np.ascontiguousarray(rows_ND)
         if rows_ND.dtype not in KINDS:
             rows_ND = rows_ND.astype(np.float32)
-        return Rows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
+        return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
 
-    def max_norm(self, ready: Rows) -> float:
+    def max_norm(self, ready: NativeRows) -> float:
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_norm(kind, ready.rows_ND.ctypes.data, _address(ready.scale_N), count, dimension)
 
-    def max_residual(self, ready: Rows) -> float:
+    def max_residual(self, ready: NativeRows) -> float:
         """The largest norm of what bfloat16 takes off a vector, in float32; infinite if a value is 2^120 or more."""
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_residual(kind, ready.rows_ND.ctypes.data, count, dimension)
 
-    def ask(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeAsked:
+    def prepare(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeQueries:
         num_queries, dimension = queries_QD.shape
         padded = -(-num_queries // LANES) * LANES
         tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
@@ -187,19 +195,19 @@ class NativeKernel:
             packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
             tiles = packed if self.tiles and num_queries > 1 else None
             if self.coarse and not self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, _, rounding_CQ = _split(queries_QD, padded)
+                high, _, rounding_CQ = _split_queries(queries_QD, padded)
                 short, coarse = _pack_short(high), Coarse(rounding_CQ, self.max_residual)
         else:
             packed = _pack_floats(queries_QD, padded)
             if num_queries > 1 and (self.tiles or self.coarse) and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, low, rounding_CQ = _split(queries_QD, padded)
+                high, low, rounding_CQ = _split_queries(queries_QD, padded)
                 tiles = _pack_tiles([high, low]) if self.tiles else None
                 if self.coarse:
                     short = _pack_tiles([high]) if self.tiles else _pack_short(high)
                     coarse = Coarse(rounding_CQ, self.max_residual)
         split = tiles is not None and not coded
         room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
-        return NativeAsked(
+        return NativeQueries(
             packed,
             tiles,
             short,
@@ -217,14 +225,14 @@ class NativeKernel:
             space=np.zeros(16 + padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
         )
 
-    def survivors(
-        self, asked: NativeAsked, ready: Rows, counts_P: IntArray, uniform: int, error_Q: FloatArray
-    ) -> Survivors:
+    def candidates(
+        self, queries: NativeQueries, ready: NativeRows, counts_P: IntArray, uniform: int, error_Q: FloatArray
+    ) -> Candidates:
         error_Q = np.ascontiguousarray(error_Q, np.float32)
         counts_P = np.ascontiguousarray(counts_P, np.int64)
-        search, question = asked.search, asked.question
-        search.error_Q, search.low_QK = _address(error_Q), _address(asked.low_QK)
-        question.coarse = _address(asked.short if asked.coarse else None)
+        search, question = queries.search, queries.question
+        search.error_Q, search.low_QK = _address(error_Q), _address(queries.low_QK)
+        question.coarse = _address(queries.short if queries.coarse else None)
         kind, rows, scales = KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N)
         counts, dimension = _address(counts_P), ready.rows_ND.shape[1]
         passage, parts = 0, []
@@ -232,19 +240,21 @@ class NativeKernel:
             search.found = 0
             passage = self.loops.mvr_scan(
                 kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(question), AHEAD_BYTES,
-                ctypes.addressof(search), asked.space_at,
+                ctypes.addressof(search), queries.space_at,
             )  # fmt: skip
-            parts.append([column[: search.found].copy() for column in (asked.query_M, asked.passage_M, asked.upper_M)])
-        return Survivors(*parts[0]) if len(parts) == 1 else Survivors(*map(np.concatenate, zip(*parts)))
+            parts.append(
+                [column[: search.found].copy() for column in (queries.query_M, queries.passage_M, queries.upper_M)]
+            )
+        return Candidates(*parts[0]) if len(parts) == 1 else Candidates(*map(np.concatenate, zip(*parts)))
 
-    def lows(self, asked: NativeAsked) -> FloatArray:
-        return asked.low_QK
+    def lows(self, queries: NativeQueries) -> FloatArray:
+        return queries.low_QK
 
-    def kth(self, asked: NativeAsked) -> FloatArray:
-        return asked.low_QK[:, 0]
+    def kth(self, queries: NativeQueries) -> FloatArray:
+        return queries.low_QK[:, 0]
 
-    def restart(self, asked: NativeAsked, low_QK: FloatArray) -> None:
-        asked.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
+    def restart(self, queries: NativeQueries, low_QK: FloatArray) -> None:
+        queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
 
 
 def rescores(block: EmbeddingBlock) -> bool:
@@ -288,7 +298,7 @@ def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
     return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
 
 
-class _Split(NamedTuple):
+class _SplitQueries(NamedTuple):
     """Both bfloat16 parts of padded queries, and the norms of what the first leaves of them."""
 
     high_QD: NDArray[np.uint16]
@@ -296,14 +306,14 @@ class _Split(NamedTuple):
     rounding_Q: FloatArray
 
 
-def _split(queries_QD: FloatArray, padded: int) -> _Split:
+def _split_queries(queries_QD: FloatArray, padded: int) -> _SplitQueries:
     num_queries, dimension = queries_QD.shape
     every = np.zeros((padded, -(-dimension // 32) * 32), np.float32)
     every[:num_queries, :dimension] = queries_QD
     high = _bfloat16(every)
     left = every - (high.astype(np.uint32) << 16).view(np.float32)
     rounding_Q = np.linalg.norm(left[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
-    return _Split(high, _bfloat16(left), rounding_Q)
+    return _SplitQueries(high, _bfloat16(left), rounding_Q)
 
 
 def _pack_tiles(parts: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
@@ -326,14 +336,14 @@ def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-class _Packed(NamedTuple):
+class _CodeQueries(NamedTuple):
     packed: NDArray[np.int8]
     bias: NDArray[np.int32]
     unit_Q: NDArray[np.float32]
     rounding_Q: FloatArray
 
 
-def _pack_codes(queries_QD: FloatArray, padded: int) -> _Packed:
+def _pack_codes(queries_QD: FloatArray, padded: int) -> _CodeQueries:
     """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
     num_queries, dimension = queries_QD.shape
     alone = num_queries == 1 and dimension <= 8192
@@ -357,7 +367,7 @@ def _pack_codes(queries_QD: FloatArray, padded: int) -> _Packed:
         by_panel = halves_2QD.reshape(2, padded // LANES, LANES, width // 4, 4)
         packed = by_panel.transpose(1, 3, 0, 2, 4)  # panel, four of D, half, query, one of four
         bias = -128 * by_panel.sum(axis=(3, 4)).transpose(1, 0, 2)
-    return _Packed(
+    return _CodeQueries(
         np.ascontiguousarray(packed, np.int8).ravel(), np.ascontiguousarray(bias, np.int32).ravel(), units, rounding_Q
     )
 

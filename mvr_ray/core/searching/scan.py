@@ -36,6 +36,7 @@ cut to k on the way), and, where the kernel needs them, a step's vectors as floa
 Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension.
 """
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -46,8 +47,8 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from mvr_ray.core.searching.codes import Codes
-from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, Scored, best_first, join_scored, ranks
-from mvr_ray.core.searching.kernels import Array, Kernel, NumpyKernel, Question
+from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, ScoredPairs, best_first, join_pairs, ranks
+from mvr_ray.core.searching.kernels import Array, Kernel, NumpyKernel, Queries
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
 
@@ -104,7 +105,7 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
         before += int(ptr[-1] - ptr[0])
 
 
-class Scan(Generic[Array, Question]):
+class Scan(Generic[Array, Queries]):
     """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 24 bytes a step,
     unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
     scanned in place of the vectors, which then only the candidates need."""
@@ -112,7 +113,7 @@ class Scan(Generic[Array, Question]):
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
-        kernel: Kernel[Array, Question],
+        kernel: Kernel[Array, Queries],
         *,
         codes: Codes | None = None,
         resident: bool = False,
@@ -134,6 +135,14 @@ class Scan(Generic[Array, Question]):
         self.residuals = [_rounded_up(self._residual(step)) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
+    def of_vectors(self) -> "Scan[Array, Queries]":
+        """A scan of the vectors themselves, over the same steps."""
+        scan = copy.copy(self)
+        scan.codes, scan.resident = None, []
+        scan.norms, scan.coarse_residuals = [-1.0] * len(self.steps), [-1.0] * len(self.steps)
+        scan.residuals = [0.0] * len(self.steps)
+        return scan
+
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
         """Exact top k, as `searched`."""
         return self.searched(queries_QD, k).hits
@@ -151,7 +160,7 @@ class Scan(Generic[Array, Question]):
         rescored_Q = np.concatenate([batch.rescored_Q for batch in joined]) if joined else _none(len(queries_QD))
         return Searched(hits, rescored_Q)
 
-    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[_Batch[Array, Question]]]":
+    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[_Batch[Array, Queries]]]":
         """What each thread has for each part of the queries. Steps go to whoever is free: a thread that starts late,
         for its core slept, holds nobody up."""
         left = deque(range(len(self.steps)))
@@ -163,7 +172,7 @@ class Scan(Generic[Array, Question]):
             own = self._scan(parts, limit, left)
         return [own, *(other.result() for other in helping)]
 
-    def _scan(self, parts: Sequence[FloatArray], limit: int, left: deque[int]) -> "list[_Batch[Array, Question]]":
+    def _scan(self, parts: Sequence[FloatArray], limit: int, left: deque[int]) -> "list[_Batch[Array, Queries]]":
         """What the steps have that this thread takes of those `left`, in ascending order, for each part."""
         batches = [_Batch(self, part, limit) for part in parts]
         for number in _taken(left):
@@ -172,13 +181,13 @@ class Scan(Generic[Array, Question]):
             if self.norms[number] < 0:
                 self.norms[number] = _rounded_up(self._norm(step, self.kernel.max_norm(ready)))
             for batch in batches:
-                coarse = batch.asked.coarse
+                coarse = batch.queries.coarse
                 if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
                     self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
                 batch.scan(step, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
         return batches
 
-    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[Scored]:
+    def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
         """Exact scores of the pairs, in parts; many of them by all threads."""
         count, threads = len(pairs.row_M), self.kernel.threads
         if threads == 1 or count < PAIRS_WORTH_THREADS:
@@ -223,16 +232,16 @@ class Scan(Generic[Array, Question]):
         return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
 
-class _Batch(Generic[Array, Question]):
+class _Batch(Generic[Array, Queries]):
     """What is known so far for some queries: the best lower bounds, and the candidates."""
 
-    def __init__(self, scan: Scan[Array, Question], queries_QD: FloatArray, limit: int) -> None:
+    def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
         self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
-        self.asked: Question = scan.kernel.ask(queries_QD, limit, scan.codes is not None)
-        self.pending: list[Scored] = []  # upper bounds in place of scores
+        self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.codes is not None)
+        self.pending: list[ScoredPairs] = []  # upper bounds in place of scores
         self.num_pending = 0
-        self.settled: list[Scored] = []
+        self.settled: list[ScoredPairs] = []
         self.rescored_Q = _none(len(queries_QD))
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
@@ -242,11 +251,11 @@ class _Batch(Generic[Array, Question]):
         """`coarse_residual` bounds what coarse products take off the step's vectors, if there are such; of codes they
         take off nothing."""
         self.num_seen += len(step.row_P)
-        if self.asked.coarse and self.scan_of.codes is None:
+        if self.queries.coarse and self.scan_of.codes is None:
             if math.isfinite(coarse_residual) and self._scan_coarsely(step, ready, norm, coarse_residual):
                 return
-            self.asked.coarse = None
-        self._add(step, ready, self._error(norm, residual, coarse=self.asked.coarse is not None))
+            self.queries.coarse = None
+        self._add(step, ready, self._error(norm, residual, coarse=self.queries.coarse is not None))
         if self.num_pending > self.max_pending:
             self._drop_hopeless()
             if self.num_pending > self.max_pending // 2:
@@ -255,14 +264,14 @@ class _Batch(Generic[Array, Question]):
     def _scan_coarsely(self, step: Step, ready: Any, norm: float, residual: float) -> bool:
         """False, and the step is as if not scanned, if too many passages remain candidates."""
         kernel = self.scan_of.kernel
-        before_QK = kernel.lows(self.asked).copy()
+        before_QK = kernel.lows(self.queries).copy()
         self._add(step, ready, self._error(norm, residual, coarse=True))
         most = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
         if self.num_pending > most:
             self._drop_hopeless()
         if self.num_pending <= most:
             return True
-        kernel.restart(self.asked, -np.sort(-before_QK, axis=1))
+        kernel.restart(self.queries, -np.sort(-before_QK, axis=1))
         every = self.pending[0]
         self.pending = [every.take(np.flatnonzero(every.row_M < step.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
@@ -270,10 +279,10 @@ class _Batch(Generic[Array, Question]):
 
     def _add(self, step: Step, ready: Any, error_Q: FloatArray) -> None:
         """The step's candidates."""
-        found = self.scan_of.kernel.survivors(self.asked, ready, step.counts_P, step.uniform, error_Q)
+        found = self.scan_of.kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q)
         if len(found.query_M):
             row_M = step.row_P[found.passage_M]
-            self.pending.append(Scored(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
+            self.pending.append(ScoredPairs(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
             self.num_pending += len(row_M)
 
     def _error(self, norm: float, residual: float, coarse: bool = False) -> FloatArray:
@@ -289,34 +298,34 @@ class _Batch(Generic[Array, Question]):
                 f"queries of norm up to {self.norm_Q.max():g} and vectors of norm up to {norm:g} "
                 f"overflow float32 scores; normalise the embeddings"
             )
-        rounding_Q, input_rounding = self.asked.rounding_Q, self.asked.input_rounding
-        num_terms = self.scan_of.table.dimension * self.asked.products
-        if coarse and self.asked.coarse:
-            rounding_Q, input_rounding = self.asked.coarse.rounding_Q, 0.0
+        rounding_Q, input_rounding = self.queries.rounding_Q, self.queries.input_rounding
+        num_terms = self.scan_of.table.dimension * self.queries.products
+        if coarse and self.queries.coarse:
+            rounding_Q, input_rounding = self.queries.coarse.rounding_Q, 0.0
             num_terms, norm = self.scan_of.table.dimension, norm + residual
         error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, input_rounding)
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 
-    def absorb(self, other: "_Batch[Array, Question]") -> None:
+    def absorb(self, other: "_Batch[Array, Queries]") -> None:
         """Go on with what another share of the steps has found for the same queries."""
         kernel = self.scan_of.kernel
-        low_QK = np.concatenate([kernel.lows(self.asked), kernel.lows(other.asked)], axis=1)
-        kernel.restart(self.asked, -np.sort(-low_QK, axis=1)[:, : self.limit])
+        low_QK = np.concatenate([kernel.lows(self.queries), kernel.lows(other.queries)], axis=1)
+        kernel.restart(self.queries, -np.sort(-low_QK, axis=1)[:, : self.limit])
         self.pending += other.pending
         self.settled += other.settled
         self.rescored_Q += other.rescored_Q
 
-    def finish(self) -> Scored:
+    def finish(self) -> ScoredPairs:
         self._drop_hopeless()
         self._settle()
-        return self.settled[0] if len(self.settled) == 1 else best_first(join_scored(self.settled), self.limit)
+        return self.settled[0] if len(self.settled) == 1 else best_first(join_pairs(self.settled), self.limit)
 
     def _drop_hopeless(self) -> None:
         if not self.pending:
             return
-        every = join_scored(self.pending)
-        kth_Q = self.scan_of.kernel.kth(self.asked)
+        every = join_pairs(self.pending)
+        kth_Q = self.scan_of.kernel.kth(self.queries)
         self.pending = [every.take(np.flatnonzero(every.score_M >= kth_Q[every.query_M]))]
         self.num_pending = len(self.pending[0].row_M)
 
@@ -324,14 +333,14 @@ class _Batch(Generic[Array, Question]):
         """Score the candidates exactly and keep the best; their scores are lower bounds from now on."""
         if not self.pending:
             return
-        every = join_scored(self.pending)
+        every = join_pairs(self.pending)
         self.rescored_Q += np.bincount(every.query_M, minlength=len(self.queries_QD))
-        scored = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
-        best = best_first(join_scored([*self.settled, *scored]), self.limit)
+        scores = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
+        best = best_first(join_pairs([*self.settled, *scores]), self.limit)
         self.settled, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
-        self.scan_of.kernel.restart(self.asked, low_QK)
+        self.scan_of.kernel.restart(self.queries, low_QK)
 
 
 def _taken(left: deque[int]) -> Iterator[int]:
@@ -353,21 +362,21 @@ def _rounded_up(bound: float) -> float:
     return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
-def _joined(batches: "Sequence[_Batch[Array, Question]]") -> "_Batch[Array, Question]":
+def _joined(batches: "Sequence[_Batch[Array, Queries]]") -> "_Batch[Array, Queries]":
     first, *others = batches
     for other in others:
         first.absorb(other)
     return first
 
 
-def pack_hits(scored: Sequence[Scored], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
+def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
     """Hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
     rows_QK = np.full((num_queries, k), -1, np.int64)
     scores_QK = np.full((num_queries, k), -np.inf, np.float32)
     views_QK = np.full((num_queries, k), -1, np.int16)
     frontier_Q = np.full(num_queries, -np.inf, np.float32)
     first = 0
-    for part, size in zip(scored, sizes):
+    for part, size in zip(scores, sizes):
         rank_M, query_M = ranks(part.query_M), part.query_M + first
         top, out = rank_M < k, rank_M == k
         at = (query_M[top], rank_M[top])

@@ -1,1 +1,1 @@
-"""One refinement, in parts: questions, labels, shards in actors, rounds, journal, and what is published."""
+"""Refine an index version: questions, labels, refiner actors, rounds, journal, and the published version."""

@@ -1,4 +1,4 @@
-"""What a refinement has at rest while it runs, so that the same command continues it.
+"""Keep the state of a running refinement in the store, so that the same command continues it.
 
     <staging>/refine-<key>/journal.json            ranks before, accuracy and report of each round done, and of each
                                                    weight tried
@@ -23,8 +23,8 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions
 from mvr_ray.distributed.refinement.report import RefineReport, RoundReport, WeightReport
-from mvr_ray.distributed.refinement.shards import round_dir, trial
-from mvr_ray.store import layout
+from mvr_ray.distributed.refinement.state import StateId
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
@@ -33,7 +33,7 @@ _FORMAT = 2
 """Part of the key: what was begun under another one is not continued."""
 
 
-class DoneRound(NamedTuple):
+class RoundRecord(NamedTuple):
     """A finished round; `labelled` and `heldout` (a value for each gate set) in points, as they decide."""
 
     report: RoundReport
@@ -42,7 +42,7 @@ class DoneRound(NamedTuple):
     num_moved: int
 
 
-class DoneWeight(NamedTuple):
+class WeightRecord(NamedTuple):
     """A weight that has been tried; `labelled` and `heldout` in points, as they decide."""
 
     report: WeightReport
@@ -57,23 +57,23 @@ class Journal:
         decides = (_FORMAT, base.content_digest(), base.version, run.digest("refine"), questions.digest())
         key = hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
         self.store = store
-        self.folder = layout.staging_dir(base.index, f"refine-{key}")
+        self.folder = paths.staging_dir(base.index, f"refine-{key}")
         self.before: Ranks | None = None
         self.labelled_before = 0.0
         self.heldout_before: tuple[float, ...] = ()
-        self.rounds: list[DoneRound] = []
-        self.weights: list[DoneWeight] = []
+        self.rounds: list[RoundRecord] = []
+        self.weights: list[WeightRecord] = []
         if store.exists(self._path):
             kept = json.loads(store.read_bytes(self._path))
             self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
             self.labelled_before = kept["labelled_before"]
             self.heldout_before = tuple(kept["heldout_before"])
             self.rounds = [
-                DoneRound(RoundReport(**row["report"]), row["labelled"], tuple(row["heldout"]), row["num_moved"])
+                RoundRecord(RoundReport(**row["report"]), row["labelled"], tuple(row["heldout"]), row["num_moved"])
                 for row in kept["rounds"]
             ]
             self.weights = [
-                DoneWeight(WeightReport(**row["report"]), row["labelled"], tuple(row["heldout"]))
+                WeightRecord(WeightReport(**row["report"]), row["labelled"], tuple(row["heldout"]))
                 for row in kept["weights"]
             ]
 
@@ -93,11 +93,11 @@ class Journal:
         self.before, self.labelled_before, self.heldout_before = before, labelled, tuple(heldout)
         self._write()
 
-    def commit(self, done: DoneRound) -> None:
+    def commit(self, done: RoundRecord) -> None:
         self.rounds.append(done)
         self._write()
 
-    def commit_weight(self, done: DoneWeight) -> None:
+    def commit_weight(self, done: WeightRecord) -> None:
         self.weights.append(done)
         self._write()
 
@@ -115,18 +115,21 @@ class Journal:
 
     def keep_only(self, rounds: set[int]) -> None:
         """Drop the states of other rounds, and of weights that were tried."""
-        for number in [*range(1, len(self.rounds) + 1), *map(trial, range(len(self.weights)))]:
-            if number not in rounds and self.store.exists(round_dir(self.folder, number)):
-                self.store.delete_dir(round_dir(self.folder, number))
+        states = [StateId("round", number) for number in range(1, len(self.rounds) + 1) if number not in rounds]
+        for state in [*states, *(StateId("weight", number) for number in range(len(self.weights)))]:
+            if self.store.exists(folder := state.folder(self.folder)):
+                self.store.delete_dir(folder)
 
     def save_queries(self, number: int, queries_LD: FloatArray) -> None:
         buffer = io.BytesIO()
         np.save(buffer, queries_LD, allow_pickle=False)
-        self.store.write_bytes(f"{round_dir(self.folder, number)}/queries.npy", buffer.getvalue())
+        self.store.write_bytes(self._queries_path(number), buffer.getvalue())
 
     def load_queries(self, number: int) -> FloatArray:
-        data = self.store.read_bytes(f"{round_dir(self.folder, number)}/queries.npy")
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        return np.load(io.BytesIO(self.store.read_bytes(self._queries_path(number))), allow_pickle=False)
+
+    def _queries_path(self, number: int) -> str:
+        return f"{StateId('round', number).folder(self.folder)}/queries.npy"
 
     def save_report(self, report: RefineReport) -> None:
         self.store.write_bytes(f"{self.folder}/report.json", report.to_json().encode())

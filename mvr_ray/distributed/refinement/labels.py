@@ -1,4 +1,4 @@
-"""Labels of one round: from answers, from gold passages, or from outside judgements.
+"""Label the hits of one round: from answers, from gold passages, or from outside judgements.
 
 Answers label what was retrieved (AOpt, eq. 8). Gold passages and judgements are certain, so they are labelled whether
 retrieved or not, at the view that scores best now; other hits are negatives of gold labels only.
@@ -11,27 +11,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from mvr_ray.config import RefineConfig
-from mvr_ray.core.pseudo_labels import Labels, labels_from_hits
-from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
-from mvr_ray.distributed.refinement.measure import Judge, JudgedPair
+from mvr_ray.core.refining.pseudo_labels import Labels, labels_from_hits
+from mvr_ray.distributed.refinement.measure import Evaluator, JudgedPair
+from mvr_ray.distributed.refinement.refiner_pool import HitTable, RefinerPool
+from mvr_ray.distributed.refinement.state import StateId
 from mvr_ray.types import FloatArray
 
 
 def label_round(
-    refine: RefineConfig, judge: Judge, refiners: Refiners, at: int, queries_LD: FloatArray, hits: HitTable
+    refine: RefineConfig,
+    evaluator: Evaluator,
+    refiners: RefinerPool,
+    at: StateId,
+    queries_LD: FloatArray,
+    hits: HitTable,
 ) -> Labels:
-    """Labels of the hits of the labelled questions after round `at`; passages are numbered through all shards."""
-    if judge.feedback:
-        return winning_labels(refiners, at, queries_LD, judge.feedback)
+    """Labels of the hits of the labelled questions at a state; passages are numbered through all shards."""
+    if evaluator.feedback:
+        return winning_labels(refiners, at, queries_LD, evaluator.feedback)
     passage_LK, view_LK = (column[:, : refine.depth] for column in hits)
     rows_L = np.arange(len(passage_LK))
     if refine.labels == "answers":
-        return labels_from_hits(passage_LK, view_LK, judge.bears_answer(rows_L, passage_LK), refine.positives)
-    labels = labels_from_hits(passage_LK, view_LK, judge.is_gold(rows_L, passage_LK), "all")
+        return labels_from_hits(passage_LK, view_LK, evaluator.bears_answer(rows_L, passage_LK), refine.positives)
+    labels = labels_from_hits(passage_LK, view_LK, evaluator.is_gold(rows_L, passage_LK), "all")
     missed = [
         JudgedPair(row, passage, True)
         for row, hit_K in enumerate(passage_LK)
-        for passage in sorted(judge.gold_T[row].difference(hit_K.tolist()))
+        for passage in sorted(evaluator.gold_T[row].difference(hit_K.tolist()))
     ]
     more = winning_labels(refiners, at, queries_LD, missed)
     both = Labels(
@@ -43,7 +49,7 @@ def label_round(
     return both.take(np.lexsort((both.passage_L, both.question_L)))
 
 
-def winning_labels(refiners: Refiners, at: int, queries_LD: FloatArray, pairs: Sequence[JudgedPair]) -> Labels:
+def winning_labels(refiners: RefinerPool, at: StateId, queries_LD: FloatArray, pairs: Sequence[JudgedPair]) -> Labels:
     """Judged pairs with the view that scores best now; in order of question, then passage."""
     question_L, passage_L, positive_L = (np.array(column) for column in zip(*sorted(pairs))) if pairs else ([], [], [])
     labels = Labels(
@@ -52,11 +58,6 @@ def winning_labels(refiners: Refiners, at: int, queries_LD: FloatArray, pairs: S
         np.zeros(len(pairs), np.int16),
         np.asarray(positive_L, bool),
     )
-    asked = {}
-    for shard, part in refiners.split(labels).items():
-        if len(part.question_L):
-            questions, query_L = np.unique(part.question_L, return_inverse=True)
-            asked[shard] = (query_L, part.passage_L, queries_LD[questions])
-    for shard, view_L in zip(sorted(asked), refiners.each("winners", at, asked)):
+    for shard, view_L in refiners.winners(at, refiners.split(labels), queries_LD).items():
         labels.view_L[refiners.in_shard(labels.passage_L, shard)] = view_L
     return labels

@@ -1,4 +1,4 @@
-"""The rounds of one refinement: act as `refine_policy` decides, and keep the journal.
+"""Run the rounds of one refinement: act as `refine_policy` decides, and keep the journal.
 
 Where several weights of feedback views are given, each is tried from the labels of the first round before it is made;
 what was found stands in the journal, so a run that is continued chooses alike.
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RefineConfig
-from mvr_ray.core import aopt
-from mvr_ray.core.pseudo_labels import Labels
-from mvr_ray.core.refine_policy import (
+from mvr_ray.core.refining import aopt
+from mvr_ray.core.refining.pseudo_labels import Labels
+from mvr_ray.core.refining.refine_policy import (
     KEEPS_PASSAGES,
     MOVES_QUERIES,
     ONE_SHOT,
@@ -30,14 +30,20 @@ from mvr_ray.core.refine_policy import (
     next_action,
     worst_loss,
 )
-from mvr_ray.distributed.health import note_round
-from mvr_ray.distributed.refinement.fleet import QUERY_BLOCK, HitTable, Refiners
-from mvr_ray.distributed.refinement.journal import DoneRound, DoneWeight, Journal
+from mvr_ray.distributed.job_metrics import record_round
+from mvr_ray.distributed.refinement.journal import Journal, RoundRecord, WeightRecord
 from mvr_ray.distributed.refinement.labels import label_round
-from mvr_ray.distributed.refinement.measure import Judge, Ranks, deciding_kind, gate_sets
+from mvr_ray.distributed.refinement.measure import Evaluator, Ranks, deciding_kind, gate_sets
 from mvr_ray.distributed.refinement.questions import RefineQuestions
+from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, HitTable, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
-from mvr_ray.distributed.refinement.shards import FeedbackSettings, LinearSettings, ShardMoved, StepSettings, trial
+from mvr_ray.distributed.refinement.shard_refiner import (
+    FeedbackSettings,
+    GradientSettings,
+    LinearSettings,
+    ShardStep,
+)
+from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.types import FloatArray, IntArray, Progress
 
 logger = logging.getLogger(__name__)
@@ -51,7 +57,7 @@ class RefinementLoop:
         refine: RefineConfig,
         questions: RefineQuestions,
         queries_TD: FloatArray,
-        refiners: Refiners,
+        refiners: RefinerPool,
         journal: Journal,
         progress: Progress,
         keep_length: bool = True,
@@ -60,37 +66,43 @@ class RefinementLoop:
         self.refine, self.questions, self.queries_TD = refine, questions, queries_TD
         self.keep_length = keep_length
         self.refiners, self.journal, self.progress = refiners, journal, progress
-        self.judge = Judge(questions, refiners)
-        self.gates = gate_sets(self.judge, refine)
+        self.evaluator = Evaluator(questions, refiners)
+        self.gates = gate_sets(self.evaluator, refine)
         self.depth = max(refine.depth, *REPORT_DEPTHS)
         self.labelled = np.arange(questions.num_labelled)
         self.weights = weights_to_try(refine)
 
-    def run(self, first: HitTable | None) -> Stop | Reject:
-        """All rounds that are still to do. `first` is what the published version answers, where that is exact."""
-        done = len(self.journal.rounds)
-        queries_LD = self.queries_at(done)
-        hits = first
-        if hits is None:
-            hits = self.search(done, self.labelled, queries_LD, f"refine round {done}: retrieve")
+    def run(self) -> Stop | Reject:
+        """All rounds that are still to do: retrieve, label, step, measure, decide."""
+        number = len(self.journal.rounds)
+        queries_LD = self.queries_at(number)
+        hits = self.retrieve(number, queries_LD)
         if self.journal.before is None:
-            before = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
-            before = self.rank_others(0, before, self.questions.gate_rows(), "gate")
-            before = self.rank_others(0, before, self.questions.other_rows(), "report")
-            self.journal.begin(before, self.labelled_points(before), self.heldout(before))
-        while True:
-            match next_action(self.state()):
-                case Continue():
-                    labels = label_round(self.refine, self.judge, self.refiners, self.views_at(done), queries_LD, hits)
-                    if done == 0 and len(self.weights) > 1:
-                        self.try_weights(labels, queries_LD)
-                    queries_LD, moved = self.step(done, labels, queries_LD)
-                    done += 1
-                    hits = self.search(done, self.labelled, queries_LD, f"refine round {done}: retrieve")
-                    self.finish_round(done, moved, hits)
-                    self.progress("refine rounds", done, self.state().max_rounds)
-                case Stop() | Reject() as end:
-                    return end
+            self.measure_before(hits)
+        while isinstance(action := next_action(self.state()), Continue):
+            labels = self.label(number, queries_LD, hits)
+            if number == 0 and len(self.weights) > 1:
+                self.try_weights(labels, queries_LD)
+            queries_LD, step = self.step(number, labels, queries_LD)
+            number += 1
+            hits = self.retrieve(number, queries_LD)
+            self.measure_round(number, step, hits)
+            self.progress("refine rounds", number, self.state().max_rounds)
+        return action
+
+    def retrieve(self, number: int, queries_LD: FloatArray) -> HitTable:
+        """Hits of the labelled questions after a round."""
+        return self.search(self.state_id(number), self.labelled, queries_LD, f"refine round {number}: retrieve")
+
+    def label(self, number: int, queries_LD: FloatArray, hits: HitTable) -> Labels:
+        return label_round(self.refine, self.evaluator, self.refiners, self.state_id(number), queries_LD, hits)
+
+    def measure_before(self, hits: HitTable) -> None:
+        """Rank every question in the published version, and begin the journal with that."""
+        ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
+        ranks = self.rank_others(PUBLISHED, ranks, self.questions.gate_rows(), "gate")
+        ranks = self.rank_others(PUBLISHED, ranks, self.questions.other_rows(), "report")
+        self.journal.begin(ranks, self.labelled_points(ranks), self.heldout(ranks))
 
     def state(self) -> RefineState:
         rounds = self.journal.rounds
@@ -104,14 +116,15 @@ class RefinementLoop:
         )
 
     def try_weights(self, labels: Labels, queries_LD: FloatArray) -> None:
-        """Make, search and judge what a first round with each weight would publish; weights that were tried are not
-        tried again."""
-        handed = {shard: (part,) for shard, part in self.refiners.split(labels).items()}
+        """Make, search and measure what a first round with each weight would publish; the journal knows the weights
+        that have been tried."""
+        by_shard = self.refiners.split(labels)
         for number in range(len(self.journal.weights), len(self.weights)):
-            at, settings = trial(number), FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
-            self.refiners.each("add_feedback", 0, handed, queries_LD, settings, at)
+            at = StateId("weight", number)
+            settings = FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
+            self.refiners.add_feedback(PUBLISHED, at, by_shard, queries_LD, settings)
             hits = self.search(at, self.labelled, queries_LD, f"refine weight {settings.weight:g}: retrieve")
-            ranks = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+            ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
             ranks = self.rank_others(at, ranks, self.questions.gate_rows(), "gate")
             heldout = tuple(self.heldout(ranks))
             report = WeightReport(
@@ -119,7 +132,7 @@ class RefinementLoop:
                 **self.top1s(ranks),
                 lost_points=worst_loss(self.journal.heldout_before, heldout),
             )
-            self.journal.commit_weight(DoneWeight(report, self.labelled_points(ranks), heldout))
+            self.journal.commit_weight(WeightRecord(report, self.labelled_points(ranks), heldout))
             logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def weight(self) -> float:
@@ -142,78 +155,78 @@ class RefinementLoop:
             return self.journal.load_queries(number)
         return self.queries_TD[: self.questions.num_labelled]
 
-    def views_at(self, number: int) -> int:
-        """Which state of the passages belongs to a round: the published one where only queries move."""
-        return 0 if self.refine.method in KEEPS_PASSAGES else number
+    def state_id(self, number: int) -> StateId:
+        """The state of the passages after a round: the published one where only queries move."""
+        return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
-    def search(self, at: int, rows: IntArray, queries_QD: FloatArray, what: str) -> HitTable:
+    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> HitTable:
         if not len(rows):
             return HitTable(np.empty((0, 0), np.int64), np.empty((0, 0), np.int16))
-        return self.refiners.search(self.views_at(at), queries_QD, self.depth, what, self.progress)
+        return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
-    def rank_others(self, at: int, ranks: Ranks, rows: list[int], what: str) -> Ranks:
-        """`ranks` with those of questions that are not labelled filled in, after round `at`."""
+    def rank_others(self, at: StateId, ranks: Ranks, rows: list[int], what: str) -> Ranks:
+        """`ranks` with those of questions that are not labelled filled in, at a state."""
         where = np.array(rows, np.int64)
-        state = f"round {at}" if at >= 0 else f"weight {self.weights[trial(at)]:g}"
-        hits = self.search(at, where, self.queries_TD[where], f"refine {state}: {what}")
-        return self.judge.rank(ranks, where, hits) if len(where) else ranks
+        name = f"{at.kind} {self.weights[at.number] if at.kind == 'weight' else at.number:g}"
+        hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
+        return self.evaluator.rank(ranks, where, hits) if len(where) else ranks
 
     def heldout(self, ranks: Ranks) -> list[float]:
-        return [100 * self.judge.top1([gate.group], gate.kind, ranks) for gate in self.gates]
+        return [100 * self.evaluator.top1([gate.group], gate.kind, ranks) for gate in self.gates]
 
     def labelled_points(self, ranks: Ranks) -> float:
         """Top-1 of the labelled questions in points, 0 where nothing tells what answers them."""
         known = self.questions.groups[0]
-        kind = deciding_kind(self.judge, self.refine, known)
-        return 100 * self.judge.top1([known], kind, ranks) if kind else 0.0
+        kind = deciding_kind(self.evaluator, self.refine, known)
+        return 100 * self.evaluator.top1([known], kind, ranks) if kind else 0.0
 
     def top1s(self, ranks: Ranks) -> dict[str, Any]:
         """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
         known, gate = self.questions.groups[:1], self.questions.gates
         return {
-            "labelled_top1": self.judge.top1(known, "answer", ranks),
-            "labelled_gold_top1": self.judge.top1(known, "gold", ranks),
-            "gate_top1": self.judge.top1(gate, "answer", ranks),
-            "gate_gold_top1": self.judge.top1(gate, "gold", ranks),
+            "labelled_top1": self.evaluator.top1(known, "answer", ranks),
+            "labelled_gold_top1": self.evaluator.top1(known, "gold", ranks),
+            "gate_top1": self.evaluator.top1(gate, "answer", ranks),
+            "gate_gold_top1": self.evaluator.top1(gate, "gold", ranks),
         }
 
-    def step(self, at: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "Moved"]:
-        """One step from the state after round `at` to the next: queries first where both move (AOpt, hybrid)."""
+    def step(self, number: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "RoundStep"]:
+        """One step from the state after round `number` to the next: queries first where both move (AOpt, hybrid)."""
         refine, by_shard = self.refine, self.refiners.split(labels)
-        queries_moved: ShardMoved | None = None
+        at, to = self.state_id(number), self.state_id(number + 1)
+        queries_step: ShardStep | None = None
         if refine.method in MOVES_QUERIES:
-            queries_LD, queries_moved = self._move_queries(at, by_shard, queries_LD)
-            self.journal.save_queries(at + 1, queries_LD)
-        handed = {shard: (part,) for shard, part in by_shard.items()}
+            queries_LD, queries_step = self._move_queries(at, by_shard, queries_LD)
+            self.journal.save_queries(number + 1, queries_LD)
         match refine.method:
             case "query" | "rocchio":
-                shards_moved = []
+                steps = []
             case "feedback_views":
-                made_with = FeedbackSettings(self.weight(), refine.feedback_clusters)
-                shards_moved = self.refiners.each("add_feedback", at, handed, queries_LD, made_with, at + 1)
+                feedback = FeedbackSettings(self.weight(), refine.feedback_clusters)
+                steps = self.refiners.add_feedback(at, to, by_shard, queries_LD, feedback)
             case "linear":
-                settings = LinearSettings(refine.alpha, refine.beta, refine.gamma, self.keep_length)
-                shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
+                linear = LinearSettings(refine.alpha, refine.beta, refine.gamma, self.keep_length)
+                steps = self.refiners.move(at, to, by_shard, queries_LD, linear)
             case "passage" | "hybrid":
-                settings = StepSettings(refine.step_size, refine.domain_guard, self.keep_length)
-                shards_moved = self.refiners.each("move", at, handed, queries_LD, settings)
-        return queries_LD, Moved(labels.num_positive, labels.num_negative, shards_moved, queries_moved)
+                gradient = GradientSettings(refine.step_size, refine.domain_guard, self.keep_length)
+                steps = self.refiners.move(at, to, by_shard, queries_LD, gradient)
+        return queries_LD, RoundStep(labels.num_positive, labels.num_negative, steps, queries_step)
 
     def _move_queries(
-        self, at: int, by_shard: dict[int, Labels], queries_LD: FloatArray
-    ) -> tuple[FloatArray, ShardMoved]:
+        self, at: StateId, by_shard: dict[int, Labels], queries_LD: FloatArray
+    ) -> tuple[FloatArray, ShardStep]:
         """Move the queries (eq. 7, or a step down eq. 11) by every shard's sums, added in shard order, a block of
         queries at a time."""
         refine = self.refine
         moved_LD, steps = queries_LD.copy(), []
         for low in range(0, len(queries_LD), QUERY_BLOCK):
             block_QD = queries_LD[low : low + QUERY_BLOCK]
-            handed = {}
-            for shard, part in by_shard.items():
-                mine = part.take(np.arange(*np.searchsorted(part.question_L, [low, low + QUERY_BLOCK])))
-                if len(mine.question_L):
-                    handed[shard] = (mine._replace(question_L=mine.question_L - low), len(block_QD))
-            sums = self.refiners.each("query_sums", self.views_at(at), handed)
+            parts = {}
+            for shard, labels in by_shard.items():
+                part = labels.take(np.arange(*np.searchsorted(labels.question_L, [low, low + QUERY_BLOCK])))
+                if len(part.question_L):
+                    parts[shard] = part._replace(question_L=part.question_L - low)
+            sums = self.refiners.query_sums(at, parts, len(block_QD))
             if not sums:
                 continue
             total = reduce(aopt.LabelSums.plus, sums)
@@ -228,7 +241,7 @@ class RefinementLoop:
             steps.append(step)
         began_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
         drift_L = np.linalg.norm(moved_LD - began_LD, axis=1)
-        return moved_LD, ShardMoved(
+        return moved_LD, ShardStep(
             num_moved=sum(step.num_moved for step in steps),
             moved_passages=0,
             loss_sum=math.fsum(step.loss * step.num_moved for step in steps if step.num_moved),
@@ -240,22 +253,22 @@ class RefinementLoop:
             num_drifted=int((drift_L > 0).sum()),
         )
 
-    def finish_round(self, number: int, moved: "Moved", hits: HitTable) -> None:
-        """Measure, and make the round count."""
-        ranks = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+    def measure_round(self, number: int, step: "RoundStep", hits: HitTable) -> None:
+        """Measure the state after a round, and make the round count."""
+        ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
         if self.refine.method in KEEPS_PASSAGES:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
         else:
-            ranks = self.rank_others(number, ranks, self.questions.gate_rows(), "gate")
+            ranks = self.rank_others(self.state_id(number), ranks, self.questions.gate_rows(), "gate")
         report = RoundReport(
             number=number,
-            **moved.summary(self.refiners.num_passages, len(self.labelled)),
+            **step.summary(self.refiners.num_passages, len(self.labelled)),
             **self.top1s(ranks),
         )
         labelled, heldout = self.labelled_points(ranks), tuple(self.heldout(ranks))
-        self.journal.commit(DoneRound(report, labelled, heldout, moved.num_moved))
+        self.journal.commit(RoundRecord(report, labelled, heldout, step.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
-        note_round(self.refiners.index, report._asdict())
+        record_round(self.refiners.index, report._asdict())
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def best_so_far(self) -> int:
@@ -271,16 +284,16 @@ class RefinementLoop:
         """Before and after, every group, with the state of a round in force."""
         assert self.journal.before is not None, "nothing was measured before"
         if number == 0:
-            return self.judge.accuracies(self.journal.before, self.journal.before)
+            return self.evaluator.accuracies(self.journal.before, self.journal.before)
         what = f"refine round {number}: final"
-        hits = self.search(number, self.labelled, self.queries_at(number), what)
-        after = self.judge.rank(self.judge.unsearched(), self.labelled, hits)
+        hits = self.search(self.state_id(number), self.labelled, self.queries_at(number), what)
+        after = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
         others = [*self.questions.gate_rows(), *self.questions.other_rows()]
         if self.refine.method in KEEPS_PASSAGES:
             after = self._same_as_before(after, others)
         else:
-            after = self.rank_others(number, after, others, "report")
-        return self.judge.accuracies(self.journal.before, after)
+            after = self.rank_others(self.state_id(number), after, others, "report")
+        return self.evaluator.accuracies(self.journal.before, after)
 
     def _same_as_before(self, ranks: Ranks, rows: list[int]) -> Ranks:
         """Where no passage moves, questions that do not move keep their ranks."""
@@ -298,16 +311,16 @@ def weights_to_try(refine: RefineConfig) -> tuple[float, ...]:
     return tuple(sorted(set(given))) if isinstance(given, list) else (given,)
 
 
-class Moved(NamedTuple):
+class RoundStep(NamedTuple):
     """What one step did, from the labels on."""
 
     num_positive: int
     num_negative: int
-    shards: list[ShardMoved]
-    queries: ShardMoved | None
+    shards: list[ShardStep]
+    queries: ShardStep | None
 
     @property
-    def parts(self) -> list[ShardMoved]:
+    def parts(self) -> list[ShardStep]:
         return self.shards if self.queries is None else [*self.shards, self.queries]
 
     @property

@@ -1,4 +1,4 @@
-"""How well questions are answered by hits: first ranks, accuracy of each group, and the numbers that a gate goes by.
+"""Measure how well hits answer questions: first ranks, accuracy of each group, and the numbers of a gate.
 
 Shapes: T questions in the table, Q of them searched for, K hits.
 """
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import RefineConfig
-from mvr_ray.core.answers import empty_answers
-from mvr_ray.core.metrics import first_ranks, top_k_accuracy
-from mvr_ray.core.pseudo_labels import gold_relevance
-from mvr_ray.core.refine_policy import KEEPS_PASSAGES
-from mvr_ray.distributed.refinement.fleet import HitTable, Refiners
+from mvr_ray.core.judging.answers import empty_answers
+from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
+from mvr_ray.core.refining.pseudo_labels import gold_relevance
+from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES
 from mvr_ray.distributed.refinement.questions import QuestionGroup, RefineQuestions
+from mvr_ray.distributed.refinement.refiner_pool import HitTable, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.types import IntArray
@@ -41,13 +41,13 @@ class JudgedPair(NamedTuple):
     positive: bool
 
 
-class Judge:
+class Evaluator:
     """Knows the answers and gold passages of every question, and asks the refiners what a passage holds.
 
     An answer without a letter, number or sign would match every passage and teach nonsense: it is left out.
     """
 
-    def __init__(self, questions: RefineQuestions, refiners: Refiners) -> None:
+    def __init__(self, questions: RefineQuestions, refiners: RefinerPool) -> None:
         self.questions, self.refiners = questions, refiners
         self.answers_T = [
             tuple(answer for answer in question.answers if not empty_answers([answer])) for question in questions.table
@@ -122,13 +122,13 @@ class GateSet(NamedTuple):
     kind: Kind
 
 
-def deciding_kind(judge: Judge, refine: RefineConfig, group: QuestionGroup) -> Kind | None:
+def deciding_kind(evaluator: Evaluator, refine: RefineConfig, group: QuestionGroup) -> Kind | None:
     """What a group is judged by: what the labels are made from, else the other; None where it can not be judged."""
     wanted: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
-    return next((kind for kind in wanted if len(judge.members(group, kind))), None)
+    return next((kind for kind in wanted if len(evaluator.members(group, kind))), None)
 
 
-def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
+def gate_sets(evaluator: Evaluator, refine: RefineConfig) -> list[GateSet]:
     """The held-out questions that say what rounds may cost.
 
     ConfigError for a set that can not be judged: of the gate, and on the query side the labelled questions too, since
@@ -136,7 +136,7 @@ def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
     """
 
     def judged(group: QuestionGroup) -> GateSet:
-        if kind := deciding_kind(judge, refine, group):
+        if kind := deciding_kind(evaluator, refine, group):
             return GateSet(group, kind)
         raise ConfigError(
             f"question set {group.name!r} decides about refinement, but its questions have neither answers nor gold "
@@ -144,5 +144,5 @@ def gate_sets(judge: Judge, refine: RefineConfig) -> list[GateSet]:
         )
 
     if refine.method in KEEPS_PASSAGES:
-        judged(judge.questions.groups[0])
-    return [judged(group) for group in judge.questions.gates]
+        judged(evaluator.questions.groups[0])
+    return [judged(group) for group in evaluator.questions.gates]

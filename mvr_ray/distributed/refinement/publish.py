@@ -1,4 +1,4 @@
-"""From the restored round to a published version: rewrite what changed, share the rest, describe it.
+"""Publish the restored round: rewrite the shards that changed, share the rest, describe the version.
 
 Shapes: L labelled questions, D dimension.
 """
@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.refinement.fleet import Refiners
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy
+from mvr_ray.distributed.refinement.state import StateId
 from mvr_ray.store import manifest
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -21,13 +22,13 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, Question
 def describe(
     run: RunConfig,
     base: Manifest,
-    refiners: Refiners,
-    at: int,
+    refiners: RefinerPool,
+    at: StateId,
     accuracy: Sequence[Accuracy],
     settings: Mapping[str, float],
 ) -> tuple[Manifest, int]:
-    """The manifest of the version as it stands after round `at`, its changed shards written, and how many changed."""
-    written = refiners.each("write", at, {entry.shard: () for entry in base.shards}, run.index.recall_sample)
+    """The manifest of the version as it stands at a state, its changed shards written, and how many changed."""
+    written = refiners.write(at, run.index.recall_sample)
     dirty = sum(shard.dirty_passages for shard in written)
     recalls = [(shard.recall, shard.entry.num_passages) for shard in written if shard.recall is not None]
     refined = dataclasses.replace(

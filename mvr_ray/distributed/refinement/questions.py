@@ -1,4 +1,4 @@
-"""Which questions a refinement learns from, which decide about it, and which only report on it.
+"""Select the questions that a refinement learns from, that decide about it, and that only report on it.
 
 Labelled questions give the labels (transductive: what is measured on them has seen its own answers). Gate questions
 stop the rounds and hold back a bad publish. The rest is held out. Leakage is judged by text: a question that is

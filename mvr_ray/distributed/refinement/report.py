@@ -1,4 +1,4 @@
-"""What a refinement says about itself: its rounds, and accuracy before and after, told apart by protocol.
+"""Report a refinement: its rounds, and accuracy before and after, separate by protocol.
 
 Accuracies are shares in 0..1. "answer" counts a question whose top k hold an answer-bearing passage, "gold" one whose
 top k hold a gold passage. Transductive rows are about the labelled questions themselves and never stand in one row

@@ -1,4 +1,4 @@
-"""What refinement has changed in one shard so far, and the shard as it stands with these changes.
+"""Hold what refinement has changed in one shard so far, and show the shard with these changes.
 
 The embeddings of a version are never touched: a state holds only moved views (in float32, so that small steps add
 up) and feedback views; the current blocks are the version's with these laid over, in the stored type, so that what
@@ -10,6 +10,7 @@ Shapes: P passages of the shard, N their view vectors, M moved views, F new feed
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,26 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 VIEW_BASE = 1 << 16  # above every view number (int16)
 
 
+class StateId(NamedTuple):
+    """Names a state of the index: after a round, or with a weight of feedback views that is only tried."""
+
+    kind: Literal["round", "weight"]
+    number: int
+
+    def folder(self, staging: str) -> str:
+        """Where the staging folder holds this state."""
+        return f"{staging}/{self.kind}-{self.number}"
+
+    def shard_path(self, staging: str, shard: int) -> str:
+        return f"{self.folder(staging)}/shard-{shard:05d}.npz"
+
+
+PUBLISHED = StateId("round", 0)
+"""The version as it is published, before the first round."""
+
+
 @dataclass(frozen=True)
-class ShardState:
+class ShardChanges:
     """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows, each as
     often as its passage has new feedback views."""
 
@@ -30,24 +49,24 @@ class ShardState:
     feedback_FD: FloatArray
 
     @classmethod
-    def untouched(cls, dimension: int) -> "ShardState":
+    def untouched(cls, dimension: int) -> "ShardChanges":
         none, empty = np.empty(0, np.int64), np.empty((0, dimension), np.float32)
         return cls(none, empty, none, empty)
 
-    def with_moved(self, slots_M: IntArray, vectors_MD: FloatArray) -> "ShardState":
+    def with_moved(self, slots_M: IntArray, vectors_MD: FloatArray) -> "ShardChanges":
         """These views moved again or for the first time; slots are distinct."""
         kept = ~np.isin(self.moved_M, slots_M)
         slots = np.concatenate([self.moved_M[kept], slots_M])
         vectors = np.concatenate([self.moved_MD[kept], vectors_MD.astype(np.float32)])
         order = np.argsort(slots, kind="stable")
-        return ShardState(slots[order], vectors[order], self.feedback_F, self.feedback_FD)
+        return ShardChanges(slots[order], vectors[order], self.feedback_F, self.feedback_FD)
 
-    def with_feedback(self, rows_F: IntArray, vectors_FD: FloatArray) -> "ShardState":
+    def with_feedback(self, rows_F: IntArray, vectors_FD: FloatArray) -> "ShardChanges":
         """Exactly these passages have new feedback views; a passage's keep the order in which they are given."""
         order = np.argsort(rows_F, kind="stable")
-        return ShardState(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
+        return ShardChanges(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
 
-    def feedback_changes(self, other: "ShardState") -> IntArray:
+    def feedback_changes(self, other: "ShardChanges") -> IntArray:
         """Passages whose feedback views differ between two states: there in one only, or another vector."""
         keys, other_keys = (state.feedback_F * VIEW_BASE + ordinals(state.feedback_F) for state in (self, other))
         common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
@@ -66,12 +85,12 @@ class ShardState:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "ShardState":
+    def from_bytes(cls, data: bytes) -> "ShardChanges":
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return cls(arrays["moved_M"], arrays["moved_MD"], arrays["feedback_F"], arrays["feedback_FD"])
 
 
-class ShardViews:
+class StoredViews:
     """The stored views of one shard, addressed by (row, view number) and by vector number."""
 
     def __init__(self, blocks: Sequence[EmbeddingBlock]) -> None:
@@ -91,7 +110,7 @@ class ShardViews:
         assert np.array_equal(self.keys_N[slots_L], keys_L), "a label names a view that its passage does not have"
         return slots_L
 
-    def vectors(self, slots_M: IntArray, state: ShardState) -> FloatArray:
+    def vectors(self, slots_M: IntArray, state: ShardChanges) -> FloatArray:
         """float32 copies of these views as they stand: the moved ones from the state, the rest as stored."""
         out_MD = np.empty((len(slots_M), state.moved_MD.shape[1]), np.float32)
         block_M = np.searchsorted(self.vector_start, slots_M, side="right") - 1
@@ -111,9 +130,9 @@ class ShardViews:
         at = np.searchsorted(self.row_start, rows, side="right") - 1
         return {row: self.blocks[number].ids[row - self.row_start[number]] for row, number in zip(rows, at)}
 
-    def drift(self, state: ShardState) -> FloatArray:
+    def drift(self, state: ShardChanges) -> FloatArray:
         """Distance of each moved view from where the version has it, float64 [M]."""
-        stored_MD = self.vectors(state.moved_M, ShardState.untouched(state.moved_MD.shape[1]))
+        stored_MD = self.vectors(state.moved_M, ShardChanges.untouched(state.moved_MD.shape[1]))
         return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
 
     def gather(self, rows_F: IntArray) -> EmbeddingBlock:
@@ -135,7 +154,7 @@ class ShardViews:
         )
 
     def _overlaid_alone(
-        self, block: EmbeddingBlock, rows_F: IntArray, state: ShardState, num_views: int
+        self, block: EmbeddingBlock, rows_F: IntArray, state: ShardChanges, num_views: int
     ) -> EmbeddingBlock:
         """`block`, which holds the stored views of these rows, with the state laid over it; no other row is looked at.
 
@@ -143,19 +162,19 @@ class ShardViews:
         """
         first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
         moved_F = np.searchsorted(rows_F, self.rows(state.moved_M))
-        own = ShardState(
+        own = ShardChanges(
             state.moved_M - first_F[moved_F] + block.row_ptr[moved_F],
             state.moved_MD,
             np.searchsorted(rows_F, state.feedback_F),
             state.feedback_FD,
         )
-        return ShardViews([block])._overlaid(0, own, num_views)
+        return StoredViews([block])._overlaid(0, own, num_views)
 
-    def current(self, state: ShardState, num_views: int) -> list[EmbeddingBlock]:
+    def current(self, state: ShardChanges, num_views: int) -> list[EmbeddingBlock]:
         """The blocks with the state laid over them; a block without a change is the stored one, not a copy."""
         return [self._overlaid(number, state, num_views) for number in range(len(self.blocks))]
 
-    def _overlaid(self, number: int, state: ShardState, num_views: int) -> EmbeddingBlock:
+    def _overlaid(self, number: int, state: ShardChanges, num_views: int) -> EmbeddingBlock:
         block = self.blocks[number]
         low, high = np.searchsorted(state.moved_M, self.vector_start[number : number + 2])
         first, last = np.searchsorted(state.feedback_F, self.row_start[number : number + 2])
@@ -186,7 +205,7 @@ class ShardViews:
             vectors_ND=vectors_ND[order],
         )
 
-    def changes(self, state: ShardState, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
+    def changes(self, state: ShardChanges, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
         """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
         old = self.gather(rows)

@@ -1,12 +1,12 @@
-"""Searchers as a whole: they open versions beside each other, and give a fleet for each.
+"""Starts the searchers of an index, opens its versions on them, and gives a fleet for each version.
 
-    seats    searchers run on the nodes that `seats` gives them
+    nodes    searchers run on the nodes that `node_placement` gives them
     place    an unchanged shard stays with the group that holds it, the others go largest first to the lightest group
-    load     room is counted, shards are opened beside those in use, and every searcher answers a canary for them
+    load     room is counted, shards are opened beside those in use, and every searcher answers a probe for them
     drop     what no other version names is let go; nobody waits for it
 
-A group is `resources.replicas` actors that hold the same shards; calls go through `scatter`. The same over one searcher
-in this process needs no Ray.
+A group is `resources.replicas` actors that hold the same shards; calls go through `dispatch`. The same over one
+searcher in this process needs no Ray.
 
 Shapes: Q queries, D dimension.
 """
@@ -14,45 +14,48 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
+import pyarrow as pa
 import ray
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.failures import own_errors
-from mvr_ray.distributed.searching.room import Room, require_room
-from mvr_ray.distributed.searching.scatter import QUEUE, Ask, Scatter
-from mvr_ray.distributed.searching.searchers import (
-    Asked,
+from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher, ShardRequest
+from mvr_ray.distributed.searching.memory import MemoryUsage, require_memory
+from mvr_ray.distributed.searching.messages import (
+    ScanRequest,
+    ShardFailure,
+    ShardResult,
+    ShardResults,
+    ViewResults,
+    ViewsRequest,
+    decode_results,
+    decode_views,
+    encode_scan,
+    encode_views_request,
+)
+from mvr_ray.distributed.searching.node_placement import assign_nodes, new_searcher, node_capacities
+from mvr_ray.distributed.searching.searcher import (
     ExactFleet,
     Fleet,
-    Gathered,
-    GatheredViews,
-    Hear,
-    Holding,
     LocalFleet,
+    OnPartial,
     SearcherTask,
-    ShardFound,
+    ShardAssignment,
     ShardSearcher,
-    Unanswered,
-    Wanted,
-    gathered,
-    gathered_views,
     shard_keys,
 )
-from mvr_ray.distributed.searching.seats import new_searcher, seated, seats
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts, FloatArray
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 100_000
 OPEN_TIMEOUT_S = 3600.0
 """For starting searchers and reading every file of their shards once; an answer's own deadline is much shorter."""
-CANARY_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 60.0
 
 
 class Searchers(Protocol):
@@ -63,7 +66,7 @@ class Searchers(Protocol):
         ...
 
     def load(self, described: Manifest) -> Fleet:
-        """Of a version whose shards are all open and have answered a canary.
+        """Of a version whose shards are all open and have answered a probe.
 
         Raises ResourceError where it has no room or a searcher died, StorageError where a file is damaged; then
         nothing of it stays open.
@@ -93,10 +96,10 @@ class LocalSearchers:
         fleet = self.fleet(described)
         keys = shard_keys(described)
         bytes_of = {keys[entry.shard]: entry.num_bytes for entry in described.shards}
-        require_room(told(described), [bytes_of], [self.searcher.room()], self.limit_bytes)
+        require_memory(version_name(described), [bytes_of], [self.searcher.memory()], self.limit_bytes)
         try:
             fleet.ready()
-            self.searcher.canary(described.version)
+            self.searcher.probe(described.version)
         except BaseException:
             self.drop(described.version)
             raise
@@ -118,11 +121,11 @@ class RemoteSearchers:
     def __init__(self, groups: Sequence[Sequence[Any]], queue: int = QUEUE, limit_bytes: int = 0) -> None:
         self.groups = [list(actors) for actors in groups]
         self.limit_bytes = limit_bytes
-        self.placed: dict[int, list[Holding]] = {}
+        self.placed: dict[int, list[ShardAssignment]] = {}
         """Version -> what each group holds of it."""
         self.changing = threading.Lock()
         self._drops: list[Any] = []
-        self.scatter = Scatter(self.groups, self._open_again, queue)
+        self.dispatcher = Dispatcher(self.groups, self._open_again, queue)
 
     @classmethod
     def start(cls, task: SearcherTask, resources: ResourcesConfig, info: session.ClusterInfo) -> "RemoteSearchers":
@@ -136,7 +139,7 @@ class RemoteSearchers:
         count, cpus, gpus = resources.replicas, resources.cpus_per_searcher, resources.gpus_per_searcher
         session.require(info, [session.Need("searchers", len(placed) * count, cpus, gpus)])
         sizes = {group: 1 + sum(num_bytes[shard] for shard in shards) for group, shards in enumerate(placed)}
-        nodes = seated(sizes, seats(cpus, gpus), count)
+        nodes = assign_nodes(sizes, node_capacities(cpus, gpus), count)
         groups = [
             [
                 new_searcher(task._replace(shards=shards), resources, node)
@@ -145,7 +148,7 @@ class RemoteSearchers:
             for group, shards in enumerate(placed)
         ]
         searchers = cls(groups, resources.searcher_queue, resources.searcher_bytes)
-        searchers.placed[task.manifest.version] = [Holding(task.manifest, shards) for shards in placed]
+        searchers.placed[task.manifest.version] = [ShardAssignment(task.manifest, shards) for shards in placed]
         return searchers
 
     @property
@@ -156,26 +159,30 @@ class RemoteSearchers:
         if described.version not in self.placed:
             held = {
                 entry.digest: group
-                for holdings in list(self.placed.values())
-                for group, (of, shards) in enumerate(holdings)
+                for assignments in list(self.placed.values())
+                for group, (of, shards) in enumerate(assignments)
                 for entry in of.shards
                 if entry.shard in shards
             }
             placed = place(described, held, len(self.groups))
-            self.placed[described.version] = [Holding(described, shards) for shards in placed]
+            self.placed[described.version] = [ShardAssignment(described, shards) for shards in placed]
         return RemoteFleet(self, self.placed[described.version])
 
     def load(self, described: Manifest) -> "RemoteFleet":
         with self.changing:
             fleet = self.fleet(described)
             try:
-                self._undone(CANARY_TIMEOUT_S)
-                rooms = self._all(lambda actor, _: actor.room.options(concurrency_group="health").remote(), described)
+                self._undone(PROBE_TIMEOUT_S)
+                usages = self._all(
+                    lambda actor, _: actor.memory.options(concurrency_group="health").remote(), described
+                )
                 keys, bytes_of = shard_keys(described), {entry.shard: entry.num_bytes for entry in described.shards}
-                wanted = [{keys[shard]: bytes_of[shard] for shard in holding.shards} for holding in fleet.of_actors]
-                require_room(told(described), wanted, [Room(*room) for room in rooms], self.limit_bytes)
+                wanted = [
+                    {keys[shard]: bytes_of[shard] for shard in assignment.shards} for assignment in fleet.of_actors
+                ]
+                require_memory(version_name(described), wanted, [MemoryUsage(*one) for one in usages], self.limit_bytes)
                 fleet.open(max_task_retries=0)
-                self._all(lambda actor, _: actor.canary.remote(described.version), described)
+                self._all(lambda actor, _: actor.probe.remote(described.version), described)
             except BaseException:
                 self.drop(described.version)
                 raise
@@ -187,12 +194,12 @@ class RemoteSearchers:
         self._drops = [*self._undone(0.0), *(actor.drop.options(**drop).remote(version) for actor in self.actors)]
 
     def counts(self) -> FleetCounts:
-        return self.scatter.counts()
+        return self.dispatcher.counts()
 
     def stop(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
-        self.scatter.close()
+        self.dispatcher.close()
 
     def _undone(self, timeout_s: float) -> list[Any]:
         """Drops that searchers have not done by then; what they let go is counted as held until they have."""
@@ -202,32 +209,32 @@ class RemoteSearchers:
     def _all(self, send: Callable[[Any, int], Any], described: Manifest) -> list[Any]:
         """What every searcher answers, which must be soon."""
         try:
-            with own_errors(f"opening {told(described)}"):
+            with translate_ray_errors(f"opening {version_name(described)}"):
                 waiting = [send(actor, group) for group, actors in enumerate(self.groups) for actor in actors]
-                return ray.get(waiting, timeout=CANARY_TIMEOUT_S)
+                return ray.get(waiting, timeout=PROBE_TIMEOUT_S)
         except TimeoutError:
             raise ResourceError(
-                f"{told(described)} not opened: not all {len(self.actors)} searchers answered within "
-                f"{CANARY_TIMEOUT_S:g} s; the live version goes on, try again when they do"
+                f"{version_name(described)} not opened: not all {len(self.actors)} searchers answered within "
+                f"{PROBE_TIMEOUT_S:g} s; the live version goes on, try again when they do"
             ) from None
 
     def _open_again(self, group: int, actor: Any) -> Any:
         """Sends the call that an actor answers when it is there (again) and holds its shards of every version."""
-        holdings = [placed[group] for placed in list(self.placed.values())]
-        return actor.open.options(concurrency_group="load", max_task_retries=-1).remote(holdings)
+        assignments = [placed[group] for placed in list(self.placed.values())]
+        return actor.open.options(concurrency_group="load", max_task_retries=-1).remote(assignments)
 
 
 class RemoteFleet:
     """One version on the actors. May be sent to other processes, which then ask the same actors."""
 
-    def __init__(self, searchers: RemoteSearchers, holdings: Sequence[Holding]) -> None:
-        """`holdings` of each group."""
+    def __init__(self, searchers: RemoteSearchers, assignments: Sequence[ShardAssignment]) -> None:
+        """`assignments` of each group."""
         self.searchers = searchers
-        self.holdings = list(holdings)
-        self.version = self.holdings[0].manifest.version
+        self.assignments = list(assignments)
+        self.version = self.assignments[0].manifest.version
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rejoined, (self.searchers.groups, self.searchers.scatter.queue, self.holdings)
+        return _rejoined, (self.searchers.groups, self.searchers.dispatcher.queue, self.assignments)
 
     @property
     def actors(self) -> list[Any]:
@@ -236,27 +243,27 @@ class RemoteFleet:
     @property
     def shards(self) -> list[tuple[int, ...]]:
         """What each actor holds."""
-        return [holding.shards for holding in self.of_actors]
+        return [assignment.shards for assignment in self.of_actors]
 
     @property
-    def of_actors(self) -> list[Holding]:
-        return [holding for holding, actors in zip(self.holdings, self.searchers.groups) for _ in actors]
+    def of_actors(self) -> list[ShardAssignment]:
+        return [assignment for assignment, actors in zip(self.assignments, self.searchers.groups) for _ in actors]
 
     def ready(self) -> None:
-        scatter = self.searchers.scatter
-        replicas = [replica for group in scatter.groups for replica in group]
+        dispatcher = self.searchers.dispatcher
+        replicas = [replica for group in dispatcher.groups for replica in group]
         while any(replica.killed == born for replica, born in zip(replicas, self.open(max_task_retries=-1))):
             log.info("a searcher that hung has not ended yet")
         for replica in replicas:
-            scatter.up(replica)
+            dispatcher.up(replica)
 
     def open(self, max_task_retries: int) -> list[str]:
         """Return when every searcher has opened its shards, with the lives that did; without retries a death is an
         error.
         """
         opened = [
-            actor.open.options(concurrency_group="load", max_task_retries=max_task_retries).remote([holding])
-            for actor, holding in zip(self.actors, self.of_actors)
+            actor.open.options(concurrency_group="load", max_task_retries=max_task_retries).remote([assignment])
+            for actor, assignment in zip(self.actors, self.of_actors)
         ]
         done, _ = ray.wait(opened, num_returns=len(opened), timeout=OPEN_TIMEOUT_S)
         if len(done) < len(opened):
@@ -264,72 +271,77 @@ class RemoteFleet:
                 f"the {len(self.actors)} searchers did not open their shards within {OPEN_TIMEOUT_S:g} s; "
                 f"see whether the cluster has room for them (mvr-ray doctor)"
             )
-        with own_errors("opening the index"):
+        with translate_ray_errors("opening the index"):
             return ray.get(opened)
 
-    def ask(self, queries_QD: FloatArray, k: int, asked: Asked, timeout_s: float, hear: Hear | None = None) -> Gathered:
-        """OverloadedError where too many calls wait; a second round, which names queries, is let in always."""
-        again = any(positions is not None for positions in asked.values())
-        shipped = lru_cache(1)(lambda: ray.put(queries_QD) if queries_QD.nbytes > INLINE_BYTES else queries_QD)
+    def fan_out(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        timeout_s: float,
+        *,
+        again: bool = False,
+        on_partial: OnPartial | None = None,
+    ) -> ShardResults:
+        """Raises OverloadedError where too many calls wait; a further round (`again`) is always let in."""
+        requests = {
+            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version)))
+            for group, here in self._by_group(shards).items()
+        }
+        hear = (lambda message: on_partial(decode_results(message))) if on_partial else None
+        messages, failures = self._gather(requests, shards, timeout_s, again, hear)
+        answers = [decode_results(message) for message in messages]
+        failures += [one for answer in answers for one in answer.failures]
+        return ShardResults([one for answer in answers for one in answer.results], failures)
 
-        def ask(here: Asked) -> Ask:
-            args = (k, here, self.version)
-            return Ask("search", (queries_QD, *args), lambda actor, call: actor.search.remote(shipped(), *args, call))
-
-        answers, silent = self._gathered(
-            asked,
-            ask,
-            timeout_s,
-            again,
-            (lambda parts: hear(gathered(parts, []))) if hear else None,
-        )
-        return gathered(answers, silent)
-
-    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardFound]:
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search beside the searches that wait in the queues."""
-        asked = zip(self.holdings, self.searchers.groups)
+        asked = zip(self.assignments, self.searchers.groups)
         waiting = [
-            actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, holding.shards, self.version)
-            for holding, actors in asked
+            actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, assignment.shards, self.version)
+            for assignment, actors in asked
         ]
-        with own_errors("searching exactly"):
+        with translate_ray_errors("searching exactly"):
             return [one for answers in ray.get(waiting, timeout=timeout_s) for one in answers]
 
-    def views(self, wanted: Wanted, timeout_s: float) -> GatheredViews:
-        answers, silent = self._gathered(
-            wanted,
-            lambda here: Ask(
-                "views", (here, self.version), lambda actor, call: actor.views.remote(here, self.version, call)
-            ),
-            timeout_s,
-            False,
-        )
-        return gathered_views(answers, silent)
+    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+        requests = {}
+        for group, here in self._by_group(list(ids)).items():
+            request = ViewsRequest({shard: ids[shard] for shard in here}, self.version)
+            requests[group] = ShardRequest("views", encode_views_request(request))
+        messages, failures = self._gather(requests, list(ids), timeout_s, False)
+        answers = [decode_views(message) for message in messages]
+        failures += [one for answer in answers for one in answer.failures]
+        return ViewResults({name: one for answer in answers for name, one in answer.views.items()}, failures)
 
-    def _gathered(
+    def _by_group(self, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """These shards by the group that holds them."""
+        wanted = set(shards)
+        here = {group: tuple(s for s in held if s in wanted) for group, (_, held) in enumerate(self.assignments)}
+        return {group: own for group, own in here.items() if own}
+
+    def _gather(
         self,
-        asked: Mapping[int, Any],
-        ask: Callable[[dict[int, Any]], Ask],
+        requests: Mapping[int, ShardRequest],
+        shards: Sequence[int],
         timeout_s: float,
-        admitted: bool,
-        hear: Callable[[list[Any]], None] | None = None,
-    ) -> tuple[list[Any], list[Unanswered]]:
-        here = {
-            group: parts
-            for group, (_, shards) in enumerate(self.holdings)
-            if (parts := {shard: asked[shard] for shard in shards if shard in asked})
-        }
-        requests = {group: ask(parts) for group, parts in here.items()}
-        answers, silent = self.searchers.scatter.gather(requests, timeout_s, admitted=admitted, hear=hear)
-        unanswered = [Unanswered(tuple(here[group]), state) for group, state in silent.items()]
-        return [one for group in sorted(answers) for one in answers[group]], unanswered
+        again: bool,
+        hear: Callable[[pa.Buffer], None] | None = None,
+    ) -> tuple[list[pa.Buffer], list[ShardFailure]]:
+        """The messages of the groups that answered, and which of the shards did not."""
+        gather = self.searchers.dispatcher.gather
+        answers, silent = gather(requests, timeout_s, admitted=again, on_partial=hear)
+        here = self._by_group(shards)
+        failures = [ShardFailure(here[group], state) for group, state in silent.items()]
+        return [answers[group] for group in sorted(answers)], failures
 
     def health(self, timeout_s: float) -> list[int]:
         """The shards that are open now, as far as their searchers say so in time; asked beside running searches."""
         waiting = [actor.health.options(concurrency_group="health").remote() for actor in self.actors]
         done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
         digests = {digest for ref in done for digest in _said(ref)}
-        return sorted(entry.shard for entry in self.holdings[0].manifest.shards if entry.digest in digests)
+        return sorted(entry.shard for entry in self.assignments[0].manifest.shards if entry.digest in digests)
 
 
 def share_out(num_bytes: Mapping[int, int], groups: int) -> list[tuple[int, ...]]:
@@ -357,7 +369,7 @@ def place(described: Manifest, held: Mapping[str, int], groups: int) -> list[tup
     return [tuple(sorted(shards)) for shards in placed]
 
 
-def told(described: Manifest) -> str:
+def version_name(described: Manifest) -> str:
     return f"index {described.index!r} version {described.version}"
 
 
@@ -367,10 +379,10 @@ def _to_lightest(shard: int, num_bytes: int, held: list[list[int]], loads: list[
     loads[lightest] += num_bytes + 1
 
 
-def _rejoined(groups: Sequence[Sequence[Any]], queue: int, holdings: Sequence[Holding]) -> RemoteFleet:
+def _rejoined(groups: Sequence[Sequence[Any]], queue: int, assignments: Sequence[ShardAssignment]) -> RemoteFleet:
     searchers = RemoteSearchers(groups, queue)
-    searchers.placed[holdings[0].manifest.version] = list(holdings)
-    return RemoteFleet(searchers, holdings)
+    searchers.placed[assignments[0].manifest.version] = list(assignments)
+    return RemoteFleet(searchers, assignments)
 
 
 def _said(ref: Any) -> list[str]:

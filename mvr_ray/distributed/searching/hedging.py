@@ -1,4 +1,4 @@
-"""When a second call for the same answer is worth it, from numbers alone.
+"""Decides from numbers alone when a second call for the same answer is worth its cost.
 
     wait     the 95th percentile of the group's own recent calls, at least FLOOR_S
     budget   of the last WINDOW calls, at most 5 % may have had a second one

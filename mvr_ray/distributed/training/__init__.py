@@ -1,1 +1,1 @@
-"""Training, in parts: examples, the frame of steps, what each task learns, checkpoints, the workers of Ray Train."""
+"""Train retrievers, readers and cross-encoders: examples, steps, checkpoints, and the workers of Ray Train."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: weights, optimiser and progress, as safetensors and JSON.
+"""Store the checkpoints of a training: weights, optimiser and progress, as safetensors and JSON.
 
     <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json
     <store>/training/<name>/<key>/best-00000080/model.safetensors

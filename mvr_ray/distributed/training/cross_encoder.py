@@ -10,21 +10,19 @@ Shapes: Q questions, C candidates of a question, B pairs.
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.batches import Example, strangers
+from mvr_ray.core.learning.batches import Example, negatives_for
+from mvr_ray.core.learning.training import seeded
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
-from mvr_ray.core.training import chunks, rank, seeded, world_size
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
-from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import DevSet, open_dev, open_question_examples
-from mvr_ray.distributed.training.headed import HeadedJob, HeadedSnapshot, HeadedTask, checkpoints_of, train_headed
-from mvr_ray.distributed.training.steps import StepLoop, plan_steps
+from mvr_ray.distributed.training.task_model import TaskModelLoop, checkpoints_of
+from mvr_ray.distributed.training.train_model import TrainedModel, TrainingJob, TrainingTask, train_model
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
@@ -46,71 +44,34 @@ class CrossEncoderEpoch(NamedTuple):
     dev_top1: float | None
 
 
-def open_job(run: RunConfig) -> HeadedJob:
+def open_job(run: RunConfig) -> TrainingJob:
     """What a rank trains with."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = CrossEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), pair_spec(run), run.train.seed)
     examples, dev = open_question_examples(store, corpus, run.train), open_dev(store, corpus, run.train)
-    return HeadedJob(run, model, examples, dev, checkpoints_of(run, run.train.cross_encoder, model, corpus))
+    return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.cross_encoder, model, corpus))
 
 
-class CrossEncoderLoop(StepLoop):
-    def __init__(self, job: HeadedJob, progress: Progress, device: torch.device) -> None:
-        schedule = plan_steps(job.run.train, len(job.examples))
-        super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
-        self.job = job
+class CrossEncoderLoop(TaskModelLoop):
+    epoch, dev_metrics = CrossEncoderEpoch, ("dev_top1",)
 
-    def begin(self, step: int) -> None:
-        self.state.before = self._dev_accuracy() if step < 0 else None
+    def units(self, examples: Sequence[Example]) -> list[list[Pair]]:
+        return candidates_of(examples, self.cfg.num_hard_negatives)
 
-    def groups(self) -> list[dict[str, Any]]:
-        return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
+    def losses(self, units: Sequence[Sequence[Pair]], number: int) -> Tensor:
+        forward = partial(self.model, self.model.tokenize([pair for group in units for pair in group]))
+        scores_B = seeded(self.settings, (_PAIRS, number), self.device, forward)
+        return listwise_loss(scores_B, [len(group) for group in units])
 
-    def learn(self) -> float:
-        numbers, epoch = self.batch_numbers(self.job.examples.passage_E, self.job.examples.article_E)
-        groups = candidates_of(self.job.examples.get(numbers, epoch), self.cfg.num_hard_negatives)
-        total = torch.zeros((), device=self.device)
-        for number, some in enumerate(chunks(groups[rank() :: world_size()], self.cfg.cache_chunk)):
-            forward = partial(self.model, self.model.tokenize([pair for group in some for pair in group]))
-            scores_B = seeded(self.settings, (_PAIRS, number), self.device, forward)
-            loss = listwise_loss(scores_B, [len(group) for group in some]).sum() * world_size() / len(groups)
-            (loss * self.loss_scale).backward()
-            total += loss.detach()
-        if world_size() > 1:
-            dist.all_reduce(total)
-        loss = float(total) / world_size()
-        self.state.sums.steps += 1
-        self.state.sums.loss += loss
-        return loss
-
-    def end_epoch(self) -> None:
-        state, sums = self.state, self.state.sums
-        state.sums = EpochSums()
-        accuracy = self._dev_accuracy()
-        if rank():
-            return
-        report = CrossEncoderEpoch(
-            epoch=self.schedule.epoch_of(state.step - 1),
-            step=state.step,
-            loss=sums.loss / max(1, sums.steps),
-            dev_top1=accuracy,
-        )
-        state.epochs.append(report._asdict())
-        log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
-        self.keep_best(accuracy)
-
-    def _dev_accuracy(self) -> float | None:
-        """None without dev questions, and beside rank 0."""
-        if self.job.dev is None or rank():
-            return None
-        return dev_accuracy(self.model, self.job.dev, self.job.run.read.tokens_per_batch)
+    def measure(self) -> tuple[float]:
+        return (dev_accuracy(self.model, self.job.dev, self.job.run.read.tokens_per_batch),)
 
 
 def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[Pair]]:
     """The pairs of each example's question: with its passage first, then with passages that do not answer it."""
     return [
-        [Pair(example.text, passage) for passage in (example.passage, *strangers(at, examples, num_negatives))]
+        [Pair(example.text, passage) for passage in (example.passage, *negatives_for(at, examples, num_negatives))]
         for at, example in enumerate(examples)
     ]
 
@@ -128,12 +89,16 @@ def dev_accuracy(model: CrossEncoder, dev: DevSet, tokens_per_batch: int) -> flo
     return float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1)))
 
 
-TASK = HeadedTask(CROSS_ENCODERS, open_job, CrossEncoderLoop, CrossEncoderEpoch, ("loss", "dev_top1"))
+def _name(run: RunConfig) -> str:
+    return run.train.cross_encoder
 
 
-def train(run: RunConfig, progress: Progress = no_progress) -> HeadedSnapshot:
+TASK = TrainingTask(CROSS_ENCODERS, _name, open_job, CrossEncoderLoop, CrossEncoderEpoch, ("loss", "dev_top1"))
+
+
+def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     """Train `encoder.backbone` to score pairs; the snapshot is then the newest of `train.cross_encoder`.
 
-    Raises as `train_headed`.
+    Raises as `train_model`.
     """
-    return train_headed(TASK, run, progress)
+    return train_model(TASK, run, progress)

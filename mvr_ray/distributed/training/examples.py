@@ -1,4 +1,4 @@
-"""What training learns from: stored questions with their passages, or inverse cloze questions of the corpus.
+"""Read training examples: stored questions with their passages, or inverse cloze questions of the corpus.
 
 Examples are numbered; passages are read from the mapped corpus when a batch needs them, never all at once. What an
 example holds is drawn from (seed, epoch, number) alone.
@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mvr_ray.config import TrainConfig
-from mvr_ray.core.batches import Example
-from mvr_ray.core.cloze import cloze_example
-from mvr_ray.core.snippets import Splitter
+from mvr_ray.core.encoding.snippets import Splitter
+from mvr_ray.core.learning.batches import Example
+from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, read_questions
-from mvr_ray.store.draws import lot
 from mvr_ray.store.files import Store
+from mvr_ray.store.sampling import hash_rank
 from mvr_ray.types import IntArray, Passage, Question
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def open_examples(store: Store, corpus: Corpus, splitter: Splitter, cfg: TrainCo
         examples: Examples = ClozeExamples(corpus, splitter, cfg)
         what = f"passages of corpus {corpus.name!r}"
     else:
-        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _mined(store, cfg), cfg)
+        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _read_mined(store, cfg), cfg)
         what = f"usable questions of {cfg.questions!r}"
     return _enough(examples, cfg, what)
 
@@ -165,7 +165,7 @@ def open_question_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Qu
     """Stored questions with a positive passage: what a cross-encoder learns from. Raises as `open_examples`."""
     if cfg.questions is None:
         raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
-    examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _mined(store, cfg), cfg)
+    examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _read_mined(store, cfg), cfg)
     return _enough(examples, cfg, f"usable questions of {cfg.questions!r}")
 
 
@@ -177,7 +177,7 @@ def _enough(examples: _E, cfg: TrainConfig, what: str) -> _E:
     return examples
 
 
-def _mined(store: Store, cfg: TrainConfig) -> list[Question]:
+def _read_mined(store: Store, cfg: TrainConfig) -> list[Question]:
     return read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
 
 
@@ -189,7 +189,7 @@ def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Ques
     if cfg.questions is None:
         raise ConfigError("train.task is reader, which learns from answers; name a stored set in train.questions")
     asked = read_questions(store, cfg.questions)
-    placed = [kept for question, passage in _with_passages(corpus, asked) if (kept := _placed(question, passage))]
+    placed = [kept for question, passage in _with_passages(corpus, asked) if (kept := _place(question, passage))]
     if not placed:
         raise DataError(
             f"none of the {len(asked)} questions of {cfg.questions!r} has an answer at a known place in a passage of "
@@ -197,7 +197,7 @@ def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Ques
         )
     if lost := len(asked) - len(placed):
         log.warning("questions without a placed answer in the corpus are left out: %d of %d", lost, len(asked))
-    examples = QuestionExamples(corpus, placed, _mined(store, cfg), cfg)
+    examples = QuestionExamples(corpus, placed, _read_mined(store, cfg), cfg)
     return _enough(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 
 
@@ -207,7 +207,7 @@ def input_digests(store: Store, cfg: TrainConfig) -> list[str]:
     for name in names:
         if name:
             read_questions(store, name)
-    return [store.sha256(layout.questions(name)) if name else "" for name in names]
+    return [store.sha256(paths.questions(name)) if name else "" for name in names]
 
 
 class DevReading(NamedTuple):
@@ -223,7 +223,9 @@ def open_answer_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> list[DevR
     if cfg.dev_questions is None:
         return []
     found = _with_passages(corpus, read_questions(store, cfg.dev_questions))
-    found = sorted((pair for pair in found if pair[0].answers), key=lambda pair: (lot(pair[0].id, "dev"), pair[0].id))
+    found = sorted(
+        (pair for pair in found if pair[0].answers), key=lambda pair: (hash_rank(pair[0].id, "dev"), pair[0].id)
+    )
     if not found:
         raise DataError(
             f"no question of train.dev_questions {cfg.dev_questions!r} has an answer and a positive passage in corpus "
@@ -269,12 +271,12 @@ def _few_a_passage(found: list[tuple[Question, Passage]], most: int) -> list[tup
         return found
     lots: dict[str, list[tuple[int, str]]] = {}
     for question, passage in found:
-        lots.setdefault(passage.id, []).append((lot(question.id, "train"), question.id))
+        lots.setdefault(passage.id, []).append((hash_rank(question.id, "train"), question.id))
     drawn = {question for own in lots.values() for _, question in sorted(own)[:most]}
     return [(question, passage) for question, passage in found if question.id in drawn]
 
 
-def _placed(question: Question, passage: Passage) -> Question | None:
+def _place(question: Question, passage: Passage) -> Question | None:
     """The question with those of its answers that stand at their offsets in the passage; None where none does."""
     pairs = zip(question.answers, question.answer_starts)
     there = [(a, start) for a, start in pairs if a.strip() and start >= 0 and passage.text.startswith(a, start)]

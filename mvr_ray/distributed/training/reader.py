@@ -4,33 +4,29 @@ Every window of the passage is an input; where the answer is not wholly in it, b
 Each question also meets `train.num_hard_negatives` passages that do not answer it: without them a reader finds a good
 answer in every passage, and cannot choose among those of a ranking.
 
-Rank r of W takes the windows r, r + W, .. of a batch, and the loss is the mean over all of them, so W ranks have the
-loss and gradient of one process. Placing, checkpoints and resuming are those of the retriever's training.
-
 Shapes: F windows, T tokens.
 """
 
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.core.answers import exact_match_score, f1_score
-from mvr_ray.core.batches import Example, strangers
-from mvr_ray.core.reading.reader import Reader, ToRead
+from mvr_ray.core.judging.answers import exact_match_score, f1_score
+from mvr_ray.core.learning.batches import Example, negatives_for
+from mvr_ray.core.learning.training import seeded
+from mvr_ray.core.reading.reader import Reader, ReadRequest
 from mvr_ray.core.reading.spans import span_losses, tokens_of
 from mvr_ray.core.reading.windows import Window
-from mvr_ray.core.training import chunks, rank, seeded, world_size
 from mvr_ray.distributed.models import READERS, reader_spec
-from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import DevReading, open_answer_dev, open_answer_examples
-from mvr_ray.distributed.training.headed import HeadedJob, HeadedSnapshot, HeadedTask, checkpoints_of, train_headed
-from mvr_ray.distributed.training.steps import StepLoop, plan_steps
+from mvr_ray.distributed.training.task_model import TaskModelLoop, checkpoints_of
+from mvr_ray.distributed.training.train_model import TrainedModel, TrainingJob, TrainingTask, train_model
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
@@ -63,75 +59,36 @@ class DevScores(NamedTuple):
     f1: float
 
 
-def open_job(run: RunConfig) -> HeadedJob:
+def open_job(run: RunConfig) -> TrainingJob:
     """What a rank trains with."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = Reader.from_backbone(str(resolve_path(run.encoder.backbone)), reader_spec(run), run.train.seed)
     examples, dev = open_answer_examples(store, corpus, run.train), open_answer_dev(store, corpus, run.train)
-    return HeadedJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
+    return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
 
 
-class ReaderLoop(StepLoop):
-    def __init__(self, job: HeadedJob, progress: Progress, device: torch.device) -> None:
-        schedule = plan_steps(job.run.train, len(job.examples))
-        super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
-        self.job = job
+class ReaderLoop(TaskModelLoop):
+    epoch, dev_metrics = ReaderEpoch, ("dev_exact_match", "dev_f1")
 
-    def begin(self, step: int) -> None:
-        scores = self._dev_scores() if step < 0 else None
-        self.state.before = scores.f1 if scores else None
+    def units(self, examples: Sequence[Example]) -> list[Target]:
+        return targets_of(self.model, examples, self.cfg.num_hard_negatives)
 
-    def groups(self) -> list[dict[str, Any]]:
-        return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
+    def losses(self, units: Sequence[Target], number: int) -> Tensor:
+        forward = partial(self.model, [target.window for target in units])
+        start_FT, end_FT, candidate_FT = seeded(self.settings, (_WINDOWS, number), self.device, forward)
+        start_F, end_F = torch.tensor([target[1:] for target in units], device=self.device).T
+        return span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
 
-    def learn(self) -> float:
-        numbers, epoch = self.batch_numbers(self.job.examples.passage_E, self.job.examples.article_E)
-        targets = targets_of(self.model, self.job.examples.get(numbers, epoch), self.cfg.num_hard_negatives)
-        total = torch.zeros((), device=self.device)
-        for number, some in enumerate(chunks(targets[rank() :: world_size()], self.cfg.cache_chunk)):
-            forward = partial(self.model, [target.window for target in some])
-            start_FT, end_FT, candidate_FT = seeded(self.settings, (_WINDOWS, number), self.device, forward)
-            start_F, end_F = torch.tensor([target[1:] for target in some], device=self.device).T
-            losses_F = span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
-            loss = losses_F.sum() * world_size() / len(targets)
-            (loss * self.loss_scale).backward()
-            total += loss.detach()
-        if world_size() > 1:
-            dist.all_reduce(total)
-        loss = float(total) / world_size()
-        self.state.sums.steps += 1
-        self.state.sums.loss += loss
-        return loss
-
-    def end_epoch(self) -> None:
-        state, sums = self.state, self.state.sums
-        state.sums = EpochSums()
-        scores = self._dev_scores()
-        if rank():
-            return
-        report = ReaderEpoch(
-            epoch=self.schedule.epoch_of(state.step - 1),
-            step=state.step,
-            loss=sums.loss / max(1, sums.steps),
-            dev_exact_match=scores.exact_match if scores else None,
-            dev_f1=scores.f1 if scores else None,
-        )
-        state.epochs.append(report._asdict())
-        log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
-        self.keep_best(report.dev_f1)
-
-    def _dev_scores(self) -> DevScores | None:
-        """Means over the dev questions, each read in its gold passage; None without any, and beside rank 0."""
-        if not self.job.dev or rank():
-            return None
+    def measure(self) -> DevScores:
+        """Means over the dev questions, each read in its gold passage."""
         return dev_scores(self.model, self.job.dev, self.job.run.read.tokens_per_batch)
 
 
 def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
     """Windows of each example's passage with the answer's ends in it, then of passages that do not answer it."""
     windower, made = reader.windower, []
-    asked = [(example, strangers(at, examples, num_negatives)) for at, example in enumerate(examples)]
+    asked = [(example, negatives_for(at, examples, num_negatives)) for at, example in enumerate(examples)]
     tokens = windower.tokenize(passage.text for own, others in asked for passage in (own.passage, *others))
     for example, others in asked:
         frame, passage = windower.frame(example.text), tokens[example.passage.text]
@@ -146,7 +103,7 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
 
 
 def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> DevScores:
-    found = reader.read([ToRead(item.question, [item.text]) for item in dev], tokens_per_batch)
+    found = reader.read([ReadRequest(item.question, [item.text]) for item in dev], tokens_per_batch)
     texts = [item.text[span.start : span.stop] if span else "" for item, [span] in zip(dev, found)]
     return DevScores(
         float(np.mean([exact_match_score(text, item.answers) for text, item in zip(texts, dev)])),
@@ -154,9 +111,13 @@ def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> 
     )
 
 
-TASK = HeadedTask(READERS, open_job, ReaderLoop, ReaderEpoch, ("loss", "dev_exact_match", "dev_f1"))
+def _name(run: RunConfig) -> str:
+    return run.train.reader
 
 
-def train(run: RunConfig, progress: Progress = no_progress) -> HeadedSnapshot:
-    """Train `encoder.backbone` to read; the snapshot is then the newest of `train.reader`. Raises as `train_headed`."""
-    return train_headed(TASK, run, progress)
+TASK = TrainingTask(READERS, _name, open_job, ReaderLoop, ReaderEpoch, ("loss", *ReaderLoop.dev_metrics))
+
+
+def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
+    """Train `encoder.backbone` to read; the snapshot is then the newest of `train.reader`. Raises as `train_model`."""
+    return train_model(TASK, run, progress)

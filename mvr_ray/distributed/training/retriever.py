@@ -1,4 +1,4 @@
-"""The retriever's training: what a step learns from questions and passages, and what an epoch measures.
+"""Train the retriever: the loss of a step over questions and passages, and the metrics of an epoch.
 
 The frame is in `steps`: the plan, the dropout and the rates are drawn from (seed, step).
 
@@ -16,23 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.answers import AnswerMatcher
-from mvr_ray.core.batches import JoinedBatch, join_batch, rank_share
-from mvr_ray.core.encoder import DualEncoder, PassageViews, collapse_report
-from mvr_ray.core.losses import LossTerms, camvr_loss, distillation_loss, dpr_loss, mvr_loss, temperature
-from mvr_ray.core.snippets import find_snippet
-from mvr_ray.core.training import (
-    Encoded,
-    Share,
+from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
+from mvr_ray.core.encoding.snippets import find_snippet
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.collapse import collapse_report
+from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
+from mvr_ray.core.learning.losses import LossTerms, camvr_loss, distillation_loss, dpr_loss, mvr_loss, temperature
+from mvr_ray.core.learning.training import (
+    RankInputs,
+    StepOutput,
     distil_gradients,
     loss_and_gradients,
     rank,
     winning_views,
     world_size,
 )
-from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
-from mvr_ray.distributed.training.examples import DevSet, Examples
+from mvr_ray.distributed.training.checkpoints import EpochSums, TrainState
 from mvr_ray.distributed.training.steps import Schedule, StepLoop, plan_steps
+from mvr_ray.distributed.training.train_model import TrainingJob
 from mvr_ray.errors import ConfigError
 from mvr_ray.types import Passage, Progress
 
@@ -60,16 +61,6 @@ class EpochReport(NamedTuple):
     dev_top1: float | None
 
 
-class TrainingJob(NamedTuple):
-    """Everything a rank needs; `model` is as training starts from it."""
-
-    run: RunConfig
-    model: DualEncoder
-    examples: Examples
-    dev: DevSet | None
-    checkpoints: Checkpoints
-
-
 def make_schedule(run: RunConfig, model: DualEncoder, num_examples: int) -> Schedule:
     warm, spec = run.train.warm_start_steps, model.spec
     if warm is None:
@@ -92,12 +83,7 @@ def loss_name(run: RunConfig, model: DualEncoder) -> str:
     return run.train.loss
 
 
-def run_loop(job: TrainingJob, progress: Progress, device: torch.device) -> TrainState:
-    """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
-    return Loop(job, progress, device).run()
-
-
-class Loop(StepLoop):
+class RetrieverLoop(StepLoop):
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
         schedule = make_schedule(job.run, job.model, len(job.examples))
         super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
@@ -134,11 +120,11 @@ class Loop(StepLoop):
         self.teacher = None
         return self._learn(batch)
 
-    def _share(self, batch: JoinedBatch) -> Share:
+    def _share(self, batch: JoinedBatch) -> RankInputs:
         part = rank_share(len(batch.texts), len(batch.passages), rank(), world_size())
         tokenized = self.model.tokenize_passages([batch.passages[row] for row in part.passages])
         real_P = torch.from_numpy(part.real_P).to(self.device)
-        return Share([batch.texts[row] for row in part.questions], tokenized, real_P)
+        return RankInputs([batch.texts[row] for row in part.questions], tokenized, real_P)
 
     def _learn(self, batch: JoinedBatch) -> float:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
@@ -170,9 +156,9 @@ class Loop(StepLoop):
             taught = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
             return terms._replace(total=terms.total + self.cfg.distil_weight * taught)
 
-        encoded = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
-        self._count(encoded, positive_Q)
-        return float(encoded.terms.total)
+        output = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
+        self._count(output, positive_Q)
+        return float(output.terms.total)
 
     def _temperature(self, step: int) -> float:
         """Of the step with this number: MVR eq. 8, or the fixed one."""
@@ -209,13 +195,13 @@ class Loop(StepLoop):
                     answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
         return answers_QV
 
-    def _count(self, encoded: Encoded, positive_Q: Tensor) -> None:
-        sums, terms = self.state.sums, encoded.terms
+    def _count(self, output: StepOutput, positive_Q: Tensor) -> None:
+        sums, terms = self.state.sums, output.terms
         sums.steps += 1
         sums.loss += float(terms.total)
         sums.loss_global += float(terms.global_)
         sums.loss_local += float(terms.local)
-        wins_V = torch.bincount(winning_views(encoded, positive_Q), minlength=self.model.num_views)
+        wins_V = torch.bincount(winning_views(output, positive_Q), minlength=self.model.num_views)
         sums.wins_V = [old + new for old, new in zip(sums.wins_V, wins_V.tolist())]
 
     def end_epoch(self) -> None:

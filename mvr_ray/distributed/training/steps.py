@@ -1,4 +1,4 @@
-"""The frame of a training that every rank runs, with or without Ray: steps, rates, checkpoints and resuming.
+"""Run the training steps of one rank, with or without Ray: rates, checkpoints and resuming.
 
 A step is a function of the weights, the optimiser and its number: what is learned from, the dropout and the rates are
 drawn from (seed, step), so a run that was killed goes on from its last checkpoint to the same weights. What a step
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mvr_ray.config import TrainConfig
-from mvr_ray.core.batches import plan_epoch
-from mvr_ray.core.training import StepSettings, average_gradients, lr_factor, rank, world_size
+from mvr_ray.core.learning.batches import plan_epoch
+from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.types import IntArray, Progress
 
@@ -118,9 +118,9 @@ class StepLoop(ABC):
         return self.state.step < self.schedule.warm
 
     @property
-    def settings(self) -> StepSettings:
+    def settings(self) -> PassSettings:
         cfg = self.cfg
-        return StepSettings(cfg.cache_chunk, _PRECISIONS[cfg.precision], cfg.seed, self.state.step)
+        return PassSettings(cfg.cache_chunk, _PRECISIONS[cfg.precision], cfg.seed, self.state.step)
 
     @property
     def loss_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""Where training runs: in this process, or on the workers of Ray Train.
+"""Run a training in this process, or on the workers of Ray Train.
 
 Ray Train places the workers, joins them in one process group and starts them again when one dies. Its own silent
 resume by name is avoided by a fresh name each time: the checkpoints are ours.
@@ -19,12 +19,12 @@ import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from mvr_ray.config import RunConfig, StoreConfig
-from mvr_ray.core.training import rank
+from mvr_ray.core.learning.training import rank
 from mvr_ray.distributed import session
-from mvr_ray.distributed.relay import relayed, telling
+from mvr_ray.distributed.progress import forward_progress, remote_progress
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.errors import MvrRayError, ResourceError
-from mvr_ray.store import layout
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress
 
@@ -59,12 +59,12 @@ def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
         info = stack.enter_context(session.connect(resources, dashboard=True))
         session.require(info, [session.Need("trainers", count, cpus, gpus)])
         storage = stack.enter_context(_storage(run, info))
-        board = stack.enter_context(relayed(progress))
+        actor = stack.enter_context(forward_progress(progress))
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
         trainer = make_trainer(
             _worker,
-            train_loop_config={"run": placed.model_dump(mode="json"), "board": board, "learn": learn},
+            train_loop_config={"run": placed.model_dump(mode="json"), "actor": actor, "learn": learn},
             scaling_config=api.ScalingConfig(
                 num_workers=count,
                 use_gpu=gpus > 0,
@@ -91,7 +91,7 @@ def _worker(config: dict[str, Any]) -> str:
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
-    state = config["learn"](run, telling(config["board"]), device)
+    state = config["learn"](run, remote_progress(config["actor"]), device)
     return state.to_json().decode() if rank() == 0 else ""
 
 
@@ -119,7 +119,7 @@ def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
             yield folder
         return
     store = Store(run.store.path)
-    path = layout.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
+    path = paths.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
     try:
         yield str(Path(store.where(path)).expanduser().resolve()) if store.is_local else store.where(path)
     finally:

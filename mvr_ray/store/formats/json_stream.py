@@ -55,9 +55,9 @@ class JsonReader:
                 offset = error.pos - self._at
                 cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
                 if not cut or not self._more(num_chars):
-                    raise self._broken(error.msg, self._at + offset) from None
+                    raise self._format_error(error.msg, self._at + offset) from None
             except RecursionError:
-                raise self._broken("nested too deeply", self._at) from None
+                raise self._format_error("nested too deeply", self._at) from None
             else:
                 # A number close to the end of the buffer may go on, as `1` does in `1.5` and `1e+5`.
                 if stop + NUMBER_TAIL_CHARS < len(self._buffer) or not self._more(num_chars):
@@ -65,7 +65,7 @@ class JsonReader:
                     return value
             num_chars *= 2
             if len(self._buffer) - self._at > MAX_ITEM_CHARS:
-                raise self._broken(f"one item is longer than {MAX_ITEM_CHARS} characters", self._at)
+                raise self._format_error(f"one item is longer than {MAX_ITEM_CHARS} characters", self._at)
 
     def items(self) -> Iterator[Any]:
         """The items of an array. While one is in hand, `line` is where it ended."""
@@ -89,7 +89,7 @@ class JsonReader:
         while True:
             key = self.value()
             if not isinstance(key, str):
-                raise self._broken(f"a key is {key!r:.40}, not a text", self._at)
+                raise self._format_error(f"a key is {key!r:.40}, not a text", self._at)
             self._take(":")
             yield key
             if self.peek() == "}":
@@ -100,12 +100,12 @@ class JsonReader:
     def finish(self) -> None:
         """Make sure that nothing follows."""
         if rest := self.peek():
-            raise self._broken(f"the JSON text ends, but {rest!r} follows", self._at)
+            raise self._format_error(f"the JSON text ends, but {rest!r} follows", self._at)
 
     def _take(self, char: str) -> None:
         found = self.peek()
         if found != char:
-            raise self._broken(f"{char!r} expected, {found!r} found" if found else f"{char!r} expected", self._at)
+            raise self._format_error(f"{char!r} expected, {found!r} found" if found else f"{char!r} expected", self._at)
         self._advance(self._at + 1)
 
     def _advance(self, to: int) -> None:
@@ -124,7 +124,7 @@ class JsonReader:
         self._at = 0
         return True
 
-    def _broken(self, reason: str, position: int) -> DataError:
+    def _format_error(self, reason: str, position: int) -> DataError:
         line = self.line + self._buffer.count("\n", self._at, position)
         end = " (the file ends here)" if self._ended and position >= len(self._buffer) - 1 else ""
         return DataError(f"{self.name}:{line}: not valid JSON: {reason}{end}")

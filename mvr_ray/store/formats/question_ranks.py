@@ -1,7 +1,7 @@
-"""What systems found for every question, so that any two of them can be compared: a Parquet file.
+"""Stores what systems found for every question as a Parquet file, so that any two of them can be compared.
 
     system, seed, questions    which system, trained with which seed, on which question set
-    question_id, article       articles group questions that are not independent (`core.metrics.cluster_interval`)
+    question_id, article       articles group questions that are not independent (`metrics.cluster_interval`)
     answer_rank, gold_rank     rank of the first answer-bearing and of the first gold passage, from 0; -1: not among
                                the hits; null: the question has no answers, or no gold passages
 

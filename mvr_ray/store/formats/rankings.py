@@ -72,7 +72,7 @@ def write_ranking(
     """
     if format not in get_args(RankingFormat):
         raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
-    counted = _Counted(rows)
+    counted = _CountingRows(rows)
     with finished_file(path) as aside:
         if format == "parquet":
             _write_parquet(counted, aside)
@@ -92,7 +92,7 @@ def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion
     number = -1
     with open_text(path) as file:
         for number, row in enumerate(_rows(file, path)):
-            yield _ranked(row, number, path, most)
+            yield _parse_ranking(row, number, path, most)
     if number < 0:
         raise DataError(f"ranking {path} holds no question")
 
@@ -112,7 +112,7 @@ def _rows(file: TextIO, path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: neither a JSON array nor JSON lines; {_TEXTS}")
 
 
-def _ranked(row: Any, number: int, path: Path, most: int | None) -> RankedQuestion:
+def _parse_ranking(row: Any, number: int, path: Path, most: int | None) -> RankedQuestion:
     where = f"{path}, entry {number + 1}"
     hits = row.get("ctxs", row.get("hits")) if isinstance(row, dict) else None
     if not isinstance(hits, list) or not isinstance(row.get("question"), str):
@@ -139,7 +139,7 @@ def _hit(hit: Any, where: str) -> RankedPassage:
     return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
 
 
-class _Counted:
+class _CountingRows:
     def __init__(self, rows: Iterable[RankedQuestion]) -> None:
         self._rows = rows
         self.count = 0

@@ -1,4 +1,4 @@
-"""What a source file yields, one at a time, each with the place where it stands."""
+"""Defines the records that a source file yields, each with the place where it stands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

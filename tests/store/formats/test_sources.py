@@ -1,4 +1,4 @@
-"""What each source format gives, field by field; what is wrong in it is named with file and line, never run."""
+"""Reads each source format field by field; an error in it is named with file and line, and nothing is run."""
 
 import csv
 import gzip

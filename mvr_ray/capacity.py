@@ -1,0 +1,332 @@
+"""Plans what a run will need, before anything runs: bytes of disk, memory and GPU memory, a shard and in all.
+
+    vectors  = passages x V                                        (an upper bound: an empty snippet has no view)
+    at rest  = vectors x D x (2 fp16 | 4 fp32)  +  row overhead     embeddings.arrow
+    hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
+    faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
+    train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
+    refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
+                                                                   blocks that hold them once more as stored
+    searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: blocks that a changed passage is
+                                                                   laid over, while these are a quarter or less
+    layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
+
+Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
+"""
+
+import json
+import logging
+import math
+import re
+from typing import Literal, NamedTuple
+
+from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
+from mvr_ray.core.searching.native import library
+from mvr_ray.errors import ConfigError, MissingInputError, StorageError
+from mvr_ray.index.base import default_factory
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.embeddings import BATCH_PASSAGES
+from mvr_ray.store.files import Store
+
+log = logging.getLogger(__name__)
+
+TEXT_BYTES = 700
+"""A 100-word passage with id and title, where no corpus has been counted yet."""
+ROW_BYTES = 32
+"""Id, offsets and list bounds of one passage in embeddings.arrow."""
+HELD_ROW_BYTES = 82
+"""Beside its views, what a process that holds a passage keeps of it: the id as a Python string, and where it lies."""
+PROCESS_BYTES = 600_000_000
+"""A Python process that has imported torch, transformers, pyarrow and Ray."""
+SEARCHER_BYTES = 330_000_000
+"""The same without transformers."""
+COMPILED_BYTES = 236_000_000
+"""A searcher that scans in compiled loops imports no torch and has no step's vectors in fp32: over 8,000 made-up
+passages of 8 views one took 261 MB, of which 25 are its half of these."""
+
+Kind = Literal["disk", "memory", "gpu"]
+
+
+class Backbone(NamedTuple):
+    """The sizes of a BERT-like model that decide how much it takes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+    known: bool
+
+    @property
+    def parameters(self) -> int:
+        embeddings = (self.vocabulary + self.positions + 2) * self.hidden
+        layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
+        return embeddings + 2 * self.hidden + self.layers * layer
+
+
+class PlanLine(NamedTuple):
+    """One thing that takes room: `count` of them, `bytes_each` big."""
+
+    kind: Kind
+    what: str
+    bytes_each: int
+    count: int
+    note: str
+
+    @property
+    def bytes_all(self) -> int:
+        return self.bytes_each * self.count
+
+
+class Plan(NamedTuple):
+    passages: int
+    vectors: int
+    dimension: int
+    num_views: int
+    shards: int
+    lines: list[PlanLine]
+
+    def total(self, kind: Kind) -> int:
+        return sum(line.bytes_all for line in self.lines if line.kind == kind)
+
+
+def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: float = TEXT_BYTES) -> Plan:
+    """Sizes for `passages` passages of `passage_bytes` each at rest, id and title included. A refined version, and what
+    searches it, has so many feedback views more."""
+    if passages < 1:
+        raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
+    model = backbone_sizes(run.encoder.backbone)
+    views = effective_views(run.encoder)
+    shards, resources = run.prepare.num_shards, run.resources
+    on_shard = math.ceil(passages / shards)
+    vectors = on_shard * views
+    item = 2 if run.index.dtype == "fp16" else 4
+    at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
+    on_gpu = resources.gpus_per_searcher > 0
+    index_file = index_bytes(run.index, vectors, model.hidden, on_gpu)
+    added = math.ceil(feedback_views / shards)
+    refined_index = index_bytes(run.index, vectors + added, model.hidden, on_gpu)
+    refined_file = at_rest + added * (model.hidden * item + 2) + refined_index
+    weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
+    unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
+    length = 0 if unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
+    encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=unpadded)
+    encode += 2 * model.parameters * unpadded
+    train = 4 * weights + train_activations(run, model)
+    searchers = min(resources.searchers, shards)
+    changed = min(added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
+    copied = math.ceil(touched_share(on_shard, changed) * vectors * model.hidden * item)
+    held = math.ceil(shards / searchers) * (refined_file + copied)
+    refiners = min(resources.refiners, shards)
+    laid_over = touched_share(on_shard, added) if run.refine.method == "feedback_views" else 1.0
+    moving = added if run.refine.method == "feedback_views" else vectors
+    refined = math.ceil(shards / refiners) * (
+        at_rest + model.hidden * (4 * moving + math.ceil(item * (laid_over * vectors + added)))
+    )
+    workspace = 32_768 * (256 + model.hidden) * 4  # vectors of a step in fp32, and their scores
+    compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
+    searching = COMPILED_BYTES if compiled else SEARCHER_BYTES + workspace
+    rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
+    rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
+    per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
+    guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    lines = [
+        PlanLine("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage"),
+        PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
+        PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {model.hidden} x {item} bytes a shard"),
+        PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
+        PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
+        PlanLine("disk", "one more version", refined_file, shards, "at most: unchanged shards are shared"),
+        PlanLine(
+            "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
+        ),
+        PlanLine(
+            "memory",
+            "trainer",
+            PROCESS_BYTES + (0 if per_gpu_trainer else train),
+            max(1, resources.train_workers),
+            "a worker",
+        ),
+        PlanLine(
+            "memory",
+            "searcher",
+            searching + held + rows_held,
+            searchers * resources.replicas,
+            "its shards, mapped or loaded"
+            + "; at most: blocks with a changed passage once more" * bool(copied)
+            + "; compiled loops, as on this machine" * compiled,
+        ),
+        PlanLine(
+            "memory",
+            "refiner",
+            SEARCHER_BYTES + refined + rows_refined + workspace,
+            refiners,
+            "at most: all that its labels can change",
+        ),
+    ]
+    if per_gpu_encoder:
+        note = "weights, again in bf16, and one batch" if unpadded else "weights and one batch"
+        lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, note))
+    if per_gpu_trainer:
+        lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
+    if resources.gpus_per_searcher > 0:
+        on_gpu = math.ceil(shards / searchers) * (vectors + added) * model.hidden * item + workspace
+        lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
+    return Plan(passages, passages * views, model.hidden, views, shards, lines)
+
+
+def touched_share(passages: int, changes: int) -> float:
+    """Share of a shard's blocks that hold at least one of so many changed passages, wherever these lie."""
+    blocks = math.ceil(passages / BATCH_PASSAGES)
+    return 1 - (1 - 1 / blocks) ** changes
+
+
+def corpus_size(run: RunConfig, passages: int = 0) -> int:
+    """Passages to plan for: as told, else as `prepare` counted them."""
+    if passages < 0:
+        raise ConfigError(f"--passages must be positive, not {passages}")
+    if passages:
+        return passages
+    try:
+        return Corpus.open(Store(run.store.path), run.prepare.corpus).num_passages
+    except MissingInputError:
+        raise MissingInputError(
+            f"plan: no corpus {run.prepare.corpus!r} in {run.store.path} to count; "
+            f"run `mvr-ray prepare CONFIG` first, or say how many with --passages N"
+        ) from None
+
+
+def passage_bytes(run: RunConfig) -> float:
+    """What a passage takes at rest, as `prepare` wrote it; 700 bytes where there is no corpus yet, or no store."""
+    try:
+        info = Corpus.open(Store(run.store.path), run.prepare.corpus).info
+    except MissingInputError:
+        return TEXT_BYTES
+    except StorageError as error:
+        log.warning("plan: %s; a passage is taken to have %d bytes", error, TEXT_BYTES)
+        return TEXT_BYTES
+    return sum(part.num_bytes for part in info.parts) / max(info.num_passages, 1)
+
+
+def most_feedback_views(run: RunConfig, passages: int) -> int:
+    """How many feedback views a refined version can have: so many clusters a passage, and no more than there are
+    positive labels, where those are the first hit of each question or its gold passages."""
+    refine = run.refine
+    if refine.method != "feedback_views" or (refine.questions is None and refine.feedback is None):
+        return 0
+    most = passages * refine.feedback_clusters
+    first = refine.labels == "answers" and refine.positives == "first"
+    if refine.questions is None or refine.feedback is not None or not (first or refine.labels == "gold"):
+        return most
+    try:
+        asked = read_questions(Store(run.store.path), refine.questions)
+    except (MissingInputError, StorageError):
+        return most
+    return min(most, len(asked) if first else sum(len(question.positive_ids) for question in asked))
+
+
+def effective_views(encoder: EncoderConfig) -> int:
+    return 1 if encoder.strategy in ("cls", "mean") else encoder.num_views
+
+
+def backbone_sizes(backbone: str) -> Backbone:
+    """Sizes from the backbone's config.json where it is on this machine, else those of bert-base-uncased."""
+    file = resolve_path(backbone) / "config.json"
+    if not file.is_file():
+        return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
+    values = json.loads(file.read_text(encoding="utf-8"))
+    hidden = int(values.get("hidden_size") or values["dim"])
+    return Backbone(
+        hidden,
+        int(values.get("num_hidden_layers") or values["n_layers"]),
+        int(values.get("num_attention_heads") or values["n_heads"]),
+        int(values.get("intermediate_size") or values.get("hidden_dim") or 4 * hidden),
+        int(values["vocab_size"]),
+        int(values.get("max_position_embeddings", 512)),
+        known=True,
+    )
+
+
+def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int:
+    """Activations of one transformer layer over `tokens` padded tokens in texts of `length` tokens."""
+    each = model.hidden * (34 + 5 * model.heads * length / model.hidden)
+    return math.ceil(tokens * each * (1 if half else 2))
+
+
+def train_activations(run: RunConfig, model: Backbone) -> int:
+    """Activations of one worker's share of a training step, all layers, or one layer with checkpointing."""
+    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens
+    questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
+    passages = questions * (1 + run.train.num_hard_negatives)
+    if run.train.cache_chunk:
+        passages = questions = min(passages, run.train.cache_chunk)
+    half = run.train.precision != "fp32"
+    layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
+        model, questions * run.encoder.max_query_tokens, run.encoder.max_query_tokens, half=half
+    )
+    if not run.train.gradient_checkpointing:
+        return layer * model.layers
+    kept = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
+    return layer + kept * model.layers
+
+
+def index_bytes(index: IndexConfig, vectors: int, dimension: int, on_gpu: bool = False) -> int:
+    """Bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
+    if index.kind == "flat":
+        return vectors * (dimension + 8) if index.scan == "int8" else 0
+    if index.kind == "hnsw":
+        return vectors * (4 * dimension + links_bytes(index.hnsw_m) + 12)
+    return faiss_bytes(index.factory or default_factory(dimension, on_gpu), vectors, dimension)
+
+
+def links_bytes(m: int) -> int:
+    """The lowest layer of an HNSW graph keeps 2 M neighbours of 4 bytes; the layers above add under 1/M of it."""
+    return 2 * m * 4
+
+
+_CODES = [
+    (r"Flat", lambda d, _: 4.0 * d),
+    (r"SQ(?:fp16|bf16)", lambda d, _: 2.0 * d),
+    (r"SQ(\d+)(?:bit)?", lambda d, g: d * int(g[0]) / 8),
+    (r"PQ(\d+)(?:x(\d+))?(?:np|fs|fsr)?", lambda _, g: int(g[0]) * int(g[1] or 8) / 8),
+    (r"(?:LSH|ITQ)\w*", lambda d, _: d / 8),
+]
+
+
+def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
+    """Bytes of a Faiss index made by this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
+    width, each, fixed, stored = dimension, 0.0, 0.0, False
+    for part in factory.replace("_HNSW", ",#HNSW").split(","):
+        if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):
+            fixed += 4 * width * int(match[1])
+            width = int(match[1])
+        elif re.fullmatch(r"OPQ\d+|L2norm|#HNSW\d+(_\w+)?", part):
+            fixed += 4 * width * width if part.startswith("OPQ") else 0
+        elif match := re.fullmatch(r"(?:IVF|IMI\dx)(\d+)", part):
+            each, fixed = each + 8, fixed + 4 * int(match[1]) * width
+        elif match := re.fullmatch(r"HNSW(\d+)?(?:_(\w+))?", part):
+            each += links_bytes(int(match[1] or 32))
+            if match[2]:
+                each, stored = each + _code(match[2], width, factory), True
+            elif part == factory.split(",")[-1]:
+                each, stored = each + 4 * width, True
+        elif re.fullmatch(r"IDMap2?", part):
+            each += 8
+        elif match := re.fullmatch(r"R(?:efine\()?(\w+)\)?", part):
+            each += _code(match[1], dimension, factory)
+        else:
+            each, stored = each + _code(part, width, factory), True
+            if match := re.match(r"PQ\d+(?:x(\d+))?", part):
+                fixed += 4 * width * 2 ** int(match[1] or 8)
+    if not stored:
+        raise ConfigError(f"index.factory {factory!r} names no storage; end it with Flat, SQ8, SQfp16 or PQ96")
+    return math.ceil(vectors * each + fixed)
+
+
+def _code(part: str, width: int, factory: str) -> float:
+    for pattern, size in _CODES:
+        if match := re.fullmatch(pattern, part):
+            return size(width, match.groups())
+    raise ConfigError(f"index.factory {factory!r}: no size known for {part!r}; known: Flat, SQ8, SQfp16, PQ96, HNSW32")

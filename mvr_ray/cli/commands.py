@@ -1,0 +1,421 @@
+"""The command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
+
+Every stage reads one run file, does its work, prints a table (or JSON) on stdout and keeps config and report under
+<store>/runs/. Exit status: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+import yaml
+
+from mvr_ray import __version__
+from mvr_ray.cli.args import named_arguments, section_overrides
+from mvr_ray.cli.progress import Reporter
+from mvr_ray.cli.tables import (
+    exactness,
+    explanation_tables,
+    hit_text,
+    plan_table,
+    print_json,
+    print_shown,
+    report_tables,
+    results_only,
+    table,
+    write,
+)
+from mvr_ray.config import RunConfig, load_run
+from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.stages import STAGES, StageFunction
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
+from mvr_ray.store.formats.rankings import RankingFormat
+from mvr_ray.store.runs import record, to_plain
+from mvr_ray.types import Progress
+
+app = typer.Typer(
+    name="mvr-ray",
+    help="Multi-view passage retrieval on Ray: prepare, train, index, refine, evaluate, retrieve, search and serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The run file, such as configs/squad.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Laid over the run file; values are YAML.")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:  # a run's record takes INFO lines, the terminal does not
+        handler.setLevel(logging.WARNING)
+    app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+
+
+def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn an error of ours into its message on stderr and an exit status."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            with results_only():
+                command(*args, **kwargs)
+        except MvrRayError as error:
+            cause = getattr(error, "cause", None)  # an error of ours that crossed a Ray task
+            origin = cause if isinstance(cause, MvrRayError) else error
+            _err(f"mvr-ray: {origin}")
+            raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
+        except KeyboardInterrupt:
+            _err("mvr-ray: interrupted; the same command continues where it stopped")
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def run_stage(name: str, run: RunConfig, work: StageFunction, *, print_config: bool, as_json: bool) -> None:
+    """Do one stage under a record of its own; a report shows as a table, or as its `rows` where it has them."""
+    if print_config:
+        _print_config(run, as_json)
+        return
+    with Reporter() as progress, record(run, name) as kept:
+        report = work(run, progress)
+        ranks = getattr(report, "ranks", None)
+        if ranks:
+            report = report._replace(ranks=[])
+            kept.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
+        kept.keep(report)
+    plain = to_plain(report)
+    plain = plain if isinstance(plain, dict) else {name: plain}
+    if plain.pop("ranks", None) is not None:
+        plain["questions_file"] = f"{run.store.path}/{kept.folder}/{QUESTION_RANKS}" if ranks else None
+    if as_json:
+        print_json(plain)
+        return
+    for drawn in report_tables(name, plain):
+        print_shown(drawn)
+    _err(f"report: {run.store.path}/{kept.folder}/report.json")
+    if plain.get("questions_file"):
+        _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
+
+
+def _add_stage(name: str, work: StageFunction) -> None:
+    def command(
+        config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    ) -> None:
+        run_stage(name, load_run(config, overrides or ()), work, print_config=print_config, as_json=as_json)
+
+    app.command(name, help=work.__doc__)(exit_on_error(command))
+
+
+for _name, _work in STAGES.items():
+    _add_stage(_name, _work)
+
+
+@app.command()
+@exit_on_error
+def retrieve(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Rank passages for many questions: `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`."""
+    usage = "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
+    named = named_arguments("retrieve", overrides, ("questions", "output"), ("format",), usage, show_only=print_config)
+    form = named.get("format", "dpr")
+    if form not in get_args(RankingFormat):
+        raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
+    chosen = cast(RankingFormat, form)
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import retrieve as stage
+
+        return stage.retrieve(run, named["questions"], Path(named["output"]), chosen, progress)
+
+    run_stage(
+        "retrieve", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
+    )
+
+
+@app.command()
+@exit_on_error
+def read(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Read answers out of ranked passages and score them: `read CONFIG ranking=FILE [output=FILE]`."""
+    usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
+    named = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import read as stage
+
+        return stage.read(run, named["ranking"], Path(named["output"]) if named.get("output") else None, progress)
+
+    run = load_run(config, section_overrides(overrides))
+    run_stage("read", run, work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@exit_on_error
+def reshard(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Deal the live version to another number of shards, without encoding: `reshard CONFIG shards=12`."""
+    usage = "give shards=N, the number of shards that the next version shall have"
+    named = named_arguments("reshard", overrides, ("shards",), (), usage, show_only=print_config)
+    if not print_config and not named["shards"].isdecimal():
+        raise ConfigError(f"reshard: shards={named['shards']} is not a whole number; {usage}")
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import reshard as stage
+
+        return stage.reshard(run, int(named["shards"]), progress)
+
+    run_stage(
+        "reshard", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
+    )
+
+
+@app.command()
+@exit_on_error
+def study(
+    files: Annotated[
+        list[str], typer.Argument(metavar="STUDY... [size=NAME] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]...")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid of variants and write its report: `study configs/studies/mvr-views.yaml size=quick`."""
+    paths = [word for word in files if "=" not in word]
+    plain = {key: value for key, _, value in (w.partition("=") for w in files if "=" in w) if "." not in key}
+    unknown = sorted(set(plain) - {"size", "output", "at_once"})
+    if unknown or not paths:
+        wrong = f"{unknown[0]}=... is not known" if unknown else "no study file is named"
+        words = "study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
+        raise ConfigError(f"study: {wrong}; give {words}")
+    if not plain.get("at_once", "1").isdecimal():
+        raise ConfigError(f"study: at_once={plain['at_once']}; it is how many steps run side by side, a whole number")
+    overrides = tuple(word for word in files if "=" in word and "." in word.partition("=")[0])
+    from mvr_ray.studies.study import run_study
+
+    output = Path(plain["output"]) if "output" in plain else None
+    at_once = int(plain["at_once"]) if "at_once" in plain else None
+    for path in paths:
+        with Reporter() as progress:
+            progress.say(f"== {path}")
+            made = run_study(path, plain.get("size", "quick"), overrides, output, progress, at_once)
+        if as_json:
+            print_json(to_plain(made))
+            continue
+        for drawn in made.tables:
+            print_shown(table(drawn.title, drawn.columns, drawn.rows))
+        _err(f"report: {made.folder}/report.html")
+
+
+@app.command()
+@exit_on_error
+def search(
+    config: Config,
+    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
+    overrides: Overrides = None,
+    k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one question: passages, scores, and the snippet that matched."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.cli import search_once
+
+    response = search_once.search(run, version, question, k)
+    if as_json:
+        print_json(response.model_dump(mode="json"))
+        return
+    for rank, found in enumerate(response.results[0], 1):
+        print_shown(hit_text(rank, found))
+    print_shown(
+        f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
+        f"{response.coverage.passages_total:,} passages searched, {exactness(response.exact)}"
+    )
+
+
+@app.command()
+@exit_on_error
+def explain(
+    config: Config,
+    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
+    overrides: Overrides = None,
+    more: Annotated[
+        list[str] | None, typer.Option("--question", help="A further question; may be given again.")
+    ] = None,
+    passages: Annotated[list[str] | None, typer.Option("--passage", help="A passage's id; may be given again.")] = None,
+    k: Annotated[int, typer.Option("-k", help="Best passages a question, where no passage is named.")] = 3,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write one self-contained page to this file.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score every view of a passage: which one answers each question, and the snippet that it stands for."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.cli import search_once
+
+    request = search_once.ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
+    explanation = search_once.explained(run, version, request, html)
+    if html is not None:
+        _err(f"page: {html}")
+    if as_json:
+        print_json(explanation.model_dump(mode="json"))
+        return
+    for drawn in explanation_tables(explanation):
+        print_shown(drawn)
+
+
+@app.command()
+@exit_on_error
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer HTTP requests on Ray Serve until interrupted: POST /v1/search and others, see GET /openapi.json."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.serving.replica import serve_until_interrupted
+
+    serve_until_interrupted(run, version, _err)
+
+
+@app.command()
+@exit_on_error
+def versions(
+    config: Config,
+    action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
+    rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List, show, verify, repair, roll back or collect the versions of an index."""
+    numbers = [int(word) for word in rest or () if word.isdigit()]
+    run = load_run(config, [word for word in rest or () if not word.isdigit()])
+    from mvr_ray import versions as actions
+
+    done = actions.act(run, action, numbers[0] if numbers else None)
+    plain = to_plain(done)
+    if as_json:
+        print_json(plain)
+    else:
+        shown = {"versions": plain} if isinstance(plain, list) else plain
+        for drawn in report_tables(f"index {run.index.name}", shown):
+            print_shown(drawn)
+    if action in ("verify", "repair"):
+        done.require()
+
+
+@app.command()
+@exit_on_error
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    passages: Annotated[int, typer.Option(help="Passages, where `prepare` has not counted them.")] = 0,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes of disk, memory and GPU memory, a shard and in all, before anything runs."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray import capacity
+
+    size = capacity.corpus_size(run, passages)
+    made = capacity.plan(run, size, capacity.most_feedback_views(run, size), capacity.passage_bytes(run))
+    if as_json:
+        totals = {kind: made.total(kind) for kind in ("disk", "memory", "gpu")}
+        lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]
+        print_json({**made._asdict(), "lines": lines, "totals": totals})
+    else:
+        print_shown(plan_table(made))
+
+
+@app.command()
+@exit_on_error
+def doctor(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A run file, for its cluster.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """What this machine has and lacks, and the cluster of `resources.address` or RAY_ADDRESS."""
+    from mvr_ray.distributed import session
+
+    run = load_run(config, overrides or ()) if config else RunConfig()
+    checks = to_plain(session.doctor(run.resources))
+    if as_json:
+        print_json(checks)
+    else:
+        print_shown(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
+    if not all(check["ok"] for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+@exit_on_error
+def compare(
+    first: Annotated[
+        str,
+        typer.Argument(
+            help="A ranking of `retrieve` (.json, .jsonl, .parquet, or a TREC run), or FILE:SYSTEM, a system of a file "
+            "of question ranks that `evaluate` or `study` wrote."
+        ),
+    ],
+    second: Annotated[str, typer.Argument(help="Another over the same questions.")],
+    k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
+    qrels: Annotated[Path | None, typer.Option(help="TREC qrels, for TREC runs.")] = None,
+    questions: Annotated[str | None, typer.Option(help="The question set, where FILE:SYSTEM has several.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two rankings question by question: difference, interval, paired test."""
+    from mvr_ray import comparison
+
+    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels, questions))
+    if as_json:
+        print_json(rows)
+    else:
+        columns = ["metric", "first", "second", "difference", "low", "high", "p", "questions"]
+        print_shown(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
+
+
+@app.command()
+def version() -> None:
+    """The version of this package."""
+    write(f"mvr_ray {__version__}\n")
+
+
+def _print_config(run: RunConfig, as_json: bool) -> None:
+    plain = run.model_dump(mode="json")
+    if as_json:
+        print_json(plain)
+    else:
+        write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def _err(line: str) -> None:
+    sys.stderr.write(line + "\n")

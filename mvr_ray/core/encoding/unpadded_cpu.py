@@ -1,0 +1,332 @@
+"""A transformer's forward pass on a CPU, over texts laid end to end: no padding, and weights turned once for all.
+
+    h = LN(word + position + type)
+    each layer:  a = LN(h + W_o attention(W_qkv h)),   h = LN(a + W_down gelu(W_up a))
+
+Every text attends to itself alone; texts of one length do so together. Blocks of `BLOCK_TOKENS` go through all layers
+before the next begins, so that what lies between two products stays in the cache of a core. In fp32 the states are
+those of the padded pass (`Tower.forward`) up to rounding, which is what they are tested against; in bf16 the products
+read two bytes a number, in int8 one (`quantized`).
+
+Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import groupby
+from threading import Barrier
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.views import TokenizedPassage
+
+BLOCK_TOKENS = 1024
+FEW_TOKENS, FILL_TOKENS = 128, 64
+MANY_BLOCKS = 8
+PACKED_KINDS = ("bert", "roberta", "xlm-roberta")
+"""Model types whose layers are those above."""
+
+
+class Affine(NamedTuple):
+    """weight and bias of a linear layer or of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Affine":
+        return Affine(self.weight.to(dtype), self.bias.to(dtype))
+
+
+class LayerWeights(NamedTuple):
+    """One layer, as float32 without gradient."""
+
+    qkv: Affine
+    out: Affine
+    norm: Affine
+    up: Affine
+    down: Affine
+    last_norm: Affine
+    eps: float
+    heads: int
+
+
+class Layer(Protocol):
+    def __call__(self, x_ND: Tensor, runs: Sequence["Run"]) -> Tensor: ...
+
+
+class Run(NamedTuple):
+    """So many texts of one length, one after the other."""
+
+    length: int
+    count: int
+
+
+class Product:
+    """x W' + b, with gelu behind it where that is asked for, or with something added to it."""
+
+    def __init__(self, affine: Affine, gelu: bool = False) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(affine.weight.contiguous(), BLOCK_TOKENS)
+        self.bias = affine.bias.contiguous()
+        self.then = ("gelu", "none") if gelu else ("none", "")
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        name, way = self.then
+        return torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, name, [], way)
+
+    def plus(self, x_ND: Tensor, other_ND: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x_ND, other_ND, self.weight, self.bias, "add")
+
+
+class FloatLayer:
+    """A layer in float32 or bfloat16."""
+
+    def __init__(self, weights: LayerWeights, dtype: torch.dtype) -> None:
+        self.heads, self.eps = weights.heads, weights.eps
+        self.qkv, self.out = Product(weights.qkv.to(dtype)), Product(weights.out.to(dtype))
+        self.up, self.down = Product(weights.up.to(dtype), gelu=True), Product(weights.down.to(dtype))
+        self.norm, self.last_norm = weights.norm.to(dtype), weights.last_norm.to(dtype)
+
+    def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
+        own_ND = attention(self.qkv(x_ND), runs, self.heads)
+        x_ND = normalised(self.out.plus(own_ND, x_ND), self.norm, self.eps)
+        return normalised(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
+
+
+class UnpaddedCpuBackbone:
+    """A transformer's weights of this moment, laid out for reading texts without a gradient."""
+
+    def __init__(
+        self,
+        backbone: Any,
+        embed_ids: Callable[[Tensor], Tensor],
+        layers: Sequence[Layer] | None = None,
+        dtype: torch.dtype = torch.float32,
+        filled: bool = True,
+    ) -> None:
+        """`embed_ids` gives the words' vectors. Without `filled`, layers see no token but the texts' own."""
+        table: Any = backbone.embeddings
+        self.embed_ids = embed_ids
+        self.types_D = table.token_type_embeddings.weight.detach()
+        self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
+        self.norm = _affine(table.LayerNorm)
+        self.eps = float(table.LayerNorm.eps)
+        self.dtype = dtype
+        self.filled = filled
+        self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
+
+    def states(
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        lengths: Iterable[int],
+        types_N: Tensor | None = None,
+        whole: bool = False,
+    ) -> Tensor:
+        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side.
+
+        `whole`: fill the block, as one of many.
+        """
+        filling = filling_tokens(len(ids_N), whole) if self.filled else 0
+        ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
+        x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
+        if types_N is not None:
+            x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, filling))]
+        x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
+        runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
+        runs += [Run(FILL_TOKENS, filling // FILL_TOKENS), Run(filling % FILL_TOKENS, 1)]
+        runs = [run for run in runs if run.length and run.count]
+        for layer in self.layers:
+            x_ND = layer(x_ND, runs)
+        return x_ND[: len(x_ND) - filling].float()
+
+
+class Means(NamedTuple):
+    """views_PVD, zero where no token is read, and count_PV, how many tokens each is the mean of."""
+
+    views_PVD: Tensor
+    count_PV: Tensor
+
+
+class UnpaddedCpuTower(UnpaddedCpuBackbone):
+    """A tower, so laid out."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        layers: Sequence[Layer] | None = None,
+        dtype: torch.dtype = torch.float32,
+        filled: bool = True,
+    ) -> None:
+        super().__init__(tower.backbone, tower.embed_ids, layers, dtype, filled)
+        self.dimension = tower.dimension
+
+    def __call__(self, tokenized: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:
+        """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
+        ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in tokenized]).long()
+        positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
+        return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized), whole=whole)
+
+    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+        """The means of the states of each view's tokens."""
+        shape = (len(tokenized), num_views)
+        views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
+
+        def read(rows: list[int], whole: bool) -> None:
+            some = [tokenized[row] for row in rows]
+            views_PVD[rows], count_PV[rows] = view_means(self(some, whole), some, num_views)
+
+        over_blocks([text.num_tokens for text in tokenized], read)
+        return Means(views_PVD, count_PV)
+
+    def padded_states(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+        """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
+        lengths = [text.num_tokens for text in tokenized]
+        states_PTD = torch.zeros(len(lengths), max(lengths), self.dimension)
+
+        def read(rows: list[int], whole: bool) -> None:
+            own = self([tokenized[row] for row in rows], whole).split([lengths[row] for row in rows])
+            for row, states_TD in zip(rows, own):
+                states_PTD[row, : lengths[row]] = states_TD
+
+        over_blocks(lengths, read)
+        return states_PTD
+
+
+def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
+    """Have `read` take every row of texts so long, block by block, without a gradient, told whether to fill them.
+
+    Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
+    waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
+    they work on together).
+    """
+    todo = blocks(lengths)
+    many = len(todo) >= MANY_BLOCKS
+    threads = torch.get_num_threads()
+    each = map if threads == 1 or len(todo) == 1 else _pool(threads).map
+    for _ in each(torch.no_grad()(lambda rows: read(rows, many)), todo):
+        pass
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads whose operators each run on one core. What torch notes for threads yet to start is put back; a thread
+    takes that note when it first asks, which it therefore does before it is told."""
+    ready = Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(threads, "reader", begin)
+    for _ in range(threads):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(threads)
+    return pool
+
+
+def view_means(states_ND: Tensor, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """Of texts laid end to end. A bag of rows for each view of each text is what the sum over an embedding table is."""
+    view_N = np.concatenate([text.view_T for text in tokenized]).astype(np.int64)
+    text_N = np.repeat(np.arange(len(tokenized)), [text.num_tokens for text in tokenized])
+    read = np.flatnonzero(view_N >= 0)
+    slot = text_N[read] * num_views + view_N[read]
+    order = np.argsort(slot, kind="stable")
+    count = np.bincount(slot, minlength=len(tokenized) * num_views)
+    starts = torch.from_numpy(np.cumsum(count) - count)
+    means = F.embedding_bag(torch.from_numpy(read[order]), states_ND, starts, mode="mean")
+    shape = (len(tokenized), num_views)
+    return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
+
+
+def filling_tokens(num_tokens: int, whole: bool = False) -> int:
+    """Of texts of nothing behind a block, which nobody reads: to the next 8 tokens, of longer blocks to the next 64, of
+    one of many blocks (`whole`) to a full one, so that who reads many sees one number of rows.
+
+    oneDNN and torch keep something for each number of rows that they have seen, 0.6 MB a product (1.4 GB after 6,000
+    blocks of any number), and take a millisecond to make it.
+    """
+    step = 8 if num_tokens <= FEW_TOKENS else FILL_TOKENS
+    return -num_tokens % (BLOCK_TOKENS if whole and num_tokens < BLOCK_TOKENS else step)
+
+
+def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
+    """softmax(q k' / sqrt(d)) v of every text and head, [N, D]."""
+    dimension = qkv_NE.shape[1] // 3
+    found, start = [], 0
+    for length, count in runs:
+        rows = qkv_NE[start : start + length * count].view(count, length, 3, heads, dimension // heads)
+        q_BHTd, k_BHTd, v_BHTd = rows.permute(2, 0, 3, 1, 4)
+        own_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd)
+        found.append(own_BHTd.transpose(1, 2).reshape(count * length, dimension))
+        start += length * count
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def normalised(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
+    return F.layer_norm(x_ND, (x_ND.shape[1],), norm.weight, norm.bias, eps)
+
+
+def supports_unpadded_cpu(backbone: nn.Module) -> bool:
+    """Whether this can be read so: its layers are known, and it lies on a CPU whose torch has oneDNN."""
+    config: Any = backbone.config
+    weight = next(backbone.parameters())
+    return (
+        config.model_type in PACKED_KINDS
+        and config.hidden_act == "gelu"
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def layer_weights(backbone: Any) -> list[LayerWeights]:
+    found = []
+    for layer in backbone.encoder.layer:
+        own = layer.attention.self
+        parts = [_affine(part) for part in (own.query, own.key, own.value)]
+        qkv = Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
+        found.append(
+            LayerWeights(
+                qkv=qkv,
+                out=_affine(layer.attention.output.dense),
+                norm=_affine(layer.attention.output.LayerNorm),
+                up=_affine(layer.intermediate.dense),
+                down=_affine(layer.output.dense),
+                last_norm=_affine(layer.output.LayerNorm),
+                eps=float(layer.output.LayerNorm.eps),
+                heads=int(own.num_attention_heads),
+            )
+        )
+    return found
+
+
+def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]]:
+    """Rows in blocks of at most `budget` tokens: longest first, ties by row, each into the first block with room for it
+    (first fit decreasing). So most blocks are full, and all of one size. A longer text has a block of its own."""
+    found: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of blocks that may take more: how much, and which
+    shortest = min(lengths, default=0)
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        at = next((at for at, (room, _) in enumerate(rooms) if room >= lengths[row]), len(rooms))
+        if at == len(rooms):
+            rooms.append((budget, len(found)))
+            found.append([])
+        room, block = rooms[at]
+        found[block].append(row)
+        rooms[at] = room - lengths[row], block
+        if rooms[at][0] < shortest:
+            del rooms[at]
+    return found
+
+
+def _affine(module: Any) -> Affine:
+    return Affine(module.weight.detach(), module.bias.detach())

@@ -1,0 +1,337 @@
+"""Lay out tokens and read views from their states, by eight strategies.
+
+    cls            [CLS] (title [SEP]) text [SEP]              the one view is the state of [CLS]        (DPR)
+    mean           the same                                    the one view is the mean of all states
+    first_k        the same                                    view i is the state of token i            (ME-BERT)
+    snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
+    viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
+    snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means
+      title_view   [VIE_1] title [VIE_2] snippet_1 .. [SEP]    the same; the title is view 1's snippet (CAMVR)
+    sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all
+    splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
+
+With `empty_snippets: kept` viewers without a snippet stand before the last [SEP], in the order of their numbers, as in
+CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
+
+Every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
+[SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0.
+
+Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
+of the longest snippets. A title keeps at most a quarter of the tokens.
+
+Shapes: T tokens, V views.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from mvr_ray.core.encoding.snippets import Span
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import IntArray
+
+Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """How texts become vectors. `mvr_ray.config.EncoderConfig` says what each setting means."""
+
+    strategy: Strategy = "snippet_means"
+    num_views: int = 8
+    tied: bool = True
+    readout: Literal["viewer", "snippet_mean"] = "viewer"
+    viewer_position: Literal["zero", "own"] = "zero"
+    viewer_init: Literal["random", "cls"] = "random"
+    empty_snippets: Literal["masked", "kept"] = "masked"
+    title_view: bool = False
+    use_title: bool = True
+    max_query_tokens: int = 64
+    max_passage_tokens: int = 256
+    normalize: bool = True
+    score_scale: float = 20.0
+    sentences: Literal["packaged", "corpus"] = "packaged"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = (
+            ("strategy", get_args(Strategy)),
+            ("readout", ("viewer", "snippet_mean")),
+            ("viewer_position", ("zero", "own")),
+            ("viewer_init", ("random", "cls")),
+            ("empty_snippets", ("masked", "kept")),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(known)}")
+        if self.num_views < 1:
+            raise EncoderError(f"encoder num_views is {self.num_views}; a passage has 1 view or more")
+        if self.empty_snippets == "kept" and (self.strategy, self.readout) != ("snippets", "viewer"):
+            raise EncoderError(
+                f"encoder empty_snippets is 'kept', but only viewers can stand before nothing, and strategy "
+                f"{self.strategy!r} with readout {self.readout!r} has none; leave it at 'masked'"
+            )
+        if self.title_view and (self.strategy != "snippets" or not self.use_title or self.num_views < 2):
+            raise EncoderError(
+                f"encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are "
+                f"{self.strategy!r}, use_title {self.use_title} and {self.num_views}; correct these, or leave it out"
+            )
+
+    @property
+    def effective_views(self) -> int:
+        return 1 if self.strategy in ("cls", "mean") else self.num_views
+
+    @property
+    def has_viewers(self) -> bool:
+        return self.strategy in ("viewers", "snippets")
+
+    @property
+    def has_snippets(self) -> bool:
+        """A view stands for a piece of the text."""
+        return self.strategy in ("snippets", "snippet_means") or self.has_pieces
+
+    @property
+    def first_text_view(self) -> int:
+        """The view of the text's first snippet, counted from 0: with a title view the text has views 1 to V - 1."""
+        return int(self.title_view)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Every snippet is read alone, so that a passage is several sequences."""
+        return self.strategy in ("sentences", "splits")
+
+    @property
+    def needs_sentences(self) -> bool:
+        return self.has_snippets and self.strategy != "splits"
+
+    def settings(self) -> dict[str, str | int | bool]:
+        """What changes an embedding and is not in the weights: nothing else may enter the fingerprint."""
+        settings: dict[str, str | int | bool] = {
+            "strategy": self.strategy,
+            "num_views": self.effective_views,
+            "use_title": self.use_title,
+            "max_query_tokens": self.max_query_tokens,
+            "max_passage_tokens": self.max_passage_tokens,
+            "normalize": self.normalize,
+        }
+        if self.strategy == "viewers":
+            settings["viewer_position"] = self.viewer_position
+        if self.strategy == "snippets" or self.has_pieces:
+            settings["readout"] = self.readout
+        if self.empty_snippets == "kept":
+            settings["empty_snippets"] = self.empty_snippets
+        if self.title_view:
+            settings["title_view"] = True
+        return settings
+
+
+class TokenizedPassage(NamedTuple):
+    """One text as tokens. Plain arrays, cheap to ship.
+
+    input_ids     int32 [T], viewers beyond the vocabulary (`backbones.Tower`)
+    position_ids  int32 [T], rows of the backbone's position table; where pieces are read alone, each begins anew
+    view_T        int16 [T], the view whose mean this token's state enters, -1: none
+    """
+
+    input_ids: IntArray
+    position_ids: IntArray
+    view_T: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+TOKEN_ARRAYS = {"lengths": np.int32, "input_ids": np.int32, "position_ids": np.int32, "view_T": np.int16}
+"""What `pack_tokens` gives, and its types."""
+
+
+def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
+    """Texts laid end to end, cheaper to ship than one by one: each field of all of them, and `lengths`."""
+    lengths, *fields = TOKEN_ARRAYS.items()
+    found: dict[str, IntArray] = {lengths[0]: np.array([text.num_tokens for text in tokenized], lengths[1])}
+    for name, dtype in fields:
+        found[name] = np.concatenate([getattr(passage, name) for passage in tokenized] or [np.zeros(0)]).astype(dtype)
+    return found
+
+
+def unpack_tokens(packed: Mapping[str, IntArray]) -> list[TokenizedPassage]:
+    """The texts again, over one copy, which torch may take for its own."""
+    ends = np.cumsum(packed["lengths"]).tolist()
+    whole = [np.array(packed[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
+    starts = [0, *ends[:-1]]
+    return [TokenizedPassage(*(array[start:end] for array in whole)) for start, end in zip(starts, ends)]
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """A text's token ids and where each ends in the text."""
+
+    ids: list[int]
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What laying out tokens needs of a backbone: special ids, the position table, the first viewer's id."""
+
+    cls_id: int
+    sep_id: int
+    first_position: int
+    num_positions: int
+    first_viewer: int
+    separators: int
+
+    def check(self, spec: EncoderSpec, backbone: str) -> None:
+        """Raise EncoderError where this backbone cannot express what is asked."""
+        own = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
+        for name, tokens, taken in (("query", spec.max_query_tokens, 0), ("passage", spec.max_passage_tokens, own)):
+            if tokens > self.num_positions - taken:
+                less = f", {taken} of them kept for viewers" if taken else ""
+                raise EncoderError(
+                    f"max_{name}_tokens is {tokens}, but backbone {backbone} has {self.num_positions} positions{less}; "
+                    f"lower max_{name}_tokens to {self.num_positions - taken} or less"
+                )
+        wanted = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
+        needed = -(-4 * wanted // 3)
+        if spec.max_passage_tokens < needed:
+            raise EncoderError(
+                f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
+                f"{spec.strategy!r}; give at least {needed} or lower num_views"
+            )
+
+    def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
+        first = self.first_viewer if spec.has_viewers else self.cls_id
+        all_ids = [first, *ids[: spec.max_query_tokens - 2], self.sep_id]
+        if spec.strategy in ("mean", "snippet_means") or (spec.has_pieces and spec.readout == "snippet_mean"):
+            view_T = [0] * len(all_ids)
+        elif spec.strategy == "snippets" and spec.readout == "snippet_mean":
+            view_T = [-1] + [0] * (len(all_ids) - 1)
+        else:
+            view_T = [0] + [-1] * (len(all_ids) - 1)
+        return self._arrays(all_ids, range(len(all_ids)), view_T)
+
+    def passage(
+        self, spec: EncoderSpec, title: Sequence[int], text: TextTokens, snippets: Sequence[Span]
+    ) -> TokenizedPassage:
+        """`title` is empty where there is none; `snippets` where the strategy has none."""
+        head: list[int] = []
+        if title and spec.title_view:
+            head = list(title[: spec.max_passage_tokens // 4])
+        elif title:
+            head = [*title[: spec.max_passage_tokens // 4 - self.separators], *[self.sep_id] * self.separators]
+        if spec.strategy == "snippets":
+            return self._snippets(spec, head, text, snippets)
+        if spec.strategy == "viewers":
+            return self._viewers(spec, head, text)
+        kept = text.ids[: spec.max_passage_tokens - 2 - len(head)]
+        if spec.has_pieces:
+            return self._pieces(spec, head, TextTokens(kept, text.ends[: len(kept)]), snippets)
+        ids = [self.cls_id, *head, *kept, self.sep_id]
+        view_T = [-1] * len(ids)
+        if spec.strategy == "cls":
+            view_T[0] = 0
+        elif spec.strategy == "mean":
+            view_T = [0] * len(ids)
+        elif spec.strategy == "first_k":
+            first = min(spec.num_views, len(ids))
+            view_T[:first] = range(first)
+        elif kept:
+            start = 1 + len(head)
+            view_T[start : start + len(kept)] = snippet_of_token(text.ends[: len(kept)], snippets)
+        else:
+            view_T = [0] * len(ids)
+        return self._arrays(ids, range(len(ids)), view_T)
+
+    def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
+        """MVR: viewers first, all at position 0 or each at its own at the table's end; the text from position 1."""
+        num = spec.num_views
+        kept = text.ids[: spec.max_passage_tokens - num - 1 - len(head)]
+        rest = [*head, *kept, self.sep_id]
+        viewers = [self.first_viewer + 1 + view for view in range(num)]
+        places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
+        positions = [*places, *range(1, 1 + len(rest))]
+        return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
+
+    def _snippets(
+        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
+    ) -> TokenizedPassage:
+        """A viewer before each snippet, ordinary positions; one without a snippet stands at the end, if at all.
+
+        With a title view (CAMVR, figures 1 and 4) `head` is the title and view 0's snippet; the text has the others.
+        """
+        pieces: dict[int, list[int]] = {}
+        for token, snippet in zip(text.ids, snippet_of_token(text.ends, snippets)):
+            pieces.setdefault(spec.first_text_view + snippet, []).append(token)
+        every = spec.empty_snippets == "kept"
+        order = [*([0] if spec.title_view and (head or every) else []), *pieces] or [0]
+        order += [view for view in range(spec.num_views if every else 0) if view not in order]
+        budget = spec.max_passage_tokens - 1 - len(head) - len(order)
+        lengths = shorten([len(piece) for piece in pieces.values()], budget)
+        tokens = {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
+        ids, view_T = list(head), [-1] * len(head)
+        if spec.title_view:
+            tokens[0], ids, view_T = head, [], []
+        for view in order:
+            piece = tokens.get(view, [])
+            by_viewer = spec.readout == "viewer" or not piece
+            ids += [self.first_viewer + 1 + view, *piece]
+            view_T += [view if by_viewer else -1, *[-1 if by_viewer else view] * len(piece)]
+        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
+
+    def _pieces(
+        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
+    ) -> TokenizedPassage:
+        """MVR table 5: a sequence of its own for each snippet that has tokens, one after the other."""
+        of_token = np.asarray(snippet_of_token(text.ends, snippets), np.int64)
+        views = np.unique(of_token).tolist() or [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        view_T: list[int] = []
+        for view in views:
+            piece = [text.ids[at] for at in np.flatnonzero(of_token == view)]
+            row = [self.cls_id, *head, *piece, self.sep_id]
+            ids += row
+            positions += range(len(row))
+            view_T += [view] * len(row) if spec.readout == "snippet_mean" else [view, *[-1] * (len(row) - 1)]
+        return self._arrays(ids, positions, view_T)
+
+    def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
+        """The sequences of a passage whose pieces are read alone."""
+        starts = np.flatnonzero(passage.position_ids == self.first_position)
+        return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
+
+    def _arrays(self, ids: Sequence[int], positions: Sequence[int], view_T: Sequence[int]) -> TokenizedPassage:
+        return TokenizedPassage(
+            np.asarray(ids, np.int32),
+            np.asarray(positions, np.int32) + np.int32(self.first_position),
+            np.asarray(view_T, np.int16),
+        )
+
+
+def snippet_of_token(ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
+    """The snippet that holds each token's last character; a token of the space between two belongs to the second."""
+    bounds = [end for _, end in snippets[:-1]]
+    return np.searchsorted(bounds, np.asarray(ends, np.int64) - 1, side="right").tolist()
+
+
+def shorten(lengths: Sequence[int], budget: int) -> list[int]:
+    """Cut the longest until all fit the budget: every piece keeps min(its length, one common length), and what is then
+    left over goes to the first pieces, one each."""
+    if sum(lengths) <= budget:
+        return list(lengths)
+    left, level = budget, 0
+    for done, length in enumerate(sorted(lengths)):
+        level = left // (len(lengths) - done)
+        if length > level:
+            break
+        left -= length
+    kept = [min(length, level) for length in lengths]
+    spare = budget - sum(kept)
+    for at, length in enumerate(lengths):
+        if spare and length > kept[at]:
+            kept[at] += 1
+            spare -= 1
+    return kept

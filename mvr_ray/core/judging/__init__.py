@@ -1,0 +1,1 @@
+"""Answer matching, ranking metrics with intervals, and measures of how views differ."""

@@ -1,0 +1,225 @@
+"""Decide whether a passage holds an answer, by the field's rules to the letter.
+
+`string` mode: text and answer are put into Unicode NFD, cut into tokens (a run of letters, numbers or marks, else one
+character that is neither separator nor control), each token lower-cased; a hit is an answer whose tokens stand in a
+row in the passage. The title is not searched. What follows from the rules, and is kept:
+
+- an answer without tokens (empty, blanks, zero-width) matches every passage; `strict` refuses such answers
+- `1000` is not in `1,000`, `Beyonce` not in `Beyoncé`, `fi` not in `ﬁ`; `U.S` is in `the U.S. army`
+- `don't` is three tokens; case is folded a token at a time by `str.lower`, so a final sigma ends its token
+
+`regex` mode (CuratedTREC): the answer is a pattern searched in the NFD text; one that does not compile never matches.
+`kilt` mode: both are normalised as for exact match, then the answer is sought as a substring.
+
+A reader's answer is scored by SQuAD's rules: exact match and F1, over all answers the best.
+"""
+
+import re
+import string
+import unicodedata
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import regex
+
+from mvr_ray.errors import DataError
+from mvr_ray.types import IntArray
+
+Match = Literal["string", "regex", "kilt"]
+
+_FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
+_TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", _FLAGS)
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_MAX_QUESTIONS_CACHED = 4096
+
+
+def tokenize(text: str) -> list[str]:
+    """Lower-cased tokens of the text's NFD form."""
+    return [token.lower() for token in _TOKEN.findall(unicodedata.normalize("NFD", text))]
+
+
+def has_answer(text: str, answers: Sequence[str], match: Match = "string") -> bool:
+    """Whether `text` holds one of `answers`. For many passages or questions use `AnswerMatcher`."""
+    haystack = _haystack(text, match)
+    return any(_found(haystack, needle) for needle in _needles(answers, match))
+
+
+def normalize_answer(text: str) -> str:
+    """Exact match's form: lower case, no ASCII punctuation, no article, single blanks (in this order)."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
+    """Whether a reader's prediction equals one of the answers after `normalize_answer`."""
+    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+    wanted = normalize_answer(prediction)
+    return any(normalize_answer(answer) == wanted for answer in answers)
+
+
+def f1_score(prediction: str, answers: Sequence[str]) -> float:
+    """SQuAD's F1: overlap of the multisets of normalised words, with the answer that overlaps best.
+
+    Where prediction and answer both normalise to nothing it is 1, as in SQuAD 2 (SQuAD 1.1's script says 0).
+    """
+    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+    found = Counter(normalize_answer(prediction).split())
+    return max((_overlap(found, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
+
+
+def empty_answers(answers: Sequence[str]) -> list[str]:
+    """The answers that have no token, which by the string rule match every passage."""
+    return [answer for answer in answers if not tokenize(answer)]
+
+
+class AnswerMatcher:
+    """`has_answer` for many questions over the same passages: each passage is tokenised once.
+
+    Prepared passages are kept, least recently used dropped, up to `max_cached_bytes`, and the answers of the last
+    `max_questions` questions. With `strict`, a question with
+    an answer that matches everything raises DataError. Not shared between threads.
+    """
+
+    def __init__(
+        self,
+        match: Match = "string",
+        *,
+        strict: bool = False,
+        max_cached_bytes: int = 256 << 20,
+        max_questions: int = _MAX_QUESTIONS_CACHED,
+    ) -> None:
+        self.match: Match = match
+        self.strict = strict
+        self.max_cached_bytes = max_cached_bytes
+        self.max_questions = max_questions
+        self.cached_bytes = 0
+        self._haystacks: OrderedDict[str, str] = OrderedDict()
+        self._needles: OrderedDict[tuple[str, ...], list[Needle]] = OrderedDict()
+
+    def has_answer(self, text: str, answers: Sequence[str]) -> bool:
+        needles = self._needles_of(answers)
+        if not needles:
+            return False
+        haystack = self._haystack_of(text)
+        return any(_found(haystack, needle) for needle in needles)
+
+    def mark(self, texts: Sequence[str], answers: Sequence[str]) -> list[bool]:
+        """For one question, whether each text holds an answer."""
+        return [self.has_answer(text, answers) for text in texts]
+
+    def index(self, answers: Sequence[Sequence[str]]) -> "AnswerIndex":
+        """The answers of many questions, to be looked for in one passage after another."""
+        return AnswerIndex(self.match, [self._needles_of(one) for one in answers])
+
+    def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
+        key = tuple(answers)
+        needles = self._needles.get(key)
+        if needles is None:
+            if self.strict and (empty := empty_answers(answers)):
+                raise DataError(
+                    f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
+                    f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
+                )
+            needles = _needles(answers, self.match)
+            self._needles[key] = needles
+            if len(self._needles) > self.max_questions:
+                self._needles.popitem(last=False)
+        return needles
+
+    def _haystack_of(self, text: str) -> str:
+        haystack = self._haystacks.get(text)
+        if haystack is not None:
+            self._haystacks.move_to_end(text)
+            return haystack
+        haystack = _haystack(text, self.match)
+        self._haystacks[text] = haystack
+        self.cached_bytes += _bytes(text, haystack)
+        while self.cached_bytes > self.max_cached_bytes and self._haystacks:
+            self.cached_bytes -= _bytes(*self._haystacks.popitem(last=False))
+        return haystack
+
+
+class AnswerIndex:
+    """Which of many questions have an answer in a passage: the passage is prepared once, and an answer is looked for
+    only where the passage has its longest token. Made by `AnswerMatcher.index`.
+
+    Shapes: Q questions, A answers of all of them, P questions that are asked about one passage.
+    """
+
+    def __init__(self, match: Match, needles_Q: "Sequence[Sequence[Needle]]") -> None:
+        self.match: Match = match
+        self._needles_A = [needle for needles in needles_Q for needle in needles]
+        self._start_Q = np.concatenate([[0], np.cumsum([len(needles) for needles in needles_Q], dtype=np.int64)])
+        self._number: dict[str, int] = {}
+        tokens = (self._token(needle) for needle in self._needles_A)
+        self._token_A = np.fromiter(tokens, np.int64, len(self._needles_A))
+
+    def marks(self, text: str, question_P: IntArray) -> np.ndarray:
+        """Whether `text` holds an answer of each question, bool [P]."""
+        haystack = _haystack(text, self.match)
+        has = np.zeros(len(self._number) + 1, bool)
+        has[[0, *(number for word in set(haystack.split(" ")) if (number := self._number.get(word)))]] = True
+        first_P = self._start_Q[question_P]
+        count_P = self._start_Q[question_P + 1] - first_P
+        asked = np.repeat(np.arange(len(question_P)), count_P)
+        answer = np.arange(len(asked)) + np.repeat(first_P - np.cumsum(count_P) + count_P, count_P)
+        marked_P = np.zeros(len(question_P), bool)
+        likely = np.flatnonzero(has[self._token_A[answer]])
+        for at, number in zip(asked[likely].tolist(), answer[likely].tolist()):
+            marked_P[at] = marked_P[at] or _found(haystack, self._needles_A[number])
+        return marked_P
+
+    def _token(self, needle: "Needle") -> int:
+        """Number of the longest token, 0 where there is none to go by: a substring or pattern need not begin a word."""
+        longest = max(needle.split(" "), key=len) if self.match == "string" and isinstance(needle, str) else ""
+        return self._number.setdefault(longest, len(self._number) + 1) if longest else 0
+
+
+Needle = str | regex.Pattern[str]
+
+
+def _haystack(text: str, match: Match) -> str:
+    """The text as it is searched. Tokens hold no blank, so joined by blanks a run of tokens is a substring."""
+    match match:
+        case "string":
+            return f" {' '.join(tokenize(text))} "
+        case "regex":
+            return unicodedata.normalize("NFD", text)
+        case "kilt":
+            return normalize_answer(text)
+
+
+def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
+    assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+    match match:
+        case "string":
+            return [f" {' '.join(tokens)} " if (tokens := tokenize(answer)) else "" for answer in answers]
+        case "regex":
+            compiled = (_compile(unicodedata.normalize("NFD", answer)) for answer in answers)
+            return [pattern for pattern in compiled if pattern is not None]
+        case "kilt":
+            return [normalize_answer(answer) for answer in answers]
+
+
+def _overlap(found: Counter[str], wanted: Counter[str]) -> float:
+    """Harmonic mean of precision and recall of one multiset of words against another."""
+    if not found or not wanted:
+        return float(found == wanted)
+    return 2 * (found & wanted).total() / (found.total() + wanted.total())
+
+
+def _compile(pattern: str) -> regex.Pattern[str] | None:
+    try:
+        return regex.compile(pattern, _FLAGS)
+    except (regex.error, ValueError, OverflowError, IndexError, KeyError, RecursionError):
+        return None
+
+
+def _found(haystack: str, needle: Needle) -> bool:
+    return needle in haystack if isinstance(needle, str) else needle.search(haystack) is not None
+
+
+def _bytes(text: str, haystack: str) -> int:
+    return text.__sizeof__() + haystack.__sizeof__() + 200

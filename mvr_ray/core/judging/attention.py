@@ -1,0 +1,95 @@
+"""Attention of each view: the last layer's, of the tokens that a view is made of.
+
+A view is the mean over its tokens' states, so its attention alpha is the mean over the same tokens and over the heads.
+For a viewer, which is one token, that is the row that CAMVR compares. Attention falls on all tokens of the passage.
+
+    D(i, j) = sum_l alpha_jl log(alpha_jl / alpha_il) = KL(alpha_j || alpha_i)        (CAMVR, eq. 14)
+
+Shapes: P passages, V views per passage, T tokens, H heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.errors import EncoderError
+from mvr_ray.types import FloatArray
+
+_FLOOR = 1e-12
+_AT_ONCE = 8
+
+
+class ViewAttention(NamedTuple):
+    """Of one passage: attention_VT, each row a distribution over its tokens, and which views there are."""
+
+    attention_VT: FloatArray
+    mask_V: np.ndarray
+
+
+def view_attention(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> list[ViewAttention]:
+    """The last layer's attention of every view of each passage, float64.
+
+    Raises EncoderError where pieces are read alone: their views share no tokens to attend to.
+    """
+    if encoder.spec.has_pieces:
+        raise EncoderError(
+            f"strategy {encoder.spec.strategy!r} reads every piece alone, so its views attend to different texts; "
+            f"attention is compared for strategies that read the whole passage"
+        )
+    backbone: Any = encoder.passage_tower.backbone
+    before = backbone.config._attn_implementation
+    training = encoder.training
+    encoder.eval()
+    backbone.set_attn_implementation("eager")  # the fast kernels do not give their weights
+    try:
+        found: list[ViewAttention] = []
+        for start in range(0, len(tokenized), _AT_ONCE):
+            part = tokenized[start : start + _AT_ONCE]
+            with torch.no_grad():
+                last_PHTT = encoder.attentions(part)[-1]
+            mean_PTT = last_PHTT.double().mean(1).cpu().numpy()
+            found += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
+        return found
+    finally:
+        backbone.set_attn_implementation(before)
+        encoder.train(training)
+
+
+def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) -> ViewAttention:
+    size = passage.num_tokens
+    member_VT = passage.view_T == np.arange(num_views)[:, None]
+    count_V = member_VT.sum(1)
+    attention_VT = member_VT @ mean_TT[:size, :size] / np.maximum(count_V, 1)[:, None]
+    return ViewAttention(attention_VT, count_V > 0)
+
+
+def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
+    """D(i, j) of CAMVR eq. 14 in row i and column j, averaged over the passages that have both views. float64 [V, V]
+
+    D(i, j) is KL(view j || view i), in nats: the column's view comes first. NaN where no passage has both. A share
+    below 1e-12 counts as 1e-12. All zero: every view reads alike.
+    """
+    num_views = len(passages[0].mask_V)
+    sum_VV, count_VV = np.zeros((num_views, num_views)), np.zeros((num_views, num_views))
+    for attention_VT, mask_V in passages:
+        total_V = np.where(mask_V, attention_VT.sum(1), 1.0)
+        share_VT = np.maximum(attention_VT / total_V[:, None], _FLOOR)
+        log_VT = np.log(share_VT)
+        divergence_VV = (share_VT * log_VT).sum(1) - log_VT @ share_VT.T
+        both_VV = mask_V[:, None] & mask_V
+        sum_VV += np.where(both_VV, divergence_VV, 0.0)
+        count_VV += both_VV
+    return np.where(count_VV > 0, sum_VV / np.maximum(count_VV, 1), np.nan)
+
+
+def mean_attention_kl(table_VV: FloatArray) -> float | None:
+    """Mean of D(i, j) over the pairs i < j, the triangle that CAMVR's table 3 prints; None where no pair was measured.
+
+    The other triangle holds the same pairs of views with the arguments of KL exchanged, and is not in the mean.
+    """
+    pairs = table_VV[np.triu_indices(len(table_VV), 1)]
+    return float(np.nanmean(pairs)) if np.isfinite(pairs).any() else None

@@ -1,0 +1,51 @@
+"""Raise the collapse alarm when the views of a passage have become one vector.
+
+Viewers that share a position can end as equal vectors whatever they start from; the index then pays for V views and
+holds one. How to read the numbers: docs/math.md.
+
+Shapes: P passages, V views per passage, D dimension.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mvr_ray.core.judging import metrics
+from mvr_ray.types import FloatArray
+
+MAX_COSINE = 0.999
+MIN_LV = 0.001
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """`mean_pair_cosine` and `lv` are None where no passage has two views to compare."""
+
+    mean_pair_cosine: float | None
+    lv: float | None
+    collapsed: bool
+    reason: str
+
+
+def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor) -> Collapse:
+    """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
+
+    Local variation is of cosines, as `metrics.lv`; each passage is asked by the mean view of the passage after it.
+    """
+    views_PVD = np.asarray(_numpy(views_PVD), np.float32)
+    mask_PV = np.asarray(_numpy(mask_PV), bool)
+    cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
+    means_PD = (views_PVD * mask_PV[..., None]).sum(1) / np.maximum(mask_PV.sum(1, keepdims=True), 1)
+    lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV)
+    if cosine is None or lv is None:
+        return Collapse(None, None, False, f"none of {len(views_PVD)} passages has two views to compare")
+    several = int((mask_PV.sum(1) > 1).sum())
+    what = f"over {several} passages, two views of one have mean cosine {cosine:.4f} and local variation is {lv:.4f}"
+    if cosine > MAX_COSINE or lv < MIN_LV:
+        return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, Collapse")
+    return Collapse(cosine, lv, False, what)
+
+
+def _numpy(array: np.ndarray | Tensor) -> np.ndarray:
+    return array.detach().cpu().numpy() if isinstance(array, Tensor) else array

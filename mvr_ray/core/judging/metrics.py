@@ -1,0 +1,259 @@
+"""Metrics of rankings with intervals and tests, and measures of how views differ.
+
+Ranking metrics give one value a question, so that intervals and tests come from the same numbers. Ranks count from 0;
+-1 is "not found". View metrics are None where there is nothing to measure.
+
+Shapes: Q questions, K hits, V views, P passages, D dimension.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mvr_ray.types import FloatArray, IntArray
+
+BoolArray = NDArray[np.bool_]
+Groups = Sequence[str] | Sequence[int] | NDArray[np.int64] | NDArray[np.str_]
+"""The group (article) of each question."""
+
+_NUMBERS_AT_ONCE = 1 << 20
+_NEAR = 1e-12
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+def first_ranks(relevant: Sequence[Sequence[bool]] | BoolArray) -> IntArray:
+    """Rank of each question's first relevant hit, -1 where none is. Lists may differ in length. int64 [Q]."""
+    ranks = (next((rank for rank, hit in enumerate(row) if hit), -1) for row in relevant)
+    return np.fromiter(ranks, np.int64, len(relevant))
+
+
+def hit_within(ranks_Q: IntArray, k: int) -> FloatArray:
+    """1.0 where a relevant hit stands among the first k, else 0.0."""
+    return ((ranks_Q >= 0) & (ranks_Q < k)).astype(np.float64)
+
+
+def top_k_accuracy(ranks_Q: IntArray, ks: Sequence[int]) -> dict[int, float]:
+    """Share (0..1) of questions with a relevant hit among the first k, for each k."""
+    return {k: float(hit_within(ranks_Q, k).mean()) for k in ks}
+
+
+def reciprocal_ranks(ranks_Q: IntArray, cutoff: int | None = None) -> FloatArray:
+    """1 / (rank + 1) of the first relevant hit; 0 where none stands among the first `cutoff`."""
+    found_Q = (ranks_Q >= 0) & (ranks_Q < (cutoff or np.iinfo(np.int64).max))
+    return np.where(found_Q, 1.0 / (np.maximum(ranks_Q, 0) + 1), 0.0)
+
+
+def mrr(ranks_Q: IntArray, cutoff: int | None = None) -> float:
+    """Mean reciprocal rank; MS MARCO's official number has cutoff 10."""
+    return float(reciprocal_ranks(ranks_Q, cutoff).mean())
+
+
+def ndcg(ranked: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], cutoff: int) -> FloatArray:
+    """Normalised discounted cumulative gain of each question, as trec_eval has it: the gain is the grade.
+
+    `ranked` holds passage ids, best first; `relevance` the grade of each judged one (grades below 1 gain nothing). A
+    question without a relevant passage scores 0. Of an id that stands twice only the first counts.
+    """
+    values = []
+    for ids, grades in zip(ranked, relevance, strict=True):
+        gains = [max(grades.get(passage, 0), 0) for passage in dict.fromkeys(ids)]
+        ideal = _discounted(sorted((max(grade, 0) for grade in grades.values()), reverse=True)[:cutoff])
+        values.append(_discounted(gains[:cutoff]) / ideal if ideal else 0.0)
+    return np.array(values, np.float64)
+
+
+def cluster_interval(
+    values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
+) -> Interval:
+    """Bootstrap interval of the mean over questions that come in groups, such as all those of one article.
+
+    Questions of one article share its passages and its style, so their values are not independent: whole groups are
+    resampled, with all their values. The quantiles are those of Hesterberg's expanded percentile interval (The American
+    Statistician 69(4), 2015), which is as wide for few groups as Student's t is. Where there is one group only, its
+    values count as independent. Same values, groups and seed, same interval.
+    """
+    sum_G, count_G = _group_sums(values_Q, groups_Q)
+    rng = np.random.default_rng(seed)
+    means = np.empty(num)
+    part = max(1, _NUMBERS_AT_ONCE // len(sum_G))
+    for start in range(0, num, part):
+        size = min(part, num - start)
+        drawn_G = rng.multinomial(len(sum_G), np.full(len(sum_G), 1 / len(sum_G)), size).astype(np.float64)
+        means[start : start + size] = (drawn_G @ sum_G) / (drawn_G @ count_G)
+    tail = _expanded_tail(len(sum_G), confidence)
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def interval_over_seeds(
+    values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
+) -> Interval:
+    """Interval of the mean over seeds and questions, where each seed stands for a training and answered all questions.
+
+    Seeds and articles are two sources of error: the distance of each end of `cluster_interval` of the seeds' mean, and
+    the half width of Student's interval over the seeds, are added as squares. One seed: that over articles alone.
+    """
+    values_SQ = np.atleast_2d(np.asarray(values_SQ, np.float64))
+    mean_Q = values_SQ.mean(axis=0)
+    interval, num_seeds = cluster_interval(mean_Q, groups_Q, seed, num, confidence), len(values_SQ)
+    if num_seeds == 1:
+        return interval
+    from scipy import stats
+
+    spread = values_SQ.mean(axis=1).std(ddof=1) / math.sqrt(num_seeds)
+    half = float(stats.t.ppf((1 + confidence) / 2, num_seeds - 1) * spread)
+    mean = float(mean_Q.mean())
+    return Interval(mean - math.hypot(mean - interval.low, half), mean + math.hypot(interval.high - mean, half))
+
+
+def paired_test(
+    a_Q: FloatArray, b_Q: FloatArray, groups_Q: Groups | None = None, seed: int = 0, num: int = 10_000
+) -> float:
+    """Two-sided p of "a and b are exchangeable": permutation of paired values by sign flips.
+
+    With `groups_Q` the values of a group (an article) are flipped together, for they are not independent; without, each
+    question is flipped alone. Exact (every flip is tried) where the groups on which a and b differ are few; else `num`
+    random flips, of which the observed one counts as one, so that p is never 0.
+    """
+    difference_Q = np.asarray(a_Q, np.float64) - np.asarray(b_Q, np.float64)
+    difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q).sum_G
+    difference_M = difference_G[np.abs(difference_G) > _NEAR]
+    size = len(difference_M)
+    observed = abs(difference_M.sum()) - _NEAR * np.abs(difference_M).sum()
+    if size and 2**size <= num:
+        flips = (np.arange(2**size)[:, None] >> np.arange(size)) & 1
+        return float((np.abs((1 - 2 * flips) @ difference_M) >= observed).mean())
+    if not size:
+        return 1.0
+    rng = np.random.default_rng(seed)
+    part = max(1, _NUMBERS_AT_ONCE // size)
+    as_far = 1
+    for start in range(0, num, part):
+        flips = rng.integers(0, 2, (min(part, num - start), size), dtype=np.int8)
+        sums = difference_M.sum() - 2 * (flips @ difference_M)
+        as_far += int((np.abs(sums) >= observed).sum())
+    return as_far / (num + 1)
+
+
+class _GroupSums(NamedTuple):
+    sum_G: FloatArray
+    count_G: FloatArray
+
+
+def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> _GroupSums:
+    """Sum and number of each group's values; of a single group, every value alone."""
+    values_Q = np.asarray(values_Q, np.float64)
+    assert len(values_Q) == len(groups_Q), "every value has a group"
+    assert len(values_Q), "an interval over no questions"
+    group_Q = np.unique(np.asarray(groups_Q), return_inverse=True)[1]
+    if not group_Q.any():
+        return _GroupSums(values_Q, np.ones(len(values_Q)))
+    sum_G = np.bincount(group_Q, values_Q).astype(np.float64)
+    return _GroupSums(sum_G, np.bincount(group_Q).astype(np.float64))
+
+
+def _expanded_tail(num_groups: int, confidence: float) -> float:
+    """The quantile whose normal deviate is that of Student's t for so many groups, and of a variance over n - 1."""
+    from scipy import stats
+
+    if num_groups < 2:
+        return (1 - confidence) / 2
+    deviate = stats.t.ppf((1 - confidence) / 2, num_groups - 1) * math.sqrt(num_groups / (num_groups - 1))
+    return float(stats.norm.cdf(deviate))
+
+
+def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> float | None:
+    """Local variation (MVR, eq. 9): how far the best view's score stands above the mean of the passage's other views.
+
+    Question i against the views of its passage i. The paper leaves the scores' normalisation open; here they are
+    cosines, so that models compare. Mean over the questions whose passage has at least two views. Near 0: collapsed.
+    """
+    scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(views_QVD))
+    mask_QV = np.ones(scores_QV.shape, bool) if mask_QV is None else mask_QV
+    count_Q = mask_QV.sum(axis=1)
+    several_Q = count_Q > 1
+    if not several_Q.any():
+        return None
+    best_Q = np.where(mask_QV, scores_QV, -np.inf)[several_Q].max(axis=1)
+    sum_Q = np.where(mask_QV, scores_QV, 0.0)[several_Q].sum(axis=1)
+    return float((best_Q - (sum_Q - best_Q) / (count_Q[several_Q] - 1)).mean())
+
+
+def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margin: float = 1e-3) -> IntArray:
+    """The lowest view within `margin` of the best one: what a near-tie decides is noise. int64 [Q].
+
+    For cosines the margin is 1e-3; scores on another scale need another.
+    """
+    scores_QV = np.asarray(scores_QV, np.float64)
+    if mask_QV is not None:
+        scores_QV = np.where(mask_QV, scores_QV, -np.inf)
+    return np.argmax(scores_QV >= scores_QV.max(axis=1, keepdims=True) - margin, axis=1)
+
+
+def ppl(view_Q: IntArray, passage_Q: IntArray) -> float | None:
+    """Perplexity of view usage (MVR, eq. 10), read as the mean of exponents: exp of the entropy of the winning views of
+    one passage's questions, averaged over passages. 1: always one view.
+
+    It is at most the number of questions a passage. It proves nothing by itself: collapsed views tie, and noise then
+    picks among them; so take `view_Q` from `winning_views`, and read it with `lv`.
+    """
+    return float(np.exp(_view_entropies(view_Q, passage_Q)).mean()) if len(view_Q) else None
+
+
+def ppl_of_mean_entropy(view_Q: IntArray, passage_Q: IntArray) -> float | None:
+    """Perplexity of view usage (MVR, eq. 10), read as the exponent of the mean: exp of the passages' mean entropy.
+
+    Never above `ppl` (Jensen's inequality), and equal to it where every passage has the same entropy.
+    """
+    return float(np.exp(_view_entropies(view_Q, passage_Q).mean())) if len(view_Q) else None
+
+
+def _view_entropies(view_Q: IntArray, passage_Q: IntArray) -> FloatArray:
+    """Entropy in nats of the winning views of each passage's questions. float64 [P]"""
+    pairs, count_X = np.unique(np.stack([passage_Q, view_Q]), axis=1, return_counts=True)
+    _, row_X, count_P = np.unique(pairs[0], return_inverse=True, return_counts=True)
+    total_P = np.bincount(row_X, count_X, len(count_P))
+    share_X = count_X / total_P[row_X]
+    return np.bincount(row_X, -share_X * np.log(share_X), len(count_P)).astype(np.float64)
+
+
+def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) -> float | None:
+    """Mean cosine between two views of a passage, averaged over passages with at least two. Above 0.999: collapsed."""
+    unit_PVD = _unit(views_PVD)
+    if mask_PV is None:
+        mask_PV = np.ones(unit_PVD.shape[:2], bool)
+    unit_PVD = np.where(mask_PV[..., None], unit_PVD, 0.0)
+    count_P = mask_PV.sum(axis=1)
+    several_P = count_P > 1
+    if not several_P.any():
+        return None
+    sum_PD = unit_PVD[several_P].sum(axis=1)
+    pairs_P = np.einsum("pd,pd->p", sum_PD, sum_PD) - np.einsum("pvd,pvd->p", unit_PVD[several_P], unit_PVD[several_P])
+    count_P = count_P[several_P]
+    return float((pairs_P / (count_P * (count_P - 1))).mean())
+
+
+def gold_answer_view_share(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:
+    """Share of questions for which, within the gold passage, the view of the answer's snippet wins; -1: view unknown.
+
+    Ours. CAMVR's answer-view accuracy (eq. 15) looks at the retrieved passages: `answer_view/top-k` of `analyze`.
+    """
+    known_Q = answer_view_Q >= 0
+    return float((view_Q[known_Q] == answer_view_Q[known_Q]).mean()) if known_Q.any() else None
+
+
+def _discounted(gains: Sequence[int]) -> float:
+    return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains))
+
+
+def _unit(vectors: FloatArray) -> NDArray[np.float64]:
+    vectors = np.asarray(vectors, np.float64)
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(norms > 0, norms, 1.0)

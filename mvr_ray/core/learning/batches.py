@@ -1,0 +1,160 @@
+"""Plan which questions train together in an epoch, and join the passages of a batch.
+
+The plan is drawn from (seed, epoch) alone, so it is the same for any number of workers and after any restart. A batch
+is B questions and the distinct passages that they bring, which every question meets; a rank encodes a slice of the
+questions and a slice of the passages, and these need not belong together.
+
+Shapes: E examples (questions with a passage), S steps, B questions a batch, Q = B, P distinct passages, W ranks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.types import IntArray, Passage
+
+_PLAN = 1
+"""Keeps this module's random streams apart from those of others with the same seed."""
+
+
+class Example(NamedTuple):
+    """A question, its answers, its passage, hard negatives, and the ids of further passages that also answer it.
+
+    `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
+    `teacher` are a cross-encoder's scores of the passage and of each hard negative, or nothing.
+    """
+
+    text: str
+    passage: Passage
+    answer_start: int = -1
+    negatives: tuple[Passage, ...] = ()
+    known_ids: tuple[str, ...] = ()
+    answer_stop: int = -1
+    teacher: tuple[float, ...] = ()
+    answers: tuple[str, ...] = ()
+
+
+class JoinedBatch(NamedTuple):
+    """Questions and the distinct passages of all of them: each positive once, then each hard negative once.
+
+    positive_Q      int64, row of the question's passage
+    known_QP        true where a passage is another positive of the question
+    answer_start_Q  int64, -1 where unknown
+    teacher_QP      float32, a cross-encoder's score of the pair, NaN where it was not asked
+    """
+
+    texts: list[str]
+    passages: list[Passage]
+    positive_Q: IntArray
+    known_QP: np.ndarray
+    answer_start_Q: IntArray
+    teacher_QP: np.ndarray
+    answers: list[tuple[str, ...]]
+
+
+class RankShare(NamedTuple):
+    """What one rank encodes: rows of the joined questions and passages; `real_P` is false where a row only pads."""
+
+    questions: range
+    passages: list[int]
+    real_P: np.ndarray
+
+
+def plan_epoch(
+    passage_E: IntArray, article_E: IntArray | None, *, batch: int, per_passage: int, seed: int, epoch: int
+) -> IntArray:
+    """examples_SB: every example once, in random order, the last batch filled up from the beginning.
+
+    Questions of one passage stand together, at most `per_passage` of them (only the end of a batch can part them). With
+    articles given, passages of one article stand together too, half a batch at most, so that each batch mixes several.
+    """
+    rng = np.random.default_rng([seed, epoch, _PLAN])
+    order_E = rng.permutation(len(passage_E))
+    if per_passage > 1 or article_E is not None:
+        order_E = order_E[np.argsort(passage_E[order_E], kind="stable")]
+        group_E = _runs(passage_E[order_E], per_passage)
+        shuffled_E = _shuffle_groups(group_E, rng)
+        order_E, group_E = order_E[shuffled_E], group_E[shuffled_E]
+        if article_E is not None:
+            by_article_E = np.argsort(article_E[order_E], kind="stable")
+            order_E, group_E = order_E[by_article_E], group_E[by_article_E]
+            order_E = order_E[_shuffle_groups(_runs(article_E[order_E], max(1, batch // 2)), rng)]
+    missing = -len(order_E) % batch
+    return np.concatenate([order_E, order_E[:missing]]).reshape(-1, batch)
+
+
+def _runs(key_E: IntArray, longest: int) -> IntArray:
+    """Number the runs of equal keys, cutting each after `longest`."""
+    at_E = np.arange(len(key_E))
+    starts_E = np.r_[True, key_E[1:] != key_E[:-1]] if len(key_E) else np.zeros(0, bool)
+    first_E = np.maximum.accumulate(np.where(starts_E, at_E, 0)) if len(key_E) else at_E
+    return np.cumsum(starts_E | ((at_E - first_E) % longest == 0)) - 1
+
+
+def _shuffle_groups(group_E: IntArray, rng: np.random.Generator) -> IntArray:
+    """An order in which the members of each group stay together and in order, and the groups are shuffled."""
+    if not len(group_E):
+        return group_E
+    place_G = rng.permutation(int(group_E.max()) + 1)
+    return np.argsort(place_G[group_E], kind="stable")
+
+
+def join_batch(examples: Sequence[Example]) -> JoinedBatch:
+    """Bring each passage in once, so that no question has its own passage, or another of its positives, as negative."""
+    row_of: dict[str, int] = {}
+    passages: list[Passage] = []
+    for passage in [e.passage for e in examples] + [n for e in examples for n in e.negatives]:
+        if passage.id not in row_of:
+            row_of[passage.id] = len(passages)
+            passages.append(passage)
+    known_QP = np.zeros((len(examples), len(passages)), bool)
+    for question, example in enumerate(examples):
+        for known in example.known_ids:
+            if known in row_of and known != example.passage.id:
+                known_QP[question, row_of[known]] = True
+    teacher_QP = np.full(known_QP.shape, np.nan, np.float32)
+    for question, example in enumerate(examples):
+        for passage, score in zip((example.passage, *example.negatives), example.teacher):
+            teacher_QP[question, row_of[passage.id]] = score
+    return JoinedBatch(
+        texts=[example.text for example in examples],
+        passages=passages,
+        positive_Q=np.array([row_of[example.passage.id] for example in examples], np.int64),
+        known_QP=known_QP,
+        answer_start_Q=np.array([example.answer_start for example in examples], np.int64),
+        teacher_QP=teacher_QP,
+        answers=[example.answers for example in examples],
+    )
+
+
+def negatives_for(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
+    """Passages that do not answer example `at`: its hard negatives, else those of the examples after it in the batch.
+
+    A passage in which the answer's words stand, or that is another positive, is none.
+    """
+    own = examples[at]
+    if own.negatives:
+        return list(own.negatives[:most])
+    answer = own.passage.text[own.answer_start : own.answer_stop].lower() if own.answer_start >= 0 else ""
+    barred = {own.passage.id, *own.known_ids}
+    found: dict[str, Passage] = {}
+    for other in (*examples[at + 1 :], *examples[:at]):
+        if len(found) == most:
+            break
+        if other.passage.id not in barred and not (answer and answer in other.passage.text.lower()):
+            found[other.passage.id] = other.passage
+    return list(found.values())
+
+
+def rank_share(num_questions: int, num_passages: int, rank: int, world: int) -> RankShare:
+    """Equal slices for every rank: questions divide evenly, passages are padded with row 0 at the end."""
+    assert num_questions % world == 0, f"{num_questions} questions do not divide by {world} ranks"
+    mine = num_questions // world
+    each = -(-num_passages // world)
+    rows = range(rank * each, (rank + 1) * each)
+    return RankShare(
+        questions=range(rank * mine, (rank + 1) * mine),
+        passages=[row if row < num_passages else 0 for row in rows],
+        real_P=np.array([row < num_passages for row in rows], bool),
+    )

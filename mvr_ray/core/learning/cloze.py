@@ -1,0 +1,36 @@
+"""Questions without labels: a sentence of a passage asks for the rest of it (inverse cloze, Lee et al. 2019).
+
+The sentence is taken out of its passage, except now and then, so that exact words keep some weight. Where it stood is
+known, which gives the answer's snippet for CAMVR.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mvr_ray.core.encoding.snippets import Span, Splitter, sentence_spans
+from mvr_ray.core.learning.batches import Example
+from mvr_ray.types import Passage
+
+MIN_WORDS = 4
+"""Shorter sentences ask nothing; they are drawn only where there is no other."""
+
+
+def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: np.random.Generator) -> Example:
+    """One question from one passage. A passage of a single sentence keeps it."""
+    spans = sentence_spans(passage.text, splitter)
+    if not spans:
+        return Example(passage.title or passage.id, passage)
+    start, stop = _draw(passage.text, spans, rng)
+    keep = rng.random() < keep_share
+    if keep or len(spans) == 1:
+        return Example(passage.text[start:stop], passage, start)
+    before, after = passage.text[:start].rstrip(), passage.text[stop:].lstrip()
+    rest = f"{before} {after}" if before and after else before or after
+    at = len(before) + 1 if before and after else max(0, len(rest) - 1) if before else 0
+    return Example(passage.text[start:stop], passage._replace(text=rest), at)
+
+
+def _draw(text: str, spans: Sequence[Span], rng: np.random.Generator) -> Span:
+    worth = [span for span in spans if len(text[span[0] : span[1]].split()) >= MIN_WORDS] or list(spans)
+    return worth[int(rng.integers(len(worth)))]

@@ -1,0 +1,225 @@
+"""One training step on one rank of several: gather, loss, gradients, schedule. No files, no Ray.
+
+Every rank encodes its share, gathers the vectors of all, and computes the same loss on the joined batch. The gradient
+of the mean of the ranks' losses comes back through the gather, and the parameters' gradients are averaged once a step:
+W ranks do exactly what one process does with the joined batch. (Data parallelism by hand: the hooks of
+DistributedDataParallel fire at every backward pass, and the gradient cache has many.)
+
+The gradient cache (Gao et al. 2021) encodes twice: without a graph for the vectors, then chunk by chunk with one, so
+that memory does not grow with the batch. Dropout is drawn anew from (seed, step, rank, side, chunk) before each
+chunk, hence the same both times, and the same after a restart.
+
+Shapes: Q questions, P passages, V views per passage, D dimension; W ranks.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from mvr_ray.core.learning.losses import LossTerms
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], LossTerms]
+"""(queries_QD, views_PVD, mask_PV) of the joined batch -> LossTerms."""
+
+_DROPOUT = 2
+
+
+class ViewBatch(Protocol):
+    @property
+    def views_PVD(self) -> Tensor: ...
+    @property
+    def mask_PV(self) -> Tensor: ...
+
+
+class Encoder(Protocol):
+    """What a step needs of a dual encoder."""
+
+    def encode_queries(self, texts: Sequence[str]) -> Tensor: ...
+    def encode_passages(self, tokenized: Sequence[Any]) -> ViewBatch: ...
+
+
+class RankInputs(NamedTuple):
+    """What this rank encodes in a step. `real_P` is false where a passage only pads; all ranks hold equally many."""
+
+    texts: Sequence[str]
+    tokenized: Sequence[Any]
+    real_P: Tensor
+
+
+class PassSettings(NamedTuple):
+    """How a step runs: `chunk` texts or passages a pass (0: all in one), the lower precision, and who draws dropout."""
+
+    chunk: int = 0
+    precision: torch.dtype = torch.float32
+    seed: int = 0
+    step: int = 0
+
+
+class StepOutput(NamedTuple):
+    """The joined batch's vectors, cut off from the graph."""
+
+    terms: LossTerms
+    queries_QD: Tensor
+    views_PVD: Tensor
+    mask_PV: Tensor
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate the ranks' rows; backward gives each rank its rows of the ranks' summed gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        parts = [torch.empty_like(local) for _ in range(world_size())]
+        dist.all_gather(parts, local.contiguous())
+        ctx.rows = len(local)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed)
+        return summed[rank() * ctx.rows : (rank() + 1) * ctx.rows]
+
+
+def gather(local: Tensor) -> Tensor:
+    """Rows of all ranks in rank order, differentiable; every rank must hold equally many."""
+    if world_size() == 1:
+        return local
+    if local.dtype == torch.bool:
+        return gather(local.to(torch.uint8)).bool()
+    gathered = _Gather.apply(local)
+    assert isinstance(gathered, Tensor)
+    return gathered
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace each gradient by its mean over the ranks, in one message; a missing gradient counts as zero."""
+    if world_size() == 1:
+        return
+    wanted = [p for p in parameters if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in wanted])
+    dist.all_reduce(flat)
+    flat /= world_size()
+    for parameter, piece in zip(wanted, flat.split([p.numel() for p in wanted])):
+        parameter.grad = piece.view_as(parameter)
+
+
+def loss_and_gradients(
+    encoder: Encoder, share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
+) -> StepOutput:
+    """Add this rank's gradients of `scale` x the joined batch's loss; `average_gradients` must follow.
+
+    With a chunk the result is the same, up to rounding, in two passes of less memory.
+    """
+    cached = 0 < settings.chunk < max(len(share.texts), len(share.tokenized))
+    with torch.no_grad() if cached else nullcontext():
+        queries_QD = torch.cat([encode() for encode in _query_passes(encoder, share, settings)])
+        passes = [encode() for encode in _passage_passes(encoder, share, settings)]
+        views_PVD = torch.cat([views.views_PVD for views in passes])
+        mask_PV = torch.cat([views.mask_PV for views in passes]) & share.real_P[:, None]
+    if cached:
+        queries_QD, views_PVD = queries_QD.requires_grad_(), views_PVD.requires_grad_()
+    all_QD, all_PVD, all_PV = gather(queries_QD), gather(views_PVD), gather(mask_PV)
+    terms = loss(all_QD, all_PVD, all_PV)
+    (terms.total * scale).backward()
+    if cached:
+        _second_pass(_query_passes(encoder, share, settings), queries_QD, settings.chunk)
+        second = ((lambda views=encode: views().views_PVD) for encode in _passage_passes(encoder, share, settings))
+        _second_pass(second, views_PVD, settings.chunk)
+    return StepOutput(LossTerms(*(term.detach() for term in terms)), all_QD.detach(), all_PVD.detach(), all_PV)
+
+
+def _second_pass(passes: Iterable[Callable[[], Tensor]], vectors: Tensor, chunk: int) -> None:
+    assert vectors.grad is not None
+    for encode, gradient in zip(passes, vectors.grad.split(chunk)):
+        (encode() * gradient).sum().backward()
+
+
+def distil_gradients(
+    encoder: Encoder,
+    share: RankInputs,
+    targets_QD: Tensor,
+    targets_PD: Tensor,
+    num_passages: int,
+    settings: PassSettings,
+    scale: float = 1.0,
+) -> Tensor:
+    """Warm start: add the gradients of 1 - cosine between the readout and given targets, questions plus passages.
+
+    A passage is read as the mean of its views: pulling each view to one target would make them equal. `num_passages`
+    counts those of the joined batch. Returns this rank's part of the loss; the ranks' mean is the loss.
+    """
+    chunk = settings.chunk or max(len(share.texts), len(share.tokenized))
+    total = targets_QD.new_zeros(())
+    for encode, target in zip(_query_passes(encoder, share, settings), targets_QD.split(chunk)):
+        loss = (1 - F.cosine_similarity(encode(), target)).sum() / len(share.texts)
+        (loss * scale).backward()
+        total += loss.detach()
+    targets = zip(targets_PD.split(chunk), share.real_P.split(chunk))
+    for encode, (target, real) in zip(_passage_passes(encoder, share, settings), targets):
+        views = encode()
+        mean_PD = (views.views_PVD * views.mask_PV[..., None]).sum(1)
+        far = (1 - F.cosine_similarity(mean_PD, target)) * real
+        loss = far.sum() * world_size() / num_passages
+        (loss * scale).backward()
+        total += loss.detach()
+    return total
+
+
+def _query_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], Tensor]]:
+    for number, texts in enumerate(chunks(share.texts, settings.chunk)):
+        yield partial(seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
+
+
+def _passage_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], ViewBatch]]:
+    for number, some in enumerate(chunks(share.tokenized, settings.chunk)):
+        yield partial(seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
+
+
+def seeded(settings: PassSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
+    """One pass in the step's precision, with the dropout of (seed, step, rank, which)."""
+    state = np.random.SeedSequence([settings.seed, _DROPOUT, settings.step, rank(), *which])
+    torch.manual_seed(int(state.generate_state(1, np.uint64)[0]) >> 1)
+    with _lower(settings.precision, device.type):
+        return encode()
+
+
+def _lower(precision: torch.dtype, device: str) -> AbstractContextManager[Any]:
+    return nullcontext() if precision == torch.float32 else torch.autocast(device, precision)
+
+
+def chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:
+    """Pieces of at most `chunk` items; all in one where it is 0."""
+    size = chunk or max(1, len(items))
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def lr_factor(step: int, total: int, warmup_share: float) -> float:
+    """Linear warm-up to 1, then linear decay that would reach 0 one step after the last."""
+    warmup = math.ceil(warmup_share * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    return (total - step) / (total - warmup)
+
+
+def winning_views(output: StepOutput, positive_Q: Tensor) -> Tensor:
+    """views_Q: which view of its passage answers each question best."""
+    own_QVD, there_QV = output.views_PVD[positive_Q], output.mask_PV[positive_Q]
+    scores_QV = torch.einsum("qd,qvd->qv", output.queries_QD, own_QVD).masked_fill(~there_QV, -torch.inf)
+    return scores_QV.argmax(-1)

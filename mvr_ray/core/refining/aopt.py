@@ -1,0 +1,388 @@
+"""Moving stored vectors by labels (AOpt, Future Internet 2023). Closed forms, no autograd.
+
+A vector x (a view, or a query) has partners y (queries, or views), some positive. The ratio loss, eqs. 11 and 13, is
+
+    loss(x) = -log( sum_pos <x, y> / sum_all <x, y> ) = -log( <x, A> / <x, B> ),   A = sum_pos y,  B = sum_all y
+
+so its gradient is -A / <x, A> + B / <x, B>, and a step (eq. 14) is x - eta * gradient. It is orthogonal to x: a norm
+only grows. A and B of all vectors are two sparse matrix products, and add up over shards (`LabelSums`).
+
+The linear forms move a vector in one shot, by the means of its positive and of its negative partners:
+
+    rocchio    eq. 7    q' = alpha q + beta mean_pos(p) + gamma mean_neg(p)    (the paper writes -gamma with gamma > 0)
+    linear     eq. 9    p' = alpha p + beta mean_pos(q) + gamma mean_neg(q)
+
+They lengthen what they move, and a longer vector scores higher with every question. `keep_length` brings moved vectors
+back to the length that they had.
+
+Each form is one function from two sides, passages and queries; hybrid is one side after the other.
+
+Sums are float64, and so is what is made of them. `single` keeps both in float32, and reads partners in whole numbers of
+16 bits, at a sixth of the time in torch and a small part of that in the compiled loop (`native_step`): sums are then
+added one by one in the order of the labels, on any number of threads, so they are the same bytes everywhere. They err
+by at most sum max|y| / 65534 + (n + 1) 2^-24 sum |y| for n partners, which a step of size eta passes on times eta: what
+rounds the gradient leaves small steps their size.
+
+Shapes: N vectors to move, Q partners, D dimension, M vectors that moved.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from mvr_ray.core.refining import native_step
+from mvr_ray.core.refining.pseudo_labels import LabelMatrices
+from mvr_ray.types import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS_AT_ONCE = 16_384
+_SINGLE_ROWS_AT_ONCE = 512
+_PAIRS_AT_ONCE = 65_536
+
+
+class LabelSums(NamedTuple):
+    """What the ratio loss needs of a vector's partners; may be added up over disjoint parts of them (float64).
+
+    positive_ND, total_ND    sums of positive, and of all, partner vectors
+    num_positive_N, num_negative_N    how many there are
+    """
+
+    positive_ND: FloatArray
+    total_ND: FloatArray
+    num_positive_N: IntArray
+    num_negative_N: IntArray
+
+    def plus(self, other: "LabelSums") -> "LabelSums":
+        return LabelSums(
+            self.positive_ND + other.positive_ND,
+            self.total_ND + other.total_ND,
+            self.num_positive_N + other.num_positive_N,
+            self.num_negative_N + other.num_negative_N,
+        )
+
+
+class StepResult(NamedTuple):
+    """What one step did. `vectors_MD` replace vectors `moved_M` (ascending); float32, or float64 if they came so.
+
+    loss                 mean loss of the moved vectors before the step, nan where none moved or the form has no loss
+    num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: left where it was
+    num_no_positive      labelled, never positively: left (the linear form moves it if told to)
+    num_no_negative      labelled, never negatively: left (the linear form moves it)
+    num_negative_loss    moved with a loss below zero, for its negatives' scores sum below zero: a sign of overdoing it
+    """
+
+    moved_M: IntArray
+    vectors_MD: FloatArray
+    loss: float
+    num_outside_domain: int
+    num_no_positive: int
+    num_no_negative: int
+    num_negative_loss: int
+
+    @property
+    def num_moved(self) -> int:
+        return len(self.moved_M)
+
+    def keep_length(self, vectors_ND: FloatArray) -> "StepResult":
+        """The same step, with every moved vector scaled to the length that it has in `vectors_ND`; one that was moved
+        to zero has no direction, and stays where it was."""
+        before_MD = vectors_ND[self.moved_M].astype(np.float64)
+        after_MD = self.vectors_MD.astype(np.float64)
+        length_M = np.sqrt(np.einsum("md,md->m", after_MD, after_MD))
+        scale_M = np.sqrt(np.einsum("md,md->m", before_MD, before_MD)) / np.where(length_M > 0, length_M, 1.0)
+        kept_MD = np.where(length_M[:, None] > 0, after_MD * scale_M[:, None], before_MD)
+        return self._replace(vectors_MD=kept_MD.astype(self.vectors_MD.dtype))
+
+
+def passage_step(
+    views_ND: FloatArray,
+    queries_QD: FloatArray,
+    labels: LabelMatrices,
+    *,
+    step_size: float,
+    guard: float = 1e-3,
+    single: bool = False,
+) -> StepResult:
+    """Passage-centric step, eqs. 13 and 14, of all views at once. `single`: in float32, where the package was built
+    with a compiler or torch is installed."""
+    if single and (native_step.library() is not None or importlib.util.find_spec("torch") is not None):
+        return _single_step(views_ND, queries_QD, labels, step_size, guard)
+    return _step_in_parts(views_ND, queries_QD, labels, step_size, guard)
+
+
+def query_step(
+    queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
+) -> StepResult:
+    """Query-centric step down eq. 11, of all queries at once; `labels` as for the passage side."""
+    return _step_in_parts(queries_QD, views_ND, labels.transposed(), step_size, guard)
+
+
+def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
+    """A and B of every row of the label matrices. For queries whose passages lie in several shards: sum, then step."""
+    partners_QD = partners_QD.astype(np.float64)
+    positive_ND = labels.positive_NQ @ partners_QD
+    total_ND = positive_ND + labels.negative_NQ @ partners_QD
+    return LabelSums(positive_ND, total_ND, _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
+
+
+def ratio_step(vectors_ND: FloatArray, sums: LabelSums, *, step_size: float, guard: float = 1e-3) -> StepResult:
+    """One step down the ratio loss from sums that are known."""
+    rows_M, no_positive, no_negative = _labelled_both_ways(sums.num_positive_N, sums.num_negative_N)
+    x_MD = vectors_ND[rows_M].astype(np.float64)
+    positive_MD, total_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M]
+    positive_M = np.einsum("md,md->m", x_MD, positive_MD)
+    total_M = np.einsum("md,md->m", x_MD, total_MD)
+    inside_M = (positive_M > guard) & (total_M > guard)
+    x_MD, positive_MD, total_MD = x_MD[inside_M], positive_MD[inside_M], total_MD[inside_M]
+    positive_M, total_M = positive_M[inside_M], total_M[inside_M]
+    losses_M = np.log(total_M) - np.log(positive_M)
+    x_MD += step_size * (positive_MD / positive_M[:, None] - total_MD / total_M[:, None])
+    return StepResult(
+        moved_M=rows_M[inside_M],
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=int((~inside_M).sum()),
+        num_no_positive=no_positive,
+        num_no_negative=no_negative,
+        num_negative_loss=int((losses_M < 0).sum()),
+    )
+
+
+def softmax_step(
+    vectors_ND: FloatArray,
+    partners_QD: FloatArray,
+    labels: LabelMatrices,
+    *,
+    step_size: float,
+    temperature: float = 1.0,
+) -> StepResult:
+    """One step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ): the form without a domain.
+
+    Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
+    For the query side give `labels.transposed()`.
+    """
+    rows_M, no_positive, no_negative = _labelled_both_ways(
+        _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
+    )
+    positive_MQ, negative_MQ = labels.rows(rows_M)
+    x_MD = vectors_ND[rows_M].astype(np.float64)
+    y_QD = partners_QD.astype(np.float64)
+    positive = _log_terms(x_MD, y_QD, positive_MQ, temperature)
+    negative = _log_terms(x_MD, y_QD, negative_MQ, temperature)
+    log_positive_M = _logsumexp_rows(positive, positive_MQ.indptr)
+    log_total_M = np.logaddexp(log_positive_M, _logsumexp_rows(negative, negative_MQ.indptr))
+    losses_M = log_total_M - log_positive_M
+    to_positive_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_positive_M, np.diff(positive_MQ.indptr))))
+    away_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_total_M, np.diff(positive_MQ.indptr)))) + (
+        _with_data(negative_MQ, np.exp(negative - np.repeat(log_total_M, np.diff(negative_MQ.indptr))))
+    )
+    x_MD += step_size / temperature * ((to_positive_MQ - away_MQ) @ y_QD)
+    return StepResult(
+        moved_M=rows_M,
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=0,
+        num_no_positive=no_positive,
+        num_no_negative=no_negative,
+        num_negative_loss=0,
+    )
+
+
+def linear_step(
+    vectors_ND: FloatArray,
+    partners_QD: FloatArray,
+    labels: LabelMatrices,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.6,
+    gamma: float = -0.1,
+    move_without_positive: bool = False,
+) -> StepResult:
+    """Linear form of the passage side, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
+
+    The mean of no vectors is zero. A vector without a positive stays unless `move_without_positive`: nearly every
+    retrieved passage is a negative of something, so moving those dirties the whole index.
+    """
+    labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
+    step = linear_combination(
+        vectors_ND[labelled_M],
+        label_sums(partners_QD, labels.rows(labelled_M)),
+        alpha=alpha,
+        beta=beta,
+        gamma=gamma,
+        move_without_positive=move_without_positive,
+    )
+    return step._replace(moved_M=labelled_M[step.moved_M])
+
+
+def rocchio_step(
+    queries_QD: FloatArray,
+    views_ND: FloatArray,
+    labels: LabelMatrices,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.6,
+    gamma: float = -0.1,
+) -> StepResult:
+    """Rocchio on the queries, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side."""
+    return linear_step(queries_QD, views_ND, labels.transposed(), alpha=alpha, beta=beta, gamma=gamma)
+
+
+def linear_combination(
+    vectors_ND: FloatArray,
+    sums: LabelSums,
+    *,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    move_without_positive: bool = False,
+) -> StepResult:
+    """The linear form (eqs. 7 and 9) from sums that are known, such as those of queries over several shards."""
+    num_positive_N, num_negative_N = sums.num_positive_N, sums.num_negative_N
+    rows_M = np.flatnonzero(num_positive_N + num_negative_N if move_without_positive else num_positive_N)
+    positive_MD, negative_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M] - sums.positive_ND[rows_M]
+    x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
+    x_MD += beta * positive_MD / np.maximum(num_positive_N[rows_M, None], 1)
+    x_MD += gamma * negative_MD / np.maximum(num_negative_N[rows_M, None], 1)
+    return StepResult(
+        moved_M=rows_M,
+        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
+        loss=float("nan"),
+        num_outside_domain=0,
+        num_no_positive=int(((num_positive_N == 0) & (num_negative_N > 0)).sum()),
+        num_no_negative=int(((num_positive_N > 0) & (num_negative_N == 0)).sum()),
+        num_negative_loss=0,
+    )
+
+
+def _step_in_parts(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
+) -> StepResult:
+    """`ratio_step`, some labelled vectors at a time, so that memory follows a part and not the index."""
+    partners_QD = partners_QD.astype(np.float64)
+    labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
+    parts = []
+    for start in range(0, max(len(labelled_M), 1), _ROWS_AT_ONCE):
+        rows = labelled_M[start : start + _ROWS_AT_ONCE]
+        sums = label_sums(partners_QD, labels.rows(rows))
+        step = ratio_step(vectors_ND[rows], sums, step_size=step_size, guard=guard)
+        parts.append(step._replace(moved_M=rows[step.moved_M]))
+    num_moved = sum(part.num_moved for part in parts)
+    loss_sum = sum(part.loss * part.num_moved for part in parts if part.num_moved)
+    return StepResult(
+        moved_M=np.concatenate([part.moved_M for part in parts]),
+        vectors_MD=np.concatenate([part.vectors_MD for part in parts]),
+        loss=loss_sum / num_moved if num_moved else float("nan"),
+        num_outside_domain=sum(part.num_outside_domain for part in parts),
+        num_no_positive=sum(part.num_no_positive for part in parts),
+        num_no_negative=sum(part.num_no_negative for part in parts),
+        num_negative_loss=sum(part.num_negative_loss for part in parts),
+    )
+
+
+def _single_step(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
+) -> StepResult:
+    """`ratio_step` in float32, of the vectors that are labelled both ways."""
+    both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
+    take = _stepped_by_torch if native_step.library() is None else native_step.step
+    moved_MD, scores_M2 = take(vectors_ND, partners_QD, labels, both.rows_M, step_size)
+    inside_M = (scores_M2 > guard).all(axis=1)
+    losses_M = np.diff(np.log(scores_M2[inside_M].astype(np.float64)), axis=1)
+    return StepResult(
+        moved_M=both.rows_M[inside_M],
+        vectors_MD=moved_MD if inside_M.all() else moved_MD[inside_M],
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=int((~inside_M).sum()),
+        num_no_positive=both.num_no_positive,
+        num_no_negative=both.num_no_negative,
+        num_negative_loss=int((losses_M < 0).sum()),
+    )
+
+
+def _stepped_by_torch(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
+) -> native_step.StepVectors:
+    """What `native_step.step` gives, some vectors at a time."""
+    import torch
+
+    positive_MQ, negative_MQ = labels.rows(rows_M)
+    partners = torch.from_numpy(native_step.to_int16(partners_QD).values())
+    moved_MD = np.empty((len(rows_M), vectors_ND.shape[1]), np.float32)
+    scores_M2 = np.empty((len(rows_M), 2), np.float32)  # <x, A> and <x, B>
+    terms = torch.empty(_SINGLE_ROWS_AT_ONCE, vectors_ND.shape[1])
+    for start in range(0, len(rows_M), _SINGLE_ROWS_AT_ONCE):
+        stop = min(start + _SINGLE_ROWS_AT_ONCE, len(rows_M))
+        moved_MD[start:stop] = vectors_ND[rows_M[start:stop]]
+        x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
+        positive_MD = _bag_sums(partners, positive_MQ, start, stop)
+        negative_MD = _bag_sums(partners, negative_MQ, start, stop)
+        torch.mul(x_MD, positive_MD, out=terms[: stop - start])
+        torch.sum(terms[: stop - start], 1, out=scores[:, 0])
+        torch.mul(x_MD, negative_MD, out=terms[: stop - start])
+        scores[:, 1] = scores[:, 0] + terms[: stop - start].sum(1)
+        positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
+        x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
+    return native_step.StepVectors(moved_MD, scores_M2)
+
+
+def _bag_sums(partners: "torch.Tensor", labels_MQ: csr_array, start: int, stop: int) -> "torch.Tensor":
+    """Sums of the partners of rows `start` up to `stop`."""
+    import torch
+
+    first, last = labels_MQ.indptr[start], labels_MQ.indptr[stop]
+    offsets = torch.from_numpy(labels_MQ.indptr[start : stop + 1] - first)
+    indices = torch.from_numpy(labels_MQ.indices[first:last])
+    return torch.nn.functional.embedding_bag(indices, partners, offsets, mode="sum", include_last_offset=True)
+
+
+class _BothWays(NamedTuple):
+    rows_M: IntArray
+    num_no_positive: int
+    num_no_negative: int
+
+
+def _labelled_both_ways(num_positive_N: IntArray, num_negative_N: IntArray) -> _BothWays:
+    positive_N, negative_N = num_positive_N > 0, num_negative_N > 0
+    return _BothWays(
+        np.flatnonzero(positive_N & negative_N),
+        int((negative_N & ~positive_N).sum()),
+        int((positive_N & ~negative_N).sum()),
+    )
+
+
+def _row_counts(matrix: csr_array) -> IntArray:
+    return np.diff(matrix.indptr).astype(np.int64)
+
+
+def _result_type(vectors_ND: FloatArray) -> type[np.floating]:
+    return np.float64 if vectors_ND.dtype == np.float64 else np.float32
+
+
+def _log_terms(x_MD: FloatArray, y_QD: FloatArray, labels_MQ: csr_array, temperature: float) -> NDArray[np.float64]:
+    """log(weight) + <x, y> / temperature of every label, in matrix order."""
+    row_L = np.repeat(np.arange(len(x_MD)), np.diff(labels_MQ.indptr))
+    terms_L = np.log(labels_MQ.data)
+    for start in range(0, len(row_L), _PAIRS_AT_ONCE):
+        here = slice(start, start + _PAIRS_AT_ONCE)
+        scores = np.einsum("ld,ld->l", x_MD[row_L[here]], y_QD[labels_MQ.indices[here]])
+        terms_L[here] += scores / temperature
+    return terms_L
+
+
+def _logsumexp_rows(terms_L: FloatArray, indptr: IntArray) -> FloatArray:
+    """log(sum(exp)) of each matrix row; no row is empty."""
+    if len(indptr) == 1:
+        return np.empty(0)
+    top_M = np.maximum.reduceat(terms_L, indptr[:-1])
+    shifted_L = np.exp(terms_L - np.repeat(top_M, np.diff(indptr)))
+    return top_M + np.log(np.add.reduceat(shifted_L, indptr[:-1]))
+
+
+def _with_data(matrix: csr_array, data_L: FloatArray) -> csr_array:
+    return csr_array((data_L, matrix.indices, matrix.indptr), shape=matrix.shape)

@@ -1,0 +1,135 @@
+"""Hits and answers into labels: which view of which passage did, or did not, answer a question (AOpt, eq. 8).
+
+A label is a question, a passage, the view that won, and a sign. A passage number is whatever the caller counts by (a
+row of one shard, or of all shards laid end to end). Labels are in order of question, then passage, each pair once.
+
+Shapes: Q questions, K hits, L labels, N view vectors, D dimension.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from mvr_ray.types import FloatArray, IntArray
+
+BoolArray = NDArray[np.bool_]
+Positives = Literal["all", "first"]
+
+_PAIRS_AT_ONCE = 65_536
+
+
+class Labels(NamedTuple):
+    """question_L, passage_L int64; view_L int16, the winning view number; positive_L bool."""
+
+    question_L: IntArray
+    passage_L: IntArray
+    view_L: IntArray
+    positive_L: BoolArray
+
+    def take(self, chosen_L: BoolArray | IntArray) -> "Labels":
+        """Some of the labels, by mask or position (such as one shard's)."""
+        return Labels(
+            self.question_L[chosen_L], self.passage_L[chosen_L], self.view_L[chosen_L], self.positive_L[chosen_L]
+        )
+
+    @property
+    def num_positive(self) -> int:
+        return int(self.positive_L.sum())
+
+    @property
+    def num_negative(self) -> int:
+        return len(self.positive_L) - self.num_positive
+
+
+class LabelMatrices(NamedTuple):
+    """Labels as weights: entry (n, q) of `positive_NQ` is 1 where vector n answered question q; negatives alike."""
+
+    positive_NQ: csr_array
+    negative_NQ: csr_array
+
+    def rows(self, chosen_M: IntArray) -> "LabelMatrices":
+        """The labels of some vectors."""
+        return LabelMatrices(csr_array(self.positive_NQ[chosen_M]), csr_array(self.negative_NQ[chosen_M]))
+
+    def transposed(self) -> "LabelMatrices":
+        """From the questions' side, for the query-centric step."""
+        return LabelMatrices(csr_array(self.positive_NQ.T), csr_array(self.negative_NQ.T))
+
+
+def labels_from_hits(
+    passage_QK: IntArray, view_QK: IntArray, relevant_QK: BoolArray, positives: Positives = "all"
+) -> Labels:
+    """Label the retrieved passages of each question, best first, -1 on padding.
+
+    `all` is eq. 8: relevant hits are positive, the rest negative. `first` keeps only the best-ranked relevant hit as
+    positive; the other relevant ones get no label, for they do hold the answer.
+    """
+    real_QK = passage_QK >= 0
+    relevant_QK = relevant_QK & real_QK
+    positive_QK = relevant_QK & (relevant_QK.cumsum(axis=1) == 1) if positives == "first" else relevant_QK
+    labelled_QK = positive_QK | (real_QK & ~relevant_QK)
+    in_order_QK = np.argsort(passage_QK, axis=1, kind="stable")
+    question_L, at_L = np.nonzero(np.take_along_axis(labelled_QK, in_order_QK, axis=1))
+    rank_L = in_order_QK[question_L, at_L]
+    return Labels(
+        question_L.astype(np.int64),
+        passage_QK[question_L, rank_L].astype(np.int64),
+        view_QK[question_L, rank_L].astype(np.int16),
+        positive_QK[question_L, rank_L],
+    )
+
+
+def gold_relevance(passage_QK: IntArray, gold_Q: Sequence[Collection[int]]) -> BoolArray:
+    """Whether each hit is a gold passage of its question; False on padding."""
+    relevant_QK = np.zeros(passage_QK.shape, bool)
+    for relevant_K, passage_K, gold in zip(relevant_QK, passage_QK, gold_Q, strict=True):
+        relevant_K[:] = np.isin(passage_K, sorted(gold)) & (passage_K >= 0)
+    return relevant_QK
+
+
+def winning_slots(
+    queries_QD: FloatArray, vectors_ND: FloatArray, row_ptr: IntArray, question_L: IntArray, passage_L: IntArray
+) -> IntArray:
+    """For each (question, passage), the vector number of the passage's best view (first on ties). int64 [L].
+
+    Scores are sums of float64 products rounded to float32, as everywhere. Every passage has a view.
+    """
+    slot_L = np.empty(len(question_L), np.int64)
+    counts_L = np.diff(row_ptr)[passage_L]
+    assert (counts_L > 0).all(), "a judged passage has no view"
+    ends_L = np.cumsum(counts_L)
+    start = 0
+    while start < len(question_L):
+        done = ends_L[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends_L, done + _PAIRS_AT_ONCE, side="right")))
+        here = slice(start, stop)
+        count_C = counts_L[here]
+        first_C = np.cumsum(count_C) - count_C
+        pair_X = np.repeat(np.arange(len(count_C)), count_C)
+        slot_X = row_ptr[passage_L[here]][pair_X] + np.arange(len(pair_X)) - first_C[pair_X]
+        products_XD = vectors_ND[slot_X].astype(np.float64) * queries_QD[question_L[here]][pair_X]
+        score_X = products_XD.sum(axis=1).astype(np.float32)
+        best_C = np.maximum.reduceat(score_X, first_C)
+        wins_X = np.flatnonzero(score_X == best_C[pair_X])
+        _, lowest_C = np.unique(pair_X[wins_X], return_index=True)
+        slot_L[here] = slot_X[wins_X[lowest_C]]
+        start = stop
+    return slot_L
+
+
+def label_matrices(
+    slot_L: IntArray, question_L: IntArray, positive_L: BoolArray, num_vectors: int, num_questions: int
+) -> LabelMatrices:
+    """Sparse vectors x questions matrices of the labels. To step only labelled vectors, number those alone."""
+
+    def matrix(chosen_L: BoolArray) -> csr_array:
+        where = (slot_L[chosen_L], question_L[chosen_L])
+        made = csr_array((np.ones(int(chosen_L.sum())), where), shape=(num_vectors, num_questions))
+        made.sum_duplicates()
+        made.data[:] = 1.0
+        return made
+
+    return LabelMatrices(matrix(positive_L), matrix(~positive_L))

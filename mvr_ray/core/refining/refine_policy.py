@@ -1,0 +1,147 @@
+"""Decide from numbers alone what the refinement loop does next.
+
+Accuracy of the gate sets (held-out questions) and of the labelled questions is measured before the first round and
+after each. The gate says what a refinement may cost: a round is *acceptable* if no gate set, nor the labelled questions
+themselves, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
+questions, then if the mean of the gate sets is higher, then if it moved less. Rounds go on until `patience` of them
+have brought no better one, acceptable or not (a small gate wavers about its bound), or rounds are used up, or nothing
+moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss is not asked: it
+falls while accuracy collapses.
+
+Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the gate's
+bound, too, what the labelled questions gain decides.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ONE_SHOT = ("linear", "rocchio")
+"""Methods of one round, without a loss."""
+MOVES_QUERIES = ("query", "hybrid", "rocchio")
+KEEPS_PASSAGES = ("query", "rocchio")
+"""Methods that move queries alone: every passage stays as published."""
+_POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
+
+
+@dataclass(frozen=True)
+class RefineState:
+    """Accuracy in points (0..100) after each round r; r = 0 is before refinement.
+
+    `heldout_RG[r][g]` is that of gate set g, `labelled_R[r]` that of the labelled questions, 0 throughout where nothing
+    tells what answers them. `last_moved` is how many vectors the latest round moved or added, None where that is
+    unknown or no round ran.
+    """
+
+    heldout_RG: tuple[tuple[float, ...], ...]
+    labelled_R: tuple[float, ...]
+    max_rounds: int
+    patience: int
+    max_heldout_loss: float
+    last_moved: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.heldout_RG and self.heldout_RG[0], "held-out accuracy before refinement is missing"
+        assert all(len(row) == len(self.heldout_RG[0]) for row in self.heldout_RG), "gate sets differ between rounds"
+        assert len(self.labelled_R) == len(self.heldout_RG), "a round lacks the accuracy of the labelled questions"
+        assert all(math.isfinite(value) for row in self.heldout_RG for value in row), "held-out accuracy is not finite"
+        assert all(map(math.isfinite, self.labelled_R)), "accuracy of the labelled questions is not finite"
+
+    @property
+    def done(self) -> int:
+        return len(self.heldout_RG) - 1
+
+    def lost(self, r: int) -> float:
+        """Points that the set that suffered most has lost after round r (negative if all have gained)."""
+        return worst_loss((self.labelled_R[0], *self.heldout_RG[0]), (self.labelled_R[r], *self.heldout_RG[r]))
+
+    def acceptable(self, last: int) -> list[int]:
+        """Of rounds 1 to `last`."""
+        return [r for r in range(1, last + 1) if self.lost(r) <= self.max_heldout_loss + _POINT_NOISE]
+
+    def best(self, rounds: Iterable[int]) -> int | None:
+        """The one worth most, the earliest of equals; None of none."""
+        return max(rounds, key=lambda r: (self.labelled_R[r], math.fsum(self.heldout_RG[r]), -r), default=None)
+
+    def least_harmful(self) -> int:
+        """The round whose worst loss is smallest, the earliest of equals."""
+        return min(range(1, self.done + 1), key=self.lost)
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Run one more round."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Restore this round and publish it; round 0 means that there is nothing to publish."""
+
+    reason: str
+    best_round: int
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Publish nothing. `lost_points` is what the worst set lost in the least harmful round."""
+
+    reason: str
+    lost_points: float
+
+
+Action = Continue | Stop | Reject
+
+
+@dataclass(frozen=True)
+class TriedWeight:
+    """After a first round with this weight: top-1 of the labelled questions and of each gate set, in points."""
+
+    weight: float
+    labelled: float
+    heldout_G: tuple[float, ...]
+
+
+def choose_weight(before_G: tuple[float, ...], tried: Sequence[TriedWeight], max_heldout_loss: float) -> float:
+    """The weight with the highest labelled accuracy, of those that cost no gate set more than `max_heldout_loss`.
+
+    Where every weight costs more, the one whose worst gate set lost least: rounds then end as for one weight. Ties go
+    to the smaller weight.
+    """
+    lost = {one.weight: worst_loss(before_G, one.heldout_G) for one in tried}
+    acceptable = [one for one in tried if lost[one.weight] <= max_heldout_loss + _POINT_NOISE]
+    if acceptable:
+        return max(acceptable, key=lambda one: (one.labelled, -one.weight)).weight
+    return min(lost, key=lambda weight: (lost[weight], weight))
+
+
+def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
+    """Points that the worst gate set has lost (negative if all have gained)."""
+    return max(before - now for before, now in zip(before_G, now_G, strict=True))
+
+
+def next_action(state: RefineState) -> Action:
+    """Continue, Stop or Reject."""
+    done = state.done
+    if done and state.last_moved == 0:
+        return _finish(state, done - 1, f"round {done} moved nothing")
+    if done >= state.max_rounds:
+        return _finish(state, done, f"{done} of {state.max_rounds} rounds done")
+    peak, best = state.best(range(1, done + 1)) or 0, state.best(state.acceptable(done)) or 0
+    if done - max(peak, best) >= state.patience:
+        return _finish(state, done, f"no round was better for {state.patience} rounds")
+    return Continue()
+
+
+def _finish(state: RefineState, last: int, reason: str) -> Action:
+    """The end after round `last`: the best round, or a rejection."""
+    if last < 1:
+        return Stop(reason, 0)
+    best = state.best(state.acceptable(last))
+    if best is not None:
+        return Stop(reason, best)
+    lost = min(state.lost(r) for r in range(1, last + 1))
+    return Reject(
+        f"{reason}; every round cost the gate or the labelled questions more than the {state.max_heldout_loss:g} "
+        f"points allowed, the least harmful {lost:.1f}",
+        lost,
+    )

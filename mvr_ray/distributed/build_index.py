@@ -1,0 +1,275 @@
+"""Build an index version from a corpus and an encoder, and publish it.
+
+    encode -> one build task a shard (concatenate its chunks, build its index, name it by content) -> measure -> publish
+
+A shard that is built is noted in the staging folder, and one that an earlier version has from the same settings is
+taken from there, so the same command continues after any crash and does nothing twice. Passages read, embedded, indexed
+and in the manifest are counted against each other before anything is published.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import ray
+
+from mvr_ray.config import IndexConfig, RunConfig
+from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
+from mvr_ray.core.searching.pruning import prune_block
+from mvr_ray.distributed import session
+from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.shards import (
+    BUILD_CPUS,
+    BuiltShard,
+    build_shard,
+    index_params,
+    mean_over_passages,
+    read_note,
+    shard_collapse,
+    shard_folder,
+    shard_recall,
+    write_note,
+)
+from mvr_ray.distributed.tasks import task_results
+from mvr_ray.errors import RowsLostError
+from mvr_ray.index.kinds import check_params
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.types import Progress, no_progress
+
+__all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
+
+log = logging.getLogger(__name__)
+
+
+class ShardPlan(NamedTuple):
+    """Where each shard of a version comes from: an earlier version, an earlier try of this command, or the encoder."""
+
+    kept: dict[int, ShardEntry]
+    built: list[int]
+    missing: list[int]
+
+
+def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
+    """Encode the corpus, build every shard and publish the version; the live one where nothing would change.
+
+    Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
+    PublishConflictError. After any of them the live version is as it was, and the same command continues.
+    """
+    store = Store(run.store.path)
+    corpus = Corpus.open(store, run.prepare.corpus)
+    task, draft = _resolve(store, run, corpus)
+    plan = _plan_shards(store, draft, task.key, corpus.num_shards)
+    if len(plan.kept) == corpus.num_shards and (live := _same_live_version(store, draft, plan.kept)):
+        log.info("index unchanged: index=%s version=%d", live.index, live.version)
+        progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
+        return live
+    with session.connect(run.resources) as info:
+        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        encode_corpus(task, corpus, plan.missing, run.resources, progress)
+        shards = _build(task, draft, corpus, plan.kept, run.index, progress)
+    return _publish(store, corpus, _complete_draft(draft, shards), task, progress)
+
+
+def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest]:
+    """What encodes the corpus, and the manifest to be, without shards.
+
+    `config_digest` covers everything that decides the bytes of the shards.
+    """
+    encoder = resolve_encoder(run, corpus)
+    params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
+    check_params(params, encoder.dimension)
+    task = encode_task(run, corpus, encoder)
+    decides = [task.key, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
+    draft = Manifest(
+        index=run.index.name,
+        operation="index",
+        encoder_name=encoder.name,
+        encoder_fingerprint=encoder.fingerprint,
+        similarity=encoder.similarity,
+        num_views=encoder.num_views,
+        dimension=encoder.dimension,
+        dtype=run.index.dtype,
+        corpus=corpus.name,
+        corpus_digest=corpus.digest,
+        index_params=dataclasses.asdict(params),
+        shards=(),
+        parent=manifest.latest_version(store, run.index.name),
+        config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
+    )
+    return task, draft
+
+
+def _plan_shards(store: Store, draft: Manifest, key: str, num_shards: int) -> ShardPlan:
+    kept = _kept_shards(store, draft)
+    others = [shard for shard in range(num_shards) if shard not in kept]
+    built = [shard for shard in others if _read_own_note(store, draft, key, shard)]
+    return ShardPlan(kept, built, [shard for shard in others if shard not in built])
+
+
+def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
+    """Publish the version, unless the live one says the same; the staging folder goes."""
+    require_all_rows(corpus, version)
+    repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
+    published = repaired or manifest.publish(store, version)
+    store.delete_dir(paths.staging_dir(version.index, task.key))
+    progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
+    return published
+
+
+def require_all_rows(corpus: Corpus, described: Manifest) -> None:
+    """RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
+    for entry in described.shards:
+        expected = corpus.info.parts[entry.shard].num_passages
+        if entry.num_passages != expected:
+            folder = manifest.open_shard(corpus.store, described.index, entry)
+            _require_ids(corpus.part(entry.shard).ids(), EmbeddingShard.open(folder / paths.EMBEDDINGS).ids(), entry)
+    if described.num_passages != corpus.num_passages:
+        raise RowsLostError(
+            f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {described.num_passages}; "
+            f"nothing was published"
+        )
+
+
+def _require_ids(expected: Sequence[str], found: Sequence[str], where: Any) -> None:
+    lost = sorted(set(expected) - set(found))
+    if lost or len(expected) != len(found):
+        named = ", ".join(lost[:5]) or f"none, but {len(found) - len(expected)} too many"
+        raise RowsLostError(
+            f"{where}: {len(expected)} passages read, {len(found)} embedded; {len(lost)} missing ({named}); nothing "
+            f"was published. Run the same command again"
+        )
+
+
+def _kept_shards(store: Store, draft: Manifest) -> dict[int, ShardEntry]:
+    """Shards that an earlier version built from the same corpus, encoder and settings, as far as they are whole."""
+    for version in reversed(manifest.list_versions(store, draft.index)):
+        earlier = manifest.read(store, draft.index, version)
+        if earlier.operation == "index" and earlier.config_digest == draft.config_digest:
+            damaged = {problem.shard for problem in manifest.verify(store, earlier).problems}
+            if damaged:
+                log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, version, damaged)
+            return {entry.shard: entry for entry in earlier.shards if entry.shard not in damaged}
+    return {}
+
+
+def _same_live_version(store: Store, draft: Manifest, kept: dict[int, ShardEntry]) -> Manifest | None:
+    """The live version, where publishing these shards would say again what it says."""
+    if not draft.parent:
+        return None
+    live = manifest.read(store, draft.index)
+    same = live.shards == tuple(kept[shard] for shard in sorted(kept)) and not live.refined_queries
+    alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
+    return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
+
+
+def _note_path(draft: Manifest, key: str, shard: int) -> str:
+    return paths.staged_shard(draft.index, key, draft.config_digest, shard)
+
+
+def _build(
+    task: EncodeTask,
+    draft: Manifest,
+    corpus: Corpus,
+    kept: dict[int, ShardEntry],
+    cfg: IndexConfig,
+    progress: Progress,
+) -> list[BuiltShard]:
+    """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
+    remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
+    shards = range(corpus.num_shards)
+    tasks = [remote.remote(task, draft, shard, kept.get(shard), cfg.recall_sample, cfg.prune_views) for shard in shards]
+    built: list[BuiltShard] = []
+    for shard in task_results(tasks, "building the index"):
+        built.append(shard)
+        progress("build shards", len(built), corpus.num_shards)
+    return sorted(built, key=lambda shard: shard.entry.shard)
+
+
+def build_one(
+    task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | None, sample: int, bound: float | None = None
+) -> BuiltShard:
+    """One shard from its staged chunks, or as it is kept or noted already; measured either way."""
+    store = Store(task.store)
+    if kept is None and (built := _read_own_note(store, draft, task.key, shard)):
+        return built
+    entry = kept
+    if entry is None:
+        with shard_folder(store) as folder:
+            _concatenate(store, task, shard, folder, bound)
+            entry = build_shard(store, draft, shard, folder)
+    recall = shard_recall(store, draft, entry, sample)
+    folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
+    views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
+    pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
+    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
+    if kept is None:
+        write_note(store, _note_path(draft, task.key, shard), built)
+    return built
+
+
+def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> BuiltShard | None:
+    return read_note(store, draft.index, _note_path(draft, key, shard))
+
+
+def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, bound: float | None) -> None:
+    """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there.
+
+    With a bound, views that their siblings can stand in for are left out, and a file says what that came to.
+    """
+    dropped, worst = 0, 0.0
+    corpus = Corpus.open(store, task.corpus)
+    part = corpus.part(shard)
+    ids = part.ids()
+    with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
+        for chunk in chunks_of(task, corpus, shard):
+            staged = _open_staged(store, task.staged(chunk))
+            _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+            for block in staged.blocks():
+                if bound is not None:
+                    block, own_dropped, own_worst = prune_block(block, bound)
+                    dropped, worst = dropped + own_dropped, max(worst, own_worst)
+                writer.write(block)
+    if bound is not None:
+        (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": dropped, "worst": worst}) + "\n")
+
+
+def _open_staged(store: Store, path: str) -> EmbeddingShard:
+    """A staged chunk; from an object store it is read into memory, for a cached copy would never be used again."""
+    if store.is_local:
+        return EmbeddingShard.open(store.local_path(path))
+    return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
+
+
+def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
+    """The draft with its shards and what was measured on them, averaged over passages."""
+    measured = {
+        "recall": mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards]),
+        "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
+        "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
+    }
+    metrics = {name: value for name, value in measured.items() if value is not None}
+    if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
+        metrics |= {"pruned_views": float(sum(shard.dropped for shard in shards))}
+        metrics |= {"pruned_bound": max(shard.worst for shard in shards)}
+    cosine, lv = measured["view_pair_cosine"], measured["lv"]
+    if cosine is not None and lv is not None:
+        metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
+        log.log(
+            logging.WARNING if metrics["collapsed"] else logging.INFO,
+            "views %s: index=%s view_pair_cosine=%.4f lv=%.4f",
+            "collapsed into one vector" if metrics["collapsed"] else "differ",
+            draft.index,
+            cosine,
+            lv,
+        )
+    entries = tuple(shard.entry for shard in shards)
+    return dataclasses.replace(draft, shards=entries, recall=measured["recall"], metrics=metrics)

@@ -1,0 +1,46 @@
+"""Reads diagnostics of a hot-swap router: call counts, the live version, and exhaustive search.
+
+Shapes: Q queries, D dimension.
+"""
+
+from contextlib import AbstractContextManager
+
+from mvr_ray.core.searching.exact import check_k, check_queries
+from mvr_ray.core.searching.scoring import merge_hits
+from mvr_ray.distributed.hot_swap import HotSwapRouter
+from mvr_ray.distributed.router import Router, ranked
+from mvr_ray.types import FleetCounts, FloatArray, Hit
+
+
+class RouterDiagnostics:
+    """Reads a router's counters and searches past its index; bypasses request queues."""
+
+    def __init__(self, live: HotSwapRouter) -> None:
+        self.live = live
+
+    @property
+    def index(self) -> str:
+        return self.live.index
+
+    @property
+    def dirty_share(self) -> float | None:
+        """The share of passages that the live version changed, None where its manifest does not say."""
+        return self.live.manifest.dirty_share
+
+    def counts(self) -> FleetCounts:
+        """What became of this process's calls to searchers so far."""
+        return self.live.searchers.counts()
+
+    def pinned(self, version: int | None = None) -> AbstractContextManager[Router]:
+        return self.live.pinned(version)
+
+    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
+        """The true best k of a version by exhaustive search, whatever its index is.
+
+        Raises ResourceError where a searcher is gone, TimeoutError where it takes longer than any answer may.
+        """
+        with self.live.pinned(version) as router:
+            queries_QD = check_queries(queries_QD, router.dimension)
+            fleet = self.live.searchers.fleet(router.manifest)
+            found = fleet.exact(queries_QD, check_k(k), self.live.timeout_s)
+            return merge_hits([ranked(one) for one in found], k)

@@ -1,0 +1,399 @@
+"""Switches a router to newer index versions while it answers.
+
+    move     the next version is opened beside the live one, sharing unchanged shards; it answers a probe; the flip
+    finish   calls under way end on the version that they began with; its own shards go when the last one has ended
+    guest    a version that a call names is opened in the same way, and keeps one of a few places (`version_cache`)
+    refuse   no room, a damaged shard, a searcher that died: the live version stays, and the reason is told
+    follow   the newest published version, looked for every so many seconds
+
+Every call is answered wholly by one version. Who needs several calls to agree (search, then the passages that were
+found) makes them on one `pinned()` router.
+
+Shapes: Q queries, D dimension.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from ray.exceptions import RayError
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.distributed import session
+from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
+from mvr_ray.distributed.searching.batching import DynamicBatcher
+from mvr_ray.distributed.searching.fleet import LocalSearchers, RemoteSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.health import HealthMonitor
+from mvr_ray.distributed.searching.node_placement import Rebalancer
+from mvr_ray.distributed.searching.searcher import Fleet
+from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
+from mvr_ray.errors import InsufficientMemoryError, MvrRayError, StorageError
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+
+log = logging.getLogger(__name__)
+
+LONGEST_FOLLOW_S = 600.0
+"""A version that could not be opened is tried again, each time after twice as long, up to this."""
+
+
+class SwapState(NamedTuple):
+    """Which version answers, whether the newest one is followed, and why the last move failed (empty: it did not)."""
+
+    version: int
+    follows: bool
+    failed_version: int = 0
+    failure: str = ""
+
+
+@dataclass
+class _Served:
+    """A version that is open here, and the calls under way on it."""
+
+    router: Router
+    calls: int = 0
+    retired: bool = False
+    called_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def guest(self) -> CachedVersion:
+        return CachedVersion(self.router.manifest.version, self.calls, self.called_s)
+
+
+class HotSwapRouter:
+    """A Router whose version changes under it. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        described: Manifest,
+        searchers: Searchers,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        threads: int = 1,
+        gpu: bool = False,
+        observe: Observe | None = None,
+        coalesce: bool = False,
+        waits: int = WAITS,
+    ) -> None:
+        """`described` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
+        that come while others run are asked together. `waits`: calls that may wait at the same time for versions that
+        are opened for them.
+        """
+        self.store = store
+        self.index = described.index
+        self.searchers = searchers
+        self.timeout_s = timeout_s
+        self.threads = threads
+        self.gpu = gpu
+        self.observe = observe
+        self.coalesce = coalesce
+        self.rest_s = REST_S
+        self._lock = threading.Lock()
+        self._moving = threading.Lock()
+        self._live = _Served(self._router(described, searchers.fleet(described)))
+        self._open = {described.version: self._live}
+        self._guests: list[_Served] = []
+        self._openings = VersionLoader(self._invite, waits)
+        self._state = SwapState(described.version, True)
+
+    @property
+    def state(self) -> SwapState:
+        return self._state
+
+    @property
+    def failure(self) -> str:
+        """Why the last move failed; empty where it did not."""
+        return self._state.failure
+
+    @contextmanager
+    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[Router]:
+        """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
+
+        Another version than the live one may have to be opened, for which the call waits at most `timeout_s`. Raises
+        MissingInputError, StorageError or ResourceError where it cannot be; OverloadedError where it is not open in
+        time, or where others were called too short a time ago to go for it.
+        """
+        served = self._called(version)
+        if served is None:
+            described = manifest.read(self.store, self.index, version)
+            allowed_s = self.timeout_s if timeout_s is None else timeout_s
+            served = self._openings.wait_for(described, allowed_s, lambda: self._called(version))
+        try:
+            yield served.router
+        finally:
+            self._ended(served)
+
+    def move_to(self, version: int | None = None) -> int:
+        """Answer from another version from now on; a named one is kept, None: the newest, which is followed again.
+
+        Gives the version that is live then. Raises MissingInputError, StorageError or ResourceError where it cannot be
+        opened beside the live one; that one goes on.
+        """
+        with self._moving:
+            return self._move(version)
+
+    def follow(self) -> bool:
+        """Move to the newest version if there is a newer one and none was asked for by number; whether it moved.
+
+        A move that fails raises nothing: what failed is in `following`.
+        """
+        with self._moving:
+            before = self._state
+            if not before.follows:
+                return False
+            try:
+                return self._move(None) != before.version
+            except (MvrRayError, RayError) as error:
+                log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
+                return False
+
+    def followed(self, every_s: float) -> AbstractContextManager[None]:
+        """Looks for a newer version every so many seconds, in a thread, until the block ends."""
+        wait_s = every_s
+
+        def follow() -> float:
+            nonlocal wait_s
+            self.follow()
+            wait_s = min(2 * wait_s, max(LONGEST_FOLLOW_S, every_s)) if self._state.failure else every_s
+            return wait_s
+
+        return run_periodically(follow, every_s, "mvr-follow")
+
+    def _move(self, version: int | None) -> int:
+        number = version or manifest.latest_version(self.store, self.index)
+        if number == self._state.version:
+            self._state = SwapState(number, version is None)
+            return number
+        try:
+            described = manifest.read(self.store, self.index, number or None)
+            served = self._beside_instead(described, moves=True)
+        except (MvrRayError, RayError) as error:
+            self._state = self._state._replace(failed_version=number, failure=str(error))
+            raise
+        with self._lock:
+            before, self._live = self._live, served
+            served.retired, before.retired = False, True
+            self._guests = [guest for guest in self._guests if guest is not served]
+            self._state = SwapState(described.version, version is None)
+        log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, described.version)
+        for one in (served, before):
+            self._ended(one)
+        return described.version
+
+    def _called(self, version: int | None) -> _Served | None:
+        """A version that is open, held by one more call."""
+        with self._lock:
+            served = self._live if version is None else self._open.get(version)
+            if served is not None:
+                served.calls += 1
+                served.called_s = time.monotonic()
+            return served
+
+    def _invite(self, described: Manifest) -> None:
+        """Open a version beside the live one; where the places or the memory are taken, a guest at rest goes for it."""
+        with self._moving:
+            if described.version in self._open:
+                return
+            live = self._live
+            if len(self._guests) >= PLACES:
+                self._make_way(described, f"all {PLACES} places beside the live one are taken")
+            with translate_ray_errors(f"opening {version_name(described)}"):
+                served = self._beside_instead(described, moves=False)
+            with self._lock:
+                self._guests.append(served)
+        for one in (live, served):
+            self._ended(one)
+
+    def _beside_instead(self, described: Manifest, moves: bool) -> _Served:
+        """`_beside`; without room guests go for it: one at rest, or each in turn where the live version moves."""
+        while True:
+            try:
+                return self._beside(described)
+            except InsufficientMemoryError as error:
+                if not self._guests:
+                    raise
+                self._retire(self._guests[0]) if moves else self._make_way(described, str(error))
+
+    def _make_way(self, described: Manifest, why: str) -> None:
+        with self._lock:
+            guests = [served.guest for served in self._guests]
+        leaves = evict(version_name(described), guests, why, time.monotonic(), self.rest_s)
+        self._retire(next(served for served in self._guests if served.guest.version == leaves))
+
+    def _retire(self, guest: _Served) -> None:
+        """Let it go when its last call has ended."""
+        with self._lock:
+            self._guests.remove(guest)
+            guest.retired = True
+            guest.calls += 1
+        self._ended(guest)
+
+    def _beside(self, described: Manifest) -> _Served:
+        """A version open beside the live one, held by one call; the live one is held by one more, too."""
+        with self._lock:
+            self._live.calls += 1
+            old = self._open.get(described.version)
+            if old is not None:  # it was live before, and calls of that time still run
+                old.calls += 1
+                return old
+        try:
+            fleet = self.searchers.load(described)
+            try:
+                router = self._router(described, fleet)
+                router.take_over(self._live.router)
+                router.search(np.eye(1, described.dimension, dtype=np.float32), 1)
+            except BaseException:
+                self.searchers.drop(described.version)
+                raise
+        except BaseException:
+            self._ended(self._live)
+            raise
+        with self._lock:
+            served = self._open[described.version] = _Served(router, calls=1)
+        return served
+
+    def _ended(self, served: _Served) -> None:
+        with self._lock:
+            served.calls -= 1
+            served.called_s = time.monotonic()
+            if served.retired and not served.calls:
+                version = served.router.manifest.version
+                del self._open[version]
+                self.searchers.drop(version)
+                log.info("dropped: index=%s version=%d", self.index, version)
+
+    def _router(self, described: Manifest, fleet: Fleet) -> Router:
+        return Router(
+            self.store,
+            described,
+            DynamicBatcher(fleet) if self.coalesce else fleet,
+            timeout_s=self.timeout_s,
+            threads=self.threads,
+            gpu=self.gpu,
+            observe=self.observe,
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._live.router.manifest
+
+    @property
+    def dimension(self) -> int:
+        return self._live.router.dimension
+
+    @property
+    def num_views(self) -> int:
+        return self._live.router.num_views
+
+    @property
+    def encoder(self) -> DualEncoder:
+        with self.pinned() as router:
+            return router.encoder
+
+    @property
+    def corpus(self) -> Corpus:
+        with self.pinned() as router:
+            return router.corpus
+
+    def embed(self, texts: Sequence[str]) -> FloatArray:
+        with self.pinned() as router:
+            return router.embed(texts)
+
+    def search(
+        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
+        with self.pinned() as router:
+            return router.search(queries_QD, k, timeout_s=timeout_s, min_coverage=min_coverage)
+
+    def search_text(
+        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+    ) -> Answer:
+        with self.pinned() as router:
+            return router.search_text(texts, k, timeout_s=timeout_s, min_coverage=min_coverage)
+
+    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
+        with self.pinned() as router:
+            return router.explain(queries_QD, passage_ids)
+
+    def ready(self) -> None:
+        with self.pinned() as router:
+            router.ready()
+
+    def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
+        with self.pinned() as router:
+            return router.passages(ids)
+
+    def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
+        with self.pinned() as router:
+            return router.view_spans(passage)
+
+    def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
+        with self.pinned() as router:
+            return router.matching_snippet(passage, view)
+
+    def refined_queries(self, questions: str) -> dict[str, FloatArray]:
+        with self.pinned() as router:
+            return router.refined_queries(questions)
+
+
+@contextmanager
+def open_hot_swap_router(
+    run: RunConfig,
+    version: int | None = None,
+    *,
+    local: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    follow_s: float | None = None,
+    probe_s: float = 5.0,
+    observe: Observe | None = None,
+    coalesce: bool = True,
+) -> Iterator[HotSwapRouter]:
+    """A live router over `index.name`, first from `version` (None: the newest), until the block ends.
+
+    With `follow_s` it looks so often for a newer version, unless one was named. Searchers are asked a probe every
+    `probe_s`, and move when nodes come. Searches that come while others run are asked together (`coalesce`). `local`
+    holds the shards in this process and needs no Ray. A first version with damaged shards is answered from without
+    them; a later one is not moved to.
+
+    Raises MissingInputError, ManifestError, ResourceError.
+    """
+    store = Store(run.store.path)
+    described = manifest.read(store, run.index.name, version)
+    resources, task = run.resources, searcher_task(run, described, local=local)
+    with ExitStack() as stack:
+        if local:
+            searchers: Searchers = LocalSearchers(task, resources.searcher_bytes)
+        else:
+            info = stack.enter_context(session.connect(resources))
+            searchers = started = RemoteSearchers.start(task, resources, info)
+            stack.callback(searchers.stop)
+        opened = partial(
+            HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, coalesce=coalesce
+        )
+        live = opened(store, described, searchers, waits=max(run.serve.max_running // 2, 1))
+        try:
+            live.ready()
+        except StorageError as error:
+            log.error("opened with damage: index=%s version=%d reason=%s", live.index, described.version, error)
+        if not local:
+            watch = HealthMonitor(started.dispatcher, resources.hung_s)
+            stack.enter_context(watch.running(probe_s))
+            stack.enter_context(Rebalancer(started, task, resources).running(probe_s))
+        if version is not None:
+            live.move_to(version)
+        if follow_s is not None:
+            stack.enter_context(live.followed(follow_s))
+        yield live

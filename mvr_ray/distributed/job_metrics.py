@@ -1,0 +1,51 @@
+"""Prometheus metrics of a running job, exported through Ray's metrics agent of every node.
+
+    ray_mvr_ray_job_done, ray_mvr_ray_job_total    {stage, index, step}    units done, and units in all
+    ray_mvr_ray_job_moved_at_seconds               {stage, index}          Unix time of the newest step: a hung job
+                                                                           stands still
+    ray_mvr_ray_refine_FIGURE                      {index}                 the newest round: every figure of its report
+
+Nothing is recorded outside a Ray session.
+"""
+
+import functools
+import math
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.metrics import Gauge
+
+from mvr_ray.types import Progress
+
+_NUMBER = re.compile(r" [\d.]+")
+
+
+def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
+    """A progress callable that also sets the job's gauges. Steps lose their numbers, which would each make a series."""
+
+    def report(what: str, done: int, total: int) -> None:
+        progress(what, done, total)
+        if ray.is_initialized():
+            job = {"stage": stage, "index": index}
+            step = {**job, "step": _NUMBER.sub("", what)}
+            _gauge("job_done", "Units of a step that are done.", *step).set(done, step)
+            _gauge("job_total", "Units of a step.", *step).set(total, step)
+            _gauge("job_moved_at_seconds", "When the job last moved, as Unix time.", *job).set(time.time(), job)
+
+    return report
+
+
+def record_round(index: str, figures: Mapping[str, Any]) -> None:
+    """Set a gauge for each figure of a refinement round's report; figures that are nan are left out."""
+    for name, value in figures.items():
+        if ray.is_initialized() and not math.isnan(value):
+            gauge = _gauge(f"refine_{name}", f"{name} of the newest refinement round.", "index")
+            gauge.set(value, {"index": index})
+
+
+@functools.cache
+def _gauge(name: str, description: str, *tags: str) -> Gauge:
+    return Gauge(f"mvr_ray_{name}", description, tag_keys=tags)

@@ -1,0 +1,87 @@
+"""Run a Ray Data pipeline: stream its rows, silence its own messages, translate its failures."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import ray.data
+import torch
+from ray.data import ActorPoolStrategy
+
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed import session
+from mvr_ray.distributed.ray_errors import translate_ray_errors
+
+_MAX_BLOCKS = 4096
+
+
+def dataset(rows: Sequence[Mapping[str, Any]]) -> ray.data.Dataset:
+    """A dataset of these rows, a block each as far as Ray Data bears it."""
+    return ray.data.from_items(list(rows), override_num_blocks=min(len(rows), _MAX_BLOCKS))
+
+
+def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
+    """Arguments of `map_batches` for a pool of as many actors as the run has encoders, a row at a time."""
+    sizes = {"min_size": resources.encoders_min, "max_size": resources.encoders_max}
+    return {
+        "batch_size": 1,
+        "batch_format": "pyarrow",
+        "num_cpus": resources.cpus_per_encoder,
+        "num_gpus": resources.gpus_per_encoder,
+        "compute": ActorPoolStrategy(**sizes, **strategy),
+    }
+
+
+def pool_need(what: str, resources: ResourcesConfig) -> session.Need:
+    """What such a pool must find on the cluster."""
+    return session.Need(what, resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
+
+
+def stream_rows(pipeline: ray.data.Dataset, what: str) -> Iterator[dict[str, Any]]:
+    """The pipeline's rows, in the order in which they are finished. `what` names the work in errors."""
+    pipeline.context.enable_progress_bars = False
+    pipeline.context.raise_original_map_exception = True
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    with translate_ray_errors(what):
+        yield from pipeline.iter_rows()
+
+
+def map_in_pool(
+    worker: Callable[..., Callable[[Any], Any]],
+    arguments: Mapping[str, Any],
+    batches: Sequence[Any],
+    resources: ResourcesConfig,
+    what: str,
+) -> Iterator[Any]:
+    """Call a pool of actors, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
+
+    Batches and results travel as JSON. A result that is finished before its turn waits here.
+    """
+    if not batches:
+        return
+    actor: Any = _PoolActor
+    constructor = {"worker": worker, "arguments": arguments, "threads": resources.torch_threads}
+    rows = [{"number": number, "batch": json.dumps(batch)} for number, batch in enumerate(batches)]
+    pipeline = dataset(rows).map_batches(actor, fn_constructor_kwargs=constructor, **pool_options(resources))
+    early: dict[int, str] = {}
+    expected = 0
+    for row in stream_rows(pipeline, what):
+        early[row["number"]] = row["result"]
+        while expected in early:
+            yield json.loads(early.pop(expected))
+            expected += 1
+
+
+class _PoolActor:
+    """Runs a worker on the rows that Ray Data sends."""
+
+    def __init__(self, worker: Callable[..., Callable[[Any], Any]], arguments: Mapping[str, Any], threads: int) -> None:
+        self.worker = worker(**arguments)
+        self.threads = threads
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        torch.set_num_threads(self.threads)
+        results = [json.dumps(self.worker(json.loads(batch))) for batch in table.column("batch").to_pylist()]
+        return pa.table({"number": table.column("number"), "result": pa.array(results, pa.large_string())})

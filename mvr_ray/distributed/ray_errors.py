@@ -1,0 +1,44 @@
+"""Translate Ray's errors: users see our own error where a task raised one, and ResourceError where Ray gave up."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray.exceptions
+from ray.data.exceptions import SystemException
+
+from mvr_ray.errors import MvrRayError, ResourceError
+
+_RAY_DATA_NOTE = "\nFailed to apply UDF transform"
+"""Ray Data adds a paragraph about its retry settings to the message of an error that a function of ours raised."""
+
+
+@contextmanager
+def translate_ray_errors(what: str) -> Iterator[None]:
+    """Raise our own error where one caused Ray's, and ResourceError where Ray itself gave up `what`.
+
+    A deadline that passed (GetTimeoutError) stays as it is: the caller set it.
+    """
+    try:
+        yield
+    except ray.exceptions.GetTimeoutError:
+        raise
+    except (ray.exceptions.RayError, SystemException) as error:
+        raise unwrap_error(error, what) from error
+
+
+def unwrap_error(error: BaseException, what: str) -> BaseException:
+    """Our error that caused one of Ray's; else a user's own exception as it is, else ResourceError."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, ray.exceptions.RayTaskError) and isinstance(at.cause, MvrRayError):
+            message = str(at.cause).partition(_RAY_DATA_NOTE)[0]
+            return at.cause if message == str(at.cause) else type(at.cause)(message)
+        if isinstance(at, MvrRayError) and not isinstance(at, ray.exceptions.RayError):
+            return at
+        at = getattr(at, "cause", None) if isinstance(at, ray.exceptions.RayTaskError) else at.__cause__
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return error
+    return ResourceError(
+        f"{what} stopped: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason'}; "
+        f"see whether a machine ran out of memory or left the cluster, then run the same command again, it continues"
+    )

@@ -1,0 +1,78 @@
+"""Use what Ray has no public API for. All of it was read from Ray 2.60.0; a test fails where another Ray differs."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray.exceptions
+from ray._private import ray_constants, services
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
+
+READ_FROM = "2.60."
+_CONNECT_S = 5
+_CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@contextmanager
+def loopback_node() -> Iterator[None]:
+    """A node that starts in this block has the address 127.0.0.1, and all its processes listen there alone.
+
+    A driver joins such a node in this block, too.
+
+    `ray.init(_node_ip_address="127.0.0.1")` is no such promise: on Linux, Ray replaces the address with the machine's,
+    and then listens on every interface. It keeps the loopback where it takes clusters of several machines as switched
+    off, as on macOS: a constant that it reads from the environment when it is imported, and again in every process.
+    """
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    variable, os.environ[_CLUSTER_VARIABLE] = os.environ.get(_CLUSTER_VARIABLE), "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[_CLUSTER_VARIABLE]
+        if variable is not None:
+            os.environ[_CLUSTER_VARIABLE] = variable
+
+
+def listens_on_loopback_alone(address: str) -> bool:
+    """Whether a cluster is at a loopback address and not at the machine's, by which Ray replaces it when it joins."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in ("127.0.0.1", "::1", "localhost") or not port.isdigit():
+        return False
+    return _listens(host, port) and not _listens(services.resolve_ip_for_localhost(host), port)
+
+
+def _listens(host: str, port: str) -> bool:
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def reread_authentication() -> None:
+    """Make Ray read RAY_AUTH_MODE and the token again; by itself it reads them once, when it is imported."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def accepts_without_token(address: str) -> bool:
+    """Whether a cluster answers a client that brings no token. False where it cannot be reached."""
+    mode, os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE"), "disabled"
+    try:
+        gcs_address = services.canonicalize_bootstrap_address(address)
+        if not gcs_address:
+            return False
+        host, _, port = gcs_address.rpartition(":")
+        if not _listens(host, port):
+            return False
+        reread_authentication()
+        GcsClient(address=gcs_address)
+    except (ray.exceptions.RayError, OSError, ValueError):
+        return False
+    finally:
+        del os.environ["RAY_AUTH_MODE"]
+        if mode is not None:
+            os.environ["RAY_AUTH_MODE"] = mode
+    return True

@@ -1,0 +1,301 @@
+"""Refine some shards of an index version in one actor, with moved views laid over the stored ones in memory.
+
+A plain class; `refiner_pool` makes actors of it. It is built from names and digests, never from objects, and every
+call names the state (`at`) that it works on: a call for another state than the one in memory loads that state from the
+staging folder first. So a call may be retried in a new process at any moment, and a round that runs twice ends the
+same. Each shard is worked on alone: which shards share a process changes no byte.
+
+Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback views, D dimension.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.refining import aopt, feedback
+from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
+from mvr_ray.core.searching.exact import distinct
+from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
+from mvr_ray.distributed.shards import build_shard, shard_recall
+from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.kinds import open_index, searches_embeddings
+from mvr_ray.store import embeddings, paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
+
+FLAT = IndexParams(kind="flat")
+QUESTIONS_KEPT = 1 << 18
+"""Answers are looked for passage by passage, each time of nearly all questions: what is forgotten is prepared again."""
+
+
+@dataclass(frozen=True)
+class RefinerTask:
+    """What an actor is built from. `staging` is the folder of the states, relative to the store; `starts` are the
+    numbers of the shards' first passages, through the whole index."""
+
+    store: str
+    manifest: Manifest
+    staging: str
+    threads: int = 1
+    shards: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    def holding(self, start_of: Mapping[int, int]) -> "RefinerTask":
+        """With these shards, each with its first passage's number."""
+        shards = tuple(sorted(start_of))
+        return replace(self, shards=shards, starts=tuple(start_of[shard] for shard in shards))
+
+
+class GradientSettings(NamedTuple):
+    """One gradient step of the labelled views (eqs. 13 and 14)."""
+
+    step_size: float
+    guard: float
+    keep_length: bool
+
+
+class LinearSettings(NamedTuple):
+    """The linear form (eq. 9)."""
+
+    alpha: float
+    beta: float
+    gamma: float
+    keep_length: bool
+
+
+class FeedbackSettings(NamedTuple):
+    """Feedback views: their norm over that of the passage's own views, and how many a passage at most."""
+
+    weight: float
+    clusters: int
+
+
+class ShardStep(NamedTuple):
+    """What one step did to one shard. Drift is the distance of everything moved so far from the published version."""
+
+    num_moved: int
+    moved_passages: int
+    loss_sum: float
+    skipped_domain: int
+    skipped_no_positive: int
+    skipped_no_negative: int
+    drift_sum: float
+    drift_max: float
+    num_drifted: int
+
+
+class WrittenShard(NamedTuple):
+    """A shard at rest; `recall` where its index is approximate."""
+
+    entry: ShardEntry
+    dirty_passages: int
+    recall: float | None
+
+
+class ShardRefiner:
+    """Searches, labels, moves and writes the shards of one task."""
+
+    def __init__(self, task: RefinerTask) -> None:
+        self.task = task
+        self.store = Store(task.store)
+        self.manifest = task.manifest
+        self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.shards}
+        self.stored = {shard: self._embeddings(shard) for shard in task.shards}
+        self.views = {shard: StoredViews(stored.blocks()) for shard, stored in self.stored.items()}
+        self.states: dict[int, tuple[StateId, ShardChanges]] = {}
+        self.blocks: dict[int, tuple[StateId, list[EmbeddingBlock]]] = {}
+        self.index: tuple[StateId, ShardIndex] | None = None
+        self.ids: dict[int, list[str]] = {}
+        self.matcher = AnswerMatcher(max_questions=QUESTIONS_KEPT)
+
+    def search(self, at: StateId, queries_QD: FloatArray, k: int) -> ShardHits:
+        """Exact top k of all shards here together at a state; rows are numbers through the whole index.
+
+        Of passages with equal scores the lower number stands first, whatever their ids: where the frontier is the score
+        of the last one, `search_apart` says which of them has the lower id.
+        """
+        hits = self._index(at).search(queries_QD, k)
+        first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.task.shards)])
+        shift = np.array(self.task.starts) - first[:-1]
+        place_QK = np.searchsorted(first, np.maximum(hits.rows_QK, 0), side="right") - 1
+        return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + shift[place_QK], -1))
+
+    def search_apart(self, at: StateId, queries_QD: FloatArray, k: int) -> list[tuple[int, ShardHits]]:
+        """Exact top k of each shard alone: the number of its first passage, and its hits."""
+        return [
+            (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads).search(queries_QD, k))
+            for shard, start in zip(self.task.shards, self.task.starts)
+            if self.entries[shard].num_passages
+        ]
+
+    def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
+        """Passage ids of some rows."""
+        known = self._ids(shard)
+        return [known[row] for row in rows]
+
+    def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
+        """Row of each passage id, -1 where the shard does not hold it."""
+        known = self._ids(shard)
+        rows = [bisect_left(known, passage_id) for passage_id in ids]
+        return [row if row < len(known) and known[row] == wanted else -1 for row, wanted in zip(rows, ids)]
+
+    def mark(self, shard: int, row_L: IntArray, answer_L: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
+        """Whether each passage holds one of `answers[answer_L[i]]`."""
+        ids, index = self._ids(shard), self.matcher.index(answers)
+        marked_L = np.zeros(len(row_L), bool)
+        order_L = np.argsort(row_L, kind="stable")
+        rows, first = np.unique(row_L[order_L], return_index=True)
+        for row, asked in zip(rows.tolist(), np.split(order_L, first[1:])):
+            text = self.corpus.get([ids[row]])[ids[row]].text
+            marked_L[asked] = index.marks(text, answer_L[asked])
+        return marked_L
+
+    def winners(self, at: StateId, shard: int, query_L: IntArray, row_L: IntArray, queries_QD: FloatArray) -> IntArray:
+        """View number that scores best for each (query, passage) at a state."""
+        state = self._state(at, shard)
+        rows, inverse_L = np.unique(row_L, return_inverse=True)
+        now = StoredViews(self.views[shard].current(state, self.manifest.num_views)).gather(rows)
+        slot_L = winning_slots(queries_QD, now.vectors_ND, now.row_ptr, query_L, inverse_L)
+        return now.view_numbers_N[slot_L]
+
+    def query_sums(self, at: StateId, shard: int, labels: Labels, num_queries: int) -> aopt.LabelSums:
+        """For the query side (eqs. 7 and 11): this shard's part of each query's sums."""
+        slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
+        views_MD = self.views[shard].vectors(slot_M, self._state(at, shard))
+        matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), num_queries)
+        return aopt.label_sums(views_MD, matrices.transposed())
+
+    def move(
+        self,
+        at: StateId,
+        to: StateId,
+        shard: int,
+        labels: Labels,
+        queries_QD: FloatArray,
+        settings: GradientSettings | LinearSettings,
+    ) -> ShardStep:
+        """Move the labelled views (AOpt) from one state to the next, and keep that."""
+        state = self._state(at, shard)
+        slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
+        views_MD = self.views[shard].vectors(slot_M, state)
+        matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), len(queries_QD))
+        match settings:
+            case LinearSettings(alpha, beta, gamma, keep_length):
+                step = aopt.linear_step(views_MD, queries_QD, matrices, alpha=alpha, beta=beta, gamma=gamma)
+            case GradientSettings(step_size, guard, keep_length):
+                step = aopt.passage_step(views_MD, queries_QD, matrices, step_size=step_size, guard=guard, single=True)
+        step = step.keep_length(views_MD) if keep_length else step
+        moved_M = slot_M[step.moved_M]
+        state = state.with_moved(moved_M, step.vectors_MD)
+        self._keep(to, shard, state)
+        drift_M = self.views[shard].drift(state)
+        return ShardStep(
+            num_moved=step.num_moved,
+            moved_passages=len(distinct(self.views[shard].rows(moved_M))),
+            loss_sum=step.loss * step.num_moved if step.num_moved else 0.0,
+            skipped_domain=step.num_outside_domain,
+            skipped_no_positive=step.num_no_positive,
+            skipped_no_negative=step.num_no_negative,
+            drift_sum=float(drift_M.sum()),
+            drift_max=float(drift_M.max(initial=0.0)),
+            num_drifted=len(drift_M),
+        )
+
+    def add_feedback(
+        self,
+        at: StateId,
+        to: StateId,
+        shard: int,
+        labels: Labels,
+        queries_QD: FloatArray,
+        settings: FeedbackSettings,
+    ) -> ShardStep:
+        """Give every positively labelled passage its feedback views, and keep the state as `to`.
+
+        They replace what the passage has of earlier rounds, or of the version that is refined.
+        """
+        state, views = self._state(at, shard), self.views[shard]
+        rows_F, inverse_L = np.unique(labels.passage_L, return_inverse=True)
+        own = views.gather(rows_F)
+        norms_F = feedback.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
+        labels = labels._replace(passage_L=inverse_L)
+        made = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
+        now = ShardChanges.untouched(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
+        self._keep(to, shard, now)
+        changed = state.feedback_changes(now)
+        return ShardStep(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
+
+    def write(self, at: StateId, shard: int, recall_sample: int) -> WrittenShard:
+        """The shard at a state at rest: its old entry where no stored byte differs, else a new one."""
+        entry = self.entries[shard]
+        changes = self.views[shard].changes(self._state(at, shard), self.manifest.num_views)
+        if changes:
+            with self.store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                known = {}
+                if not searches_embeddings(IndexParams(**self.manifest.index_params)):
+                    embeddings.rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
+                elif write_changed(self.stored[shard], folder, changes):
+                    known[paths.EMBEDDINGS] = entry.files[paths.EMBEDDINGS]
+                entry = build_shard(self.store, self.manifest, shard, folder, known)
+        return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
+
+    def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
+        folder = open_shard(self.store, self.manifest.index, self.entries[shard])
+        return open_embeddings(folder, self.entries[shard].files)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Where texts come from. Its parts need not be the index's shards, so passages are asked for by id."""
+        return Corpus.open(self.store, self.manifest.corpus)
+
+    def _ids(self, shard: int) -> list[str]:
+        if shard not in self.ids:
+            self.ids[shard] = [passage_id for block in self.views[shard].blocks for passage_id in block.ids]
+        return self.ids[shard]
+
+    def _slots(self, shard: int, labels: Labels) -> IntArray:
+        return self.views[shard].slots(labels.passage_L, labels.view_L)
+
+    def _state(self, at: StateId, shard: int) -> ShardChanges:
+        held = self.states.get(shard)
+        if held is None or held[0] != at:
+            dimension = self.manifest.dimension
+            state = (
+                ShardChanges.untouched(dimension)
+                if at == PUBLISHED
+                else ShardChanges.from_bytes(self.store.read_bytes(at.shard_path(self.task.staging, shard)))
+            )
+            self.states[shard] = held = (at, state)
+        return held[1]
+
+    def _keep(self, at: StateId, shard: int, state: ShardChanges) -> None:
+        self.store.write_bytes(at.shard_path(self.task.staging, shard), state.to_bytes())
+        self.states[shard] = (at, state)
+
+    def _blocks(self, at: StateId, shard: int) -> list[EmbeddingBlock]:
+        held = self.blocks.get(shard)
+        if held is None or held[0] != at:
+            self.index = None  # it holds the blocks that go
+            self.blocks.pop(shard, None)
+            current = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
+            self.blocks[shard] = held = (at, current)
+        return held[1]
+
+    def _index(self, at: StateId) -> ShardIndex:
+        """One over all shards: a passage must then be among the best of them all to be scored exactly."""
+        if self.index is None or self.index[0] != at:
+            filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
+            blocks = [block for shard in filled for block in self._blocks(at, shard)]
+            self.index = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
+        return self.index[1]

@@ -1,0 +1,107 @@
+"""Score question-passage pairs by a cross-encoder, on a pool of actors that read the passages themselves.
+
+A batch is `_BATCH` questions in their order, so that what is read together, and with it every score, does not depend
+on how many actors there are.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, PairSpec
+from mvr_ray.distributed import session
+from mvr_ray.distributed.models import (
+    CROSS_ENCODERS,
+    ModelAddress,
+    find_model,
+    open_model,
+    pair_spec,
+    translate_out_of_memory,
+)
+from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.errors import DataError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.types import FloatArray, Progress
+
+_BATCH = 16
+Candidates = tuple[str, Sequence[str]]
+"""A question and the ids of passages."""
+
+
+class ScoreTask(NamedTuple):
+    """All that a worker needs to know."""
+
+    address: ModelAddress
+    fingerprint: str
+    spec: PairSpec
+    store: str
+    corpus: str
+    digest: str
+    tokens_per_batch: int
+    threads: int
+    gpu: bool
+
+
+class PairScorer:
+    """Scores batches of questions with their candidates; one actor of the pool."""
+
+    def __init__(self, task: ScoreTask) -> None:
+        self.task = task
+
+    @cached_property
+    def model(self) -> CrossEncoder:
+        """Opened by the first batch: an error in an actor's constructor would reach the driver as text only."""
+        task = self.task
+        return open_model(
+            CROSS_ENCODERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
+        )
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        corpus = Corpus.open(Store(self.task.store), self.task.corpus)
+        if corpus.digest != self.task.digest:
+            raise DataError(f"corpus {corpus.name!r} was prepared anew while it was mined; run the same command again")
+        return corpus
+
+    def __call__(self, batch: Sequence[Candidates]) -> list[float]:
+        texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))
+        pairs = [Pair(question, texts[one]) for question, ids in batch for one in ids]
+        with translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+            return self.model.score(pairs, self.task.tokens_per_batch).tolist()
+
+
+def pair_scores(
+    run: RunConfig, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
+) -> list[FloatArray]:
+    """float32 scores of each question's candidates, by the model that `mine.cross_encoder` names.
+
+    Raises MissingInputError, CrossEncoderError or ResourceError before any worker starts.
+    """
+    resources = run.resources
+    address, spec = find_model(run, CROSS_ENCODERS, run.mine.cross_encoder or ""), pair_spec(run)
+    fingerprint = open_model(CROSS_ENCODERS, address, spec, threads=resources.torch_threads).fingerprint
+    task = ScoreTask(
+        address,
+        fingerprint,
+        spec,
+        Store(run.store.path).address,
+        corpus.name,
+        corpus.digest,
+        run.read.tokens_per_batch,
+        resources.torch_threads,
+        resources.gpus_per_encoder > 0,
+    )
+    batches = [candidates[start : start + _BATCH] for start in range(0, len(candidates), _BATCH)]
+    scores: list[FloatArray] = []
+    with session.connect(resources) as info:
+        session.require(info, [pool_need("cross-encoders", resources)])
+        results = map_in_pool(PairScorer, {"task": task}, batches, resources, "scoring pairs")
+        for batch, values in zip(batches, results):
+            ends = np.cumsum([len(ids) for _, ids in batch])
+            scores += np.split(np.array(values, np.float32), ends[:-1])
+            progress("cross-encoder", len(scores), len(candidates))
+    return scores

@@ -1,0 +1,372 @@
+"""Holds shards of several versions of an index, each shard once, and scans them.
+
+A searcher is a plain class built from names and digests, so an actor that died can start again anywhere and be the
+same: what it does not hold it opens when asked, and a version that it was not told of it reads from the store. A
+shard's files are read once and compared with their digests before anything opens them; versions that name the same
+shard (by its digest) share it. A damaged shard is told with the answer, and the others are searched. Besides searching,
+a shard can be asked for the stored views of some passages.
+
+Shapes: Q queries, K hits, D dimension.
+"""
+
+import json
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from mvr_ray import logs
+from mvr_ray.core.searching.exact import distinct
+from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
+from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
+from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
+from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.kinds import open_index
+from mvr_ray.store import manifest
+from mvr_ray.store.delta import open_embeddings
+from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.types import FloatArray, ShardHits
+
+log = logging.getLogger(__name__)
+
+Key = str
+"""What an open shard is: its digest, a space, and how it is indexed."""
+
+
+FORGOTTEN = 4096
+"""Calls to pass by that are remembered; those that ended before they were to be forgotten make up most."""
+
+
+class SearcherTask(NamedTuple):
+    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` as in the run file."""
+
+    store: str
+    manifest: Manifest
+    shards: tuple[int, ...]
+    threads: int = 1
+    device: str = "cpu"
+    tls_dir: str = ""
+
+
+class ShardAssignment(NamedTuple):
+    """Shards of one version that a searcher is to hold."""
+
+    manifest: Manifest
+    shards: tuple[int, ...]
+
+
+OnPartial = Callable[[ShardResults], None]
+
+
+class Heartbeat(NamedTuple):
+    """What a searcher says beside its work: `born` names its life, `finished` counts the calls that it ended.
+
+    While it is `opening` files it ends none.
+    """
+
+    born: str
+    finished: int
+    opening: bool
+
+
+class _Version(NamedTuple):
+    """A manifest, with its entries by shard and what each is when open."""
+
+    described: Manifest
+    entries: dict[int, ShardEntry]
+    keys: dict[int, Key]
+
+    @classmethod
+    def of(cls, described: Manifest) -> "_Version":
+        return cls(described, {entry.shard: entry for entry in described.shards}, shard_keys(described))
+
+
+class OpenShard(NamedTuple):
+    index: ShardIndex | None
+    embedded: EmbeddingShard
+    ids: pa.Array
+    num_bytes: int
+
+    def scanned(self, task: SearcherTask) -> "OpenShard":
+        """The same shard without its index: every view is scanned."""
+        if self.index is None or self.index.exact:
+            return self
+        flat = open_index(IndexParams(), self.embedded.blocks(), Path(), device=task.device, threads=task.threads)
+        return self._replace(index=flat)
+
+
+class ShardSearcher:
+    """Some shards of some versions. Opens them when told or first asked to. Safe to use from several threads."""
+
+    def __init__(self, task: SearcherTask) -> None:
+        self.task = task
+        self.born = uuid.uuid4().hex
+        self._versions: dict[int, _Version] = {}
+        self._dropped: set[int] = set()
+        self._held: dict[Key, OpenShard] = {}
+        self._damaged: dict[Key, str] = {}
+        self._opening = threading.Lock()
+        self._books = threading.Lock()
+        self._finished = 0
+        self._forgotten: dict[str, None] = {}
+
+    def open(self, assignments: Sequence[ShardAssignment] = ()) -> str:
+        """Open every shard of these, beside what is held; of the task's where none are given. Gives `born`.
+
+        Raises DigestError, ManifestError or another StorageError where a shard's files are not what the manifest says,
+        when all others are open. A shard that was found damaged is read again.
+        """
+        failed: MvrRayError | None = None
+        for described, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
+            of = _Version.of(described)
+            with self._books:
+                self._versions[described.version] = of
+                self._dropped.discard(described.version)
+            for shard in shards:
+                try:
+                    self._open(of, shard)
+                except MvrRayError as error:
+                    self._damaged[of.keys[shard]] = str(error)
+                    failed = failed or error
+        if failed:
+            raise failed
+        return self.born
+
+    def drop(self, version: int) -> None:
+        """Forget a version, and what of its shards no other one names. A search that runs over it ends well."""
+        with self._books:
+            self._dropped.add(version)
+            self._versions.pop(version, None)
+            named = {key for one in self._versions.values() for key in one.keys.values()}
+            for kept in (self._held, self._damaged):
+                for key in [key for key in kept if key not in named]:
+                    del kept[key]
+
+    def health(self) -> list[str]:
+        """Digests of the shards that are open now; answered even while a search runs."""
+        return sorted({key.partition(" ")[0] for key in list(self._held)})
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.born, self._finished, self._opening.locked())
+
+    def memory(self) -> MemoryUsage:
+        """What is held here, and what is free on this machine."""
+        held = {key: one.num_bytes for key, one in list(self._held.items())}
+        return MemoryUsage(node_name(), free_bytes(), held)
+
+    def scan(
+        self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int | None = None, call: str = ""
+    ) -> ShardResults:
+        """The best k passages of each of these shards for every query. Without a version: of the task's.
+
+        Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
+        """
+        answer = ShardResults([], [])
+        if self._passed_by(call):
+            return answer
+        of = self._version(version)
+        for shard in shards:
+            held = self._opened(of, shard, call)
+            if isinstance(held, OpenShard):
+                answer.results.append(_scan(held, shard, queries_QD, k))
+            else:
+                answer.failures.append(held)
+        self._finished += 1
+        return answer
+
+    def exact(self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int) -> list[ShardResult]:
+        """The true best k of these shards, whatever their index is; those that cannot be opened are left out."""
+        of = self._version(version)
+        opened = [(shard, self._opened(of, shard)) for shard in shards]
+        return [
+            _scan(held.scanned(self.task), shard, queries_QD, k)
+            for shard, held in opened
+            if isinstance(held, OpenShard)
+        ]
+
+    def views(self, ids: Mapping[int, Sequence[str]], version: int | None = None, call: str = "") -> ViewResults:
+        """The stored views of these passages, by shard; ids that a shard does not hold are absent."""
+        answer = ViewResults({}, [])
+        if self._passed_by(call):
+            return answer
+        of = self._version(version)
+        for shard, names in ids.items():
+            held = self._opened(of, shard, call)
+            if isinstance(held, OpenShard):
+                answer.views.update(held.embedded.find(names))
+            else:
+                answer.failures.append(held)
+        self._finished += 1
+        return answer
+
+    def cancel(self, call: str) -> None:
+        """Nobody waits for this call any more: pass it by if it has not begun."""
+        with self._books:
+            self._forgotten[call] = None
+            while len(self._forgotten) > FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+
+    def probe(self, version: int | None = None) -> list[int]:
+        """A real search for one query in what is open of one version, or of all; gives how many hits a shard found."""
+        versions = list(self._versions.values()) if version is None else [self._version(version)]
+        wanted = {key: one.described.dimension for one in versions for key in one.keys.values()}
+        found = []
+        for key, dimension in wanted.items():
+            held = self._held.get(key)
+            if held is not None:
+                query_1D = np.eye(1, dimension, dtype=np.float32)
+                found.append(int((_scan(held, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
+        self._finished += 1
+        return found
+
+    def _passed_by(self, call: str) -> bool:
+        with self._books:
+            forgotten = call in self._forgotten
+            self._forgotten.pop(call, None)
+        self._finished += forgotten
+        return forgotten
+
+    def _version(self, version: int | None) -> _Version:
+        index, version = self.task.manifest.index, self.task.manifest.version if version is None else version
+        of = self._versions.get(version)
+        if of is not None:
+            return of
+        if version in self._dropped:
+            raise ShardIndexError(f"index {index!r} version {version} was dropped here; ask the live one")
+        own = self.task.manifest
+        of = _Version.of(own if version == own.version else manifest.read(Store(self.task.store), index, version))
+        with self._books:
+            return self._versions.setdefault(version, of)
+
+    def _opened(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
+        key = of.keys[shard]
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        if key not in self._damaged:
+            with logs.request_context(call.rpartition("/")[0]):
+                try:
+                    return self._open(of, shard)
+                except MvrRayError as error:
+                    log.error("shard damaged: index=%s shard=%d reason=%s", of.described.index, shard, error)
+                    self._damaged[key] = str(error)
+        return ShardFailure((shard,), "damaged", self._damaged[key])
+
+    def _open(self, of: _Version, shard: int) -> OpenShard:
+        key = of.keys[shard]
+        with self._opening:
+            held = self._held.get(key)
+            if held is None:
+                held = self._read(of.described, of.entries[shard])
+                with self._books:
+                    self._held[key] = held
+                    self._damaged.pop(key, None)
+        return held
+
+    def _read(self, described: Manifest, entry: ShardEntry) -> OpenShard:
+        shard = entry.shard
+        folder = manifest.open_shard(Store(self.task.store), described.index, entry)
+        embedded = open_embeddings(folder, entry.files)
+        if (embedded.dimension, embedded.num_passages) != (described.dimension, entry.num_passages):
+            raise ManifestError(
+                f"shard {shard} of index {described.index!r} holds {embedded.num_passages} passages in dimension "
+                f"{embedded.dimension}; its manifest says {entry.num_passages} in {described.dimension}. "
+                f"Roll back, or index again"
+            )
+        if not embedded.num_passages:
+            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes)
+        params, blocks = IndexParams(**described.index_params), embedded.blocks()
+        index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
+        log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
+        ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
+        return OpenShard(index, embedded, ids, entry.num_bytes)
+
+
+class Fleet(Protocol):
+    """Searchers that together hold every shard of a version."""
+
+    def ready(self) -> None:
+        """Return when every shard is open."""
+        ...
+
+    def fan_out(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        timeout_s: float,
+        *,
+        again: bool = False,
+        on_partial: OnPartial | None = None,
+    ) -> ShardResults:
+        """Scan these shards. `again`: a further round of a search, which no bound on queues refuses. `on_partial`
+        gets each part of the answer as it comes, where parts come one by one.
+        """
+        ...
+
+    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+        """Stored views of passages, by the shard that holds them."""
+        ...
+
+
+class ExactFleet(Fleet, Protocol):
+    """A fleet that can be asked past its indexes."""
+
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]: ...
+
+
+class LocalFleet:
+    """One searcher in this process, which takes the time that it takes."""
+
+    def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
+        """`searcher` is one that holds other versions too."""
+        self.task = task
+        self.searcher = searcher or ShardSearcher(task)
+
+    def ready(self) -> None:
+        self.searcher.open([ShardAssignment(self.task.manifest, self.task.shards)])
+
+    def fan_out(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        timeout_s: float,
+        *,
+        again: bool = False,
+        on_partial: OnPartial | None = None,
+    ) -> ShardResults:
+        return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version)
+
+    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]:
+        """The true best k of every shard, by exhaustive search."""
+        return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
+
+    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+        return self.searcher.views(ids, self.task.manifest.version)
+
+
+def shard_keys(described: Manifest) -> dict[int, Key]:
+    """What each shard of a version is when open. The same files, indexed with other parameters, are another thing."""
+    params = json.dumps(described.index_params, sort_keys=True)
+    return {entry.shard: f"{entry.digest} {params}" for entry in described.shards}
+
+
+def _scan(held: OpenShard, shard: int, queries_QD: FloatArray, k: int) -> ShardResult:
+    index, _, ids, _ = held
+    if index is None:
+        none_Q0 = np.zeros((len(queries_QD), 0))
+        frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
+        empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
+        return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
+    hits, rescored_Q = index.searched(queries_QD, min(k, index.num_passages))
+    rows = distinct(hits.rows_QK)
+    rows_R = rows[np.searchsorted(rows, 0) :]
+    return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))

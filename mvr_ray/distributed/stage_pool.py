@@ -1,0 +1,79 @@
+"""Run stages as Ray tasks side by side, and hand over each report when it is there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Self
+
+import ray
+
+from mvr_ray.config import RunConfig, StoreConfig
+from mvr_ray.distributed import session
+from mvr_ray.distributed.progress import forward_progress, remote_progress
+from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.store.files import Store
+from mvr_ray.store.runs import to_plain
+from mvr_ray.types import Progress
+
+_Stage = Callable[[RunConfig, Progress], Any]
+
+
+class _Task(NamedTuple):
+    """The reference of a task's report, and its resources: leaving those by an error cancels the task."""
+
+    report: Any
+    resources: ExitStack
+
+
+class StagePool:
+    """Stages that run in Ray tasks, by name. To leave the block by an error cancels those that still run."""
+
+    def __init__(self, cluster: session.ClusterInfo) -> None:
+        self._cluster = cluster
+        self._tasks: dict[str, _Task] = {}
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resources.__exit__(*error)
+
+    def start(self, name: str, stage: _Stage, run: RunConfig, progress: Progress, gpus: float = 0) -> None:
+        """Start a stage wherever the cluster has room. Raises ResourceError where it never has so many GPUs."""
+        if gpus:
+            session.require(self._cluster, [session.Need("clocks", 1, 0, gpus)])
+        resources = self._resources.enter_context(ExitStack())
+        report = resources.enter_context(_remote_stage(stage, run, progress, gpus))
+        self._tasks[name] = _Task(report, resources)
+
+    def wait(self) -> str:
+        """Wait for one of the stages to end, and return its name."""
+        [report], _ = ray.wait([task.report for task in self._tasks.values()], num_returns=1)
+        return next(name for name, task in self._tasks.items() if task.report == report)
+
+    def report(self, name: str) -> Any:
+        """The report of a stage that has ended, as plain values, or the error that ended it. The pool forgets it."""
+        task = self._tasks.pop(name)
+        with task.resources, translate_ray_errors("the stage"):
+            return ray.get(task.report)
+
+
+@contextmanager
+def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float) -> Iterator[Any]:
+    """Run a stage in a Ray task; yields the reference of its report. An exception in the block cancels the task.
+
+    A task whose worker dies starts again.
+    """
+    located = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
+    task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)
+    with forward_progress(progress) as actor:
+        report = task.remote(stage, located.model_dump(mode="json"), actor)
+        try:
+            yield report
+        except BaseException:
+            ray.cancel(report)
+            raise
+
+
+def _run_stage(stage: _Stage, plain: dict[str, Any], actor: Any) -> Any:
+    return to_plain(stage(RunConfig.model_validate(plain), remote_progress(actor)))

@@ -1,0 +1,109 @@
+"""Reads bearer tokens and looks up the role, `read` or `admin`, that each allows.
+
+A token is known by its SHA-256 only: what leaves this module, for a replica on another node or a log, is no secret.
+
+    serve.tokens_file            one `ROLE TOKEN` a line; empty lines and lines from `#` on are left out
+    MVR_RAY_READ_TOKEN           one token, and
+    MVR_RAY_ADMIN_TOKEN          one token, each beside those of the file
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mvr_ray.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Role = Literal["read", "admin"]
+ROLES: tuple[Role, ...] = ("read", "admin")
+VARIABLES: dict[Role, str] = {"read": "MVR_RAY_READ_TOKEN", "admin": "MVR_RAY_ADMIN_TOKEN"}
+MIN_CHARS = 20
+"""A hexadecimal token of so many characters has 80 random bits."""
+
+_HOW = (
+    'make one with `python -c "import secrets; print(secrets.token_urlsafe(32))"` and write it as `read TOKEN` or '
+    f"`admin TOKEN` into a file that serve.tokens_file names, or set {VARIABLES['read']} or {VARIABLES['admin']}"
+)
+
+
+class KnownToken(NamedTuple):
+    """A token by its SHA-256, in hexadecimal digits."""
+
+    sha256: str
+    role: Role
+
+
+class TokenStore:
+    """The tokens that a server takes; with none, whoever reaches it may read and nobody may do more."""
+
+    def __init__(self, known: tuple[KnownToken, ...] = ()) -> None:
+        self.known = known
+
+    def __bool__(self) -> bool:
+        return bool(self.known)
+
+    def role(self, token: bytes) -> Role | None:
+        """What this token allows, None if it is not known. Takes as long whichever it is."""
+        given = hashlib.sha256(token).hexdigest()
+        found: Role | None = None
+        for one in self.known:
+            if hmac.compare_digest(given, one.sha256):
+                found = one.role
+        return found
+
+
+def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
+    """Tokens of the file and the environment. Raises ConfigError naming the line or variable, never the token."""
+    found: dict[str, Role] = {}
+    for role in ROLES:
+        if environ.get(VARIABLES[role]):
+            _add(found, role, environ[VARIABLES[role]].strip(), VARIABLES[role])
+    for number, line in enumerate(_lines(file) if file is not None else (), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        role = next((one for one in ROLES if one == words[0]), None)
+        if role is None or len(words) != 2:
+            raise ConfigError(f"serve.tokens_file {file} line {number} is not `read TOKEN` or `admin TOKEN`; {_HOW}")
+        _add(found, role, words[1], f"serve.tokens_file {file} line {number}")
+    return TokenStore(tuple(KnownToken(digest, role) for digest, role in sorted(found.items())))
+
+
+def require_tokens(host: str, tokens: TokenStore) -> None:
+    """ConfigError where a server without tokens would be reached from other machines."""
+    if not tokens and not is_loopback(host):
+        raise ConfigError(f"serve.host {host} is reached from other machines, and there is no token to ask for; {_HOW}")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _lines(file: str) -> list[str]:
+    path = Path(file)
+    try:
+        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve.tokens_file {file} cannot be read ({type(error).__name__}); {_HOW}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("tokens readable by others: file=%s; chmod 600 keeps them yours", file)
+    return text.splitlines()
+
+
+def _add(found: dict[str, Role], role: Role, token: str, where: str) -> None:
+    if len(token) < MIN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"the token of {where} is not {MIN_CHARS} or more printable ASCII characters; {_HOW}")
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    if found.setdefault(digest, role) != role:
+        raise ConfigError(f"the token of {where} is given for both read and admin; one token has one role")

@@ -1,0 +1,71 @@
+"""Estimates the recall of an approximate index while it serves: some queries are also answered exactly.
+
+    every     of so many queries one is taken; none while the one before is still being answered
+    recall    of the exact best k, the share whose score the answer reached; scores are exact on both sides, so a
+              passage tied with the k-th counts as well as the one that took its place
+
+The exact answer is computed beside the queues, in a thread of its own, and nobody waits for it.
+
+Shapes: Q queries, D dimension.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from mvr_ray.errors import MvrRayError
+from mvr_ray.serving.protocols import ExactSearch
+from mvr_ray.types import Answer
+
+log = logging.getLogger(__name__)
+
+EVERY = 200
+Query = str | Sequence[float]
+
+
+class RecallMonitor:
+    """Tells the recall of some queries. Safe to use from several threads."""
+
+    def __init__(self, live: ExactSearch, tell: Callable[[float], None], every: int = EVERY) -> None:
+        """`tell` is called by the recall_monitor's own thread."""
+        self.live = live
+        self.tell = tell
+        self.every = every
+        self._seen = 0
+        self._busy = self._closed = False
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-recall")
+
+    def note(self, queries: Sequence[Query], k: int, answer: Answer) -> None:
+        """An answer was given to these queries. One that is exact, or of less than every passage, says nothing."""
+        if answer.exact.certified or answer.coverage_share < 1:
+            return
+        with self._lock:
+            before, self._seen = self._seen, self._seen + len(queries)
+            at = self.every - 1 - before % self.every
+            if self._busy or self._closed or at >= len(queries):
+                return
+            self._busy = True
+            reached = [hit.score for hit in answer.hits[at]]
+            self._thread.submit(self._measure, queries[at], k, answer.version, reached)
+
+    def close(self) -> None:
+        """Take no more queries. A measurement under way ends by itself."""
+        with self._lock:
+            self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _measure(self, query: Query, k: int, version: int, reached: Sequence[float]) -> None:
+        try:
+            with self.live.pinned(version) as router:
+                query_1D = router.embed([query]) if isinstance(query, str) else np.array([query], np.float32)
+                [truth] = self.live.exact(query_1D, k, version) or [[]]
+            if truth:
+                self.tell(sum(score >= truth[-1].score for score in reached) / len(truth))
+        except (MvrRayError, TimeoutError) as error:
+            log.warning("recall not sampled: version=%d reason=%s", version, str(error).partition("\n")[0])
+        finally:
+            self._busy = False

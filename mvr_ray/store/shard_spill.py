@@ -1,0 +1,80 @@
+"""Passages on their way into parts: appended to one scratch file a shard, taken out again a shard at a time.
+
+What waits in memory is bounded, whatever the number of shards and passages.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.formats import BadRow, PassageRecord
+from mvr_ray.types import Passage
+
+MAX_WAITING_CHARS = 1 << 26
+
+
+class ShardSpill:
+    """`add` everything, then `unique(shard)` for each shard."""
+
+    def __init__(self, folder: Path, num_shards: int) -> None:
+        folder.mkdir()
+        self.num_shards = num_shards
+        self.num_added = 0
+        self._folder = folder
+        self._waiting: dict[int, list[str]] = {}
+        self._num_waiting_chars = 0
+
+    def add(self, record: PassageRecord) -> None:
+        line = json.dumps([*record.passage, record.where, record.repeats])
+        shard = shard_of(record.passage.id, self.num_shards)
+        self._waiting.setdefault(shard, []).append(line)
+        self.num_added += 1
+        self._num_waiting_chars += len(line)
+        if self._num_waiting_chars > MAX_WAITING_CHARS:
+            self._flush()
+
+    def unique(self, shard: int) -> "SortedShard":
+        """The shard's passages in id order, the first of each id; what else bore the id is a repeat or a bad row."""
+        self._flush()
+        records = sorted(self._read(shard), key=lambda record: record.passage.id)
+        kept: list[Passage] = []
+        bad: list[BadRow] = []
+        repeats = 0
+        first = ""
+        for record in records:
+            if not kept or record.passage.id != kept[-1].id:
+                kept.append(record.passage)
+                first = record.where
+            elif record.repeats and record.passage == kept[-1]:
+                repeats += 1
+            else:
+                bad.append(BadRow(record.where, f"passage id {record.passage.id!r} stands already in {first}"))
+        return SortedShard(kept, bad, repeats)
+
+    def _read(self, shard: int) -> Iterator[PassageRecord]:
+        path = self._path(shard)
+        if path.exists():
+            with path.open(encoding="ascii") as file:
+                for line in file:
+                    id_, title, text, where, repeats = json.loads(line)
+                    yield PassageRecord(Passage(id_, title, text), where, repeats)
+
+    def _flush(self) -> None:
+        for shard, lines in self._waiting.items():
+            with self._path(shard).open("a", encoding="ascii") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        self._waiting = {}
+        self._num_waiting_chars = 0
+
+    def _path(self, shard: int) -> Path:
+        return self._folder / f"{shard}.jsonl"
+
+
+class SortedShard:
+    """One shard's passages, and what was set aside."""
+
+    def __init__(self, passages: list[Passage], bad: list[BadRow], repeats: int) -> None:
+        self.passages = passages
+        self.bad = bad
+        self.repeats = repeats

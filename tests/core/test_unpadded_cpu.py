@@ -1,0 +1,206 @@
+"""Reading without padding gives what the padded pass gives; gradients do not depend on what is read together."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.unpadded_cpu import (
+    MANY_BLOCKS,
+    UnpaddedCpuTower,
+    blocks,
+    filling_tokens,
+    supports_unpadded_cpu,
+    view_means,
+)
+from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.types import Passage
+
+SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
+STRATEGIES = {
+    "cls": replace(SPEC, strategy="cls"),
+    "mean": replace(SPEC, strategy="mean"),
+    "first_k": replace(SPEC, strategy="first_k"),
+    "snippet_means": SPEC,
+    "viewers": replace(SPEC, strategy="viewers"),
+    "snippets": replace(SPEC, strategy="snippets"),
+    "sentences": replace(SPEC, strategy="sentences"),
+    "raw": replace(SPEC, normalize=False),
+    "two towers": replace(SPEC, tied=False),
+}
+SENTENCES = "The river rises in the hills. It runs to the sea! Where does the river end? Salt made the town rich. "
+PASSAGES = [Passage(str(i), "The town" * (i % 2), (SENTENCES * 4)[: 7 * i % 331]) for i in range(70)]
+QUERIES = ["where does the river rise", "salt " * 50, "who?"]
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_packed_views_are_the_padded_views(tiny, kind, name):
+    encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
+    assert supports_unpadded_cpu(encoder.passage_tower.backbone)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    padded = encoder.encode_passages(tokenized)
+    packed = encoder.embed_passages(tokenized)
+    assert (packed.mask_PV == padded.mask_PV.numpy()).all()
+    np.testing.assert_allclose(packed.views_PVD, padded.views_PVD.detach().numpy(), atol=2e-6)
+    wanted = encoder.encode_queries(QUERIES).detach().numpy()
+    np.testing.assert_allclose(encoder.embed_queries(QUERIES), wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_the_states_of_every_token_are_the_padded_ones_and_no_more(tiny, kind):
+    encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES[5:40])
+    wanted_PTD, wanted_PT = encoder.states(tokenized)
+    assert wanted_PTD.requires_grad
+    with torch.no_grad():
+        states_PTD, real_PT = encoder.states(tokenized)
+    assert torch.equal(real_PT, wanted_PT)
+    torch.testing.assert_close(states_PTD[real_PT], wanted_PTD[real_PT].detach(), atol=2e-6, rtol=0)
+    assert (states_PTD[~real_PT] == 0).all() or not supports_unpadded_cpu(encoder.passage_tower.backbone)
+
+
+@given(st.integers(1, 9000))
+def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
+    filling = filling_tokens(num_tokens)
+    assert 0 <= filling < (8 if num_tokens <= 128 else 64)
+    assert (num_tokens + filling) % (8 if num_tokens <= 128 else 64) == 0
+    assert len({n + filling_tokens(n) for n in range(1, 1025)}) == 30
+    assert num_tokens > 1024 or num_tokens + filling_tokens(num_tokens, whole=True) == 1024
+
+
+@pytest.mark.parametrize("repeats", [1, 20])
+def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES * repeats)
+    todo = blocks([text.num_tokens for text in tokenized])
+    assert (len(todo) >= MANY_BLOCKS) == (repeats > 1)
+    reader, rows = UnpaddedCpuTower(encoder.passage_tower), []
+    reader.layers = [lambda x, runs, layer=layer: rows.append(len(x)) or layer(x, runs) for layer in reader.layers]
+    views = reader.views(tokenized, encoder.num_views).views_PVD
+    assert sum(rows) >= sum(text.num_tokens for text in tokenized) * len(reader.layers)
+    assert repeats == 1 or set(rows) == {1024}
+    alone = torch.cat([reader.views(tokenized[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
+    torch.testing.assert_close(views[:9], alone, atol=2e-6, rtol=0)
+
+
+def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
+    seen = {}
+    with torch.no_grad():
+        for filled in (True, False):
+            reader = UnpaddedCpuTower(encoder.passage_tower, filled=filled)
+            rows, inner = seen.setdefault(filled, []), reader.layers
+            reader.layers = [
+                lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner
+            ]
+            seen[filled, "states"] = reader(tokenized)
+    num_tokens = sum(text.num_tokens for text in tokenized)
+    assert set(seen[False]) == {num_tokens} and num_tokens % 32
+    assert set(seen[True]) == {num_tokens + filling_tokens(num_tokens)}
+    assert len(seen[True, "states"]) == num_tokens
+    np.testing.assert_allclose(seen[True, "states"], seen[False, "states"], atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "mpnet"])
+def test_other_backbones_are_read_padded(tiny, kind):
+    encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
+    assert not supports_unpadded_cpu(encoder.passage_tower.backbone)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    padded = encoder.encode_passages(tokenized).views_PVD.detach().numpy()
+    np.testing.assert_allclose(encoder.embed_passages(tokenized).views_PVD, padded, atol=2e-6)
+
+
+def test_a_changed_weight_is_read(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES[:9])
+    before = encoder.embed_passages(tokenized).views_PVD
+    optimiser = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
+    encoder.encode_passages(tokenized).views_PVD[..., 0].sum().backward()
+    optimiser.step()
+    after = encoder.embed_passages(tokenized).views_PVD
+    assert np.abs(after - before).max() > 1e-3
+    np.testing.assert_allclose(after, encoder.encode_passages(tokenized).views_PVD.detach().numpy(), atol=2e-6)
+
+
+def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    assert len(blocks([passage.num_tokens for passage in tokenized])) > 2
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(encoder.embed_passages(tokenized).views_PVD)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+
+
+def test_what_is_laid_out_stays_behind_when_an_encoder_is_copied_or_shipped(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES[:9])
+    wanted = encoder.embed_passages(tokenized).views_PVD
+    for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+        assert (other.embed_passages(tokenized).views_PVD == wanted).all()
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_gradients_are_the_sum_of_those_of_each_passage_alone(tiny, kind):
+    encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
+    tokenized = encoder.tokenize_passages(PASSAGES)
+    assert sum(passage.num_tokens for passage in tokenized) > 2048
+    weights_PVD = torch.randn(len(tokenized), 3, 16, generator=torch.Generator().manual_seed(3))
+    (encoder.encode_passages(tokenized).views_PVD * weights_PVD).sum().backward()
+    together = [parameter.grad.clone() for parameter in encoder.parameters() if parameter.grad is not None]
+    encoder.zero_grad()
+    for row, passage in enumerate(tokenized):
+        (encoder.encode_passages([passage]).views_PVD[0] * weights_PVD[row]).sum().backward()
+    alone = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
+    assert len(alone) == len(together) > 0
+    for a, b in zip(together, alone):
+        torch.testing.assert_close(a, b, atol=2e-5 * float(b.abs().max()) + 1e-6, rtol=0)
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 80))
+def test_blocks_hold_every_row_once_in_the_first_that_had_room_for_it(lengths, budget):
+    found = blocks(lengths, budget)
+    assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
+
+    def place(row: int) -> tuple[int, int]:
+        return -lengths[row], row
+
+    for number, rows in enumerate(found):
+        assert rows == sorted(rows, key=place), "texts of one length stand together"
+        assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
+        for row in rows:
+            for before in found[:number]:
+                taken = sum(lengths[other] for other in before if place(other) < place(row))
+                assert taken + lengths[row] > budget
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(0, 99))
+def test_a_view_is_the_mean_of_its_tokens_states(view_T, seed):
+    tokenized = [
+        TokenizedPassage(np.zeros(len(views), np.int32), np.zeros(len(views), np.int32), np.array(views, np.int16))
+        for views in view_T
+    ]
+    states_ND = np.random.default_rng(seed).normal(size=(sum(map(len, view_T)), 5)).astype(np.float32)
+    found = view_means(torch.from_numpy(states_ND), tokenized, 4)
+    start = 0
+    for text, views in enumerate(view_T):
+        own = states_ND[start : start + len(views)]
+        start += len(views)
+        for view in range(4):
+            rows = [row for row, at in enumerate(views) if at == view]
+            wanted_D = own[rows].mean(0) if rows else np.zeros(5)
+            assert found.count_PV[text, view] == len(rows)
+            np.testing.assert_allclose(found.views_PVD[text, view], wanted_D, atol=1e-6)

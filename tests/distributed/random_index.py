@@ -1,0 +1,79 @@
+"""Publishes an index of random views, and searches the same views exhaustively in ten lines."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import EmbeddingBlock
+
+V, D = 3, 8
+Views = dict[str, dict[int, np.ndarray]]
+
+
+def random_views(num_passages: int, seed: int, levels: int = 3) -> Views:
+    """Random views by passage id, with few distinct values, so that many scores tie; some views are missing."""
+    rng = np.random.default_rng(seed)
+    return {
+        f"p{number:03d}": {
+            view: rng.integers(-levels, levels + 1, D).astype(np.float32)
+            for view in sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
+        }
+        for number in rng.permutation(num_passages)
+    }
+
+
+def publish_random_index(
+    root: Path, views: Views, num_shards: int, params: IndexParams | None = None, parent: int = 0
+) -> Manifest:
+    """Publish an index named `random` of these views, after version `parent`."""
+    store = Store(str(root))
+    draft = Manifest(
+        index="random",
+        operation="index",
+        encoder_name="none",
+        encoder_fingerprint="f" * 16,
+        similarity="inner_product",
+        num_views=V,
+        dimension=D,
+        dtype="fp16",
+        corpus="none",
+        corpus_digest="",
+        index_params=dataclasses.asdict(params or IndexParams()),
+        shards=(),
+        parent=parent,
+    )
+    entries = []
+    for shard in range(num_shards):
+        folder = root / "new"
+        folder.mkdir(parents=True)
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
+            writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
+        entries.append(build_shard(store, draft, shard, folder))
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+
+
+def block_of(views: Views) -> EmbeddingBlock:
+    ids = sorted(views)
+    return EmbeddingBlock(
+        ids,
+        np.cumsum([0, *(len(views[i]) for i in ids)]),
+        np.array([view for i in ids for view in views[i]], np.int16),
+        np.array([vector for i in ids for vector in views[i].values()], np.float32).reshape(-1, D),
+    )
+
+
+def brute_force(views: Views, query_D: np.ndarray, k: int) -> list[tuple[str, float, int]]:
+    best = []
+    for passage_id, own in views.items():
+        scores = {view: float(np.float32(vector @ query_D)) for view, vector in own.items()}
+        top = max(scores.values())
+        best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
+    return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]

@@ -1,0 +1,161 @@
+"""Building and publishing: every row is counted, nothing is done twice, and what is measured is true."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_index import brute_force, publish_random_index, random_views
+
+from mvr_ray.distributed import build_index, encode
+from mvr_ray.distributed.encoders import resolve_encoder
+from mvr_ray.distributed.shards import RECALL_DEPTH, sample_views, shard_recall
+from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import open_index
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.types import EmbeddingBlock
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+
+def open_shard(store: Path, index: str, entry: manifest.ShardEntry) -> EmbeddingShard:
+    return EmbeddingShard.open(store / paths.shard_dir(index, entry.digest) / paths.EMBEDDINGS)
+
+
+def test_every_passage_of_the_corpus_is_in_its_shard_with_views(small_index):
+    store = Store(str(small_index))
+    published, corpus = manifest.read(store, "index"), Corpus.open(store, "corpus")
+    assert published.num_passages == corpus.num_passages == 60
+    for entry in published.shards:
+        shard = open_shard(small_index, "index", entry)
+        assert shard.ids() == corpus.part(entry.shard).ids()
+        assert (shard.num_passages, shard.num_vectors) == (entry.num_passages, entry.num_vectors)
+        norms_N = np.concatenate([np.linalg.norm(b.vectors_ND.astype(np.float64), axis=1) for b in shard.blocks()])
+        assert np.abs(norms_N - 1).max() < 2e-3
+    assert published.similarity == "cosine" and published.metrics["collapsed"] == 0.0
+    assert 0.2 < published.metrics["view_pair_cosine"] < 0.99
+    assert manifest.verify(store, published).problems == []
+
+
+def test_the_same_command_again_publishes_nothing(own_index, run_over):
+    store, said = Store(str(own_index)), []
+    before = manifest.read(store, "index")
+    assert build_index.index(run_over(own_index), lambda *told: said.append(told)) == before
+    assert manifest.list_versions(store, "index") == [1]
+    assert [what for what, _, _ in said] == ["nothing changed, version 1 stays live; passages"]
+
+
+def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_index, run_over):
+    store, encoded = Store(str(own_index)), []
+    before = manifest.read(store, "index")
+    file = own_index / paths.shard_dir("index", before.shards[1].digest) / paths.EMBEDDINGS
+    os.truncate(file, 1000)
+    after = build_index.index(run_over(own_index), lambda *told: encoded.append(told) if told[0] == "encode" else None)
+    assert after == before
+    assert manifest.verify(store, before).problems == []
+    assert encoded[-1][1:] == (before.shards[1].num_passages,) * 2
+
+
+def test_going_back_from_another_version_takes_the_shards_that_are_there(own_index, run_over):
+    """As after a refinement: the live version has other shards, and indexing again must not encode."""
+    store, said = Store(str(own_index)), []
+    first = manifest.read(store, "index")
+    other = dataclasses.replace(first, parent=1, operation="refine:passage", shards=first.shards[:2], config_digest="x")
+    manifest.publish(store, other)
+    again = build_index.index(run_over(own_index), lambda *told: said.append(told))
+    assert (again.version, again.parent, again.shards) == (3, 2, first.shards)
+    assert again.metrics == first.metrics
+    assert "encode" not in {what for what, _, _ in said}
+
+
+def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
+    run, store = run_over(own_index, index={"name": "holed"}), Store(str(own_index))
+    corpus = Corpus.open(store, "corpus")
+    encoder = resolve_encoder(run, corpus)
+    task = encode.encode_task(run, corpus, encoder)
+    old = manifest.read(store, "index")
+    for entry in old.shards:
+        shard = open_shard(own_index, "index", entry)
+        block = shard.blocks()[0]
+        for chunk in encode.chunks_of(task, corpus, entry.shard):
+            stop = chunk.stop - 1 if chunk.shard == 2 and chunk.start == 6 else chunk.stop
+            low, high = int(block.row_ptr[chunk.start]), int(block.row_ptr[stop])
+            with EmbeddingWriter(own_index / task.staged(chunk), shard.dimension, shard.num_views) as writer:
+                writer.write(
+                    EmbeddingBlock(
+                        block.ids[chunk.start : stop],
+                        block.row_ptr[chunk.start : stop + 1] - low,
+                        block.view_numbers_N[low:high],
+                        block.vectors_ND[low:high],
+                    )
+                )
+    lost = corpus.part(2).ids()[11]
+    with pytest.raises(RowsLostError, match=rf"shard 2 from row 6: 6 passages read, 5 embedded; 1 missing \({lost}\)"):
+        build_index.index(run)
+    assert manifest.list_versions(store, "holed") == []
+
+
+def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
+    views = random_views(400, 7, levels=40)
+    params = IndexParams(kind="faiss", factory="PQ1x4")
+    described = publish_random_index(tmp_path, views, 1, params)
+    store, entry = Store(str(tmp_path)), described.shards[0]
+    blocks = open_shard(tmp_path, "random", entry).blocks()
+    queries_QD = sample_views(blocks, 20, entry.shard)
+    assert all((blocks[0].vectors_ND == query_D).all(1).any() for query_D in queries_QD)
+    folder = tmp_path / paths.shard_dir("random", entry.digest)
+    hits = open_index(params, blocks, folder).search(queries_QD, RECALL_DEPTH)
+    share = []
+    for query_D, rows in zip(queries_QD, hits.rows_QK):
+        true = brute_force(views, query_D, len(views))
+        kth = true[RECALL_DEPTH - 1][1]
+        scores = {passage_id: score for passage_id, score, _ in true}
+        found = {blocks[0].ids[row] for row in rows if row >= 0}
+        share.append(sum(scores[passage_id] >= kth for passage_id in found) / RECALL_DEPTH)
+    assert shard_recall(store, described, entry, 20) == pytest.approx(np.mean(share))
+    assert 0.2 < np.mean(share) < 1
+    exact = dataclasses.replace(described, index_params=dataclasses.asdict(IndexParams()))
+    assert shard_recall(store, exact, entry, 20) is None
+
+
+def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_answer(own_index, run_over):
+    store = Store(str(own_index))
+    whole = manifest.read(store, "index", 1)
+    made = build_index.index(run_over(own_index, index={"prune_views": 0.6, "scan": "int8"}))
+    assert made.version == 2 and manifest.verify(store, made).problems == []
+    bound, lost = made.metrics["pruned_bound"], 0
+    assert 0 < bound <= 0.6
+    for before, after in zip(whole.shards, made.shards):
+        full, left = (open_shard(own_index, "index", entry).blocks() for entry in (before, after))
+        for one, other in zip(full, left):
+            assert one.ids == other.ids
+            queries_QD = one.vectors_ND[::3].astype(np.float32)
+            for row in range(len(one.ids)):
+                mine, kept = (slice(*block.row_ptr[row : row + 2]) for block in (one, other))
+                numbers = one.view_numbers_N[mine].tolist()
+                at = [numbers.index(number) for number in other.view_numbers_N[kept].tolist()]
+                assert one.vectors_ND[mine][at].tobytes() == other.vectors_ND[kept].tobytes()
+                best, now = (
+                    (queries_QD @ block.vectors_ND[own].T.astype(np.float32)).max(1)
+                    for block, own in ((one, mine), (other, kept))
+                )
+                assert (best - now <= bound * 1.002 * np.linalg.norm(queries_QD, axis=1) + 1e-4).all()
+        lost += before.num_vectors - after.num_vectors
+        folder = own_index / paths.shard_dir("index", after.digest)
+        coded = open_index(IndexParams(**made.index_params), left, folder).search(queries_QD, 7)
+        plain = open_index(IndexParams(), left, folder).search(queries_QD, 7)
+        assert [column.tobytes() for column in coded] == [column.tobytes() for column in plain]
+    assert made.metrics["pruned_views"] == lost > 0
+
+
+def test_what_cannot_be_built_is_refused_before_any_work(own_index, run_over):
+    with pytest.raises(ShardIndexError, match="Nonsense"):
+        build_index.index(run_over(own_index, index={"kind": "faiss", "factory": "Nonsense"}))
+    with pytest.raises(MissingInputError, match="mvr-ray prepare CONFIG"):
+        build_index.index(run_over(own_index, prepare={"corpus": "other"}))
+    assert manifest.list_versions(Store(str(own_index)), "index") == [1]

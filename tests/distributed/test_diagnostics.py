@@ -1,0 +1,102 @@
+"""Diagnostics of a live router: its counters, its version, and exhaustive search past its index."""
+
+import queue
+
+import numpy as np
+import pytest
+from random_index import D, brute_force, publish_random_index, random_views
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed.diagnostics import RouterDiagnostics
+from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.searching.fleet import LocalSearchers
+from mvr_ray.distributed.searching.searcher import SearcherTask
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.serving.recall_monitor import RecallMonitor
+from mvr_ray.store.files import Store
+from mvr_ray.types import FleetCounts
+
+POOR = IndexParams(kind="hnsw", hnsw_m=2, hnsw_ef_construction=2, hnsw_ef_search=1)
+QUERIES_QD = np.random.default_rng(4).standard_normal((40, D)).astype(np.float32)
+K = 8
+
+
+def live_over(root, views, params=None) -> HotSwapRouter:
+    described = publish_random_index(root, views, 3, params)
+    shards = tuple(entry.shard for entry in described.shards)
+    return HotSwapRouter(Store(str(root)), described, LocalSearchers(SearcherTask(str(root), described, shards)))
+
+
+def truth(views, query_D):
+    return brute_force(views, query_D, K)
+
+
+def told(hits):
+    return [(hit.passage_id, pytest.approx(hit.score, rel=1e-6), hit.view) for hit in hits]
+
+
+@pytest.mark.parametrize("params", [POOR, IndexParams(), IndexParams(scan="int8")])
+def test_the_exact_answer_is_exhaustive_searchs_whatever_the_index(tmp_path, params):
+    views = random_views(400, 3)
+    insight = RouterDiagnostics(live_over(tmp_path, views, params))
+    for query_D, hits in zip(QUERIES_QD, insight.exact(QUERIES_QD, K)):
+        assert [(one, score, view) for one, score, view in truth(views, query_D)] == told(hits)
+    with pytest.raises(ShardIndexError, match="dimension"):
+        insight.exact(np.ones((1, D + 1), np.float32), K)
+    with pytest.raises(ShardIndexError, match="at least one"):
+        insight.exact(QUERIES_QD, 0)
+
+
+def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tmp_path):
+    views = random_views(400, 3, levels=50)
+    live = live_over(tmp_path, views, POOR)
+    recalls: queue.Queue[float] = queue.Queue()
+    recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=1)
+    found = []
+    for query_D in QUERIES_QD:
+        answer = live.search(query_D[None], K)
+        best = {passage_id for passage_id, _, _ in truth(views, query_D)}
+        recall_monitor.note([query_D.tolist()], K, answer)
+        recall = recalls.get(timeout=60)
+        while recall_monitor._busy:
+            pass
+        assert recall == pytest.approx(len(best & {hit.passage_id for hit in answer.hits[0]}) / K)
+        found.append(recall)
+    assert 0 < min(found) < 1
+    recall_monitor.close()
+    recall_monitor.note([QUERIES_QD[0].tolist()], K, live.search(QUERIES_QD[:1], K))
+    assert recalls.empty()
+
+
+def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact_answers_none(tmp_path):
+    views = random_views(60, 3)
+    live, exact = live_over(tmp_path / "poor", views, POOR), live_over(tmp_path / "flat", views)
+    recalls: queue.Queue[float] = queue.Queue()
+    recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=10)
+    for size in (4, 4, 4, 7, 1, 10):  # the tenth, twentieth and thirtieth query stand in the third, fifth and last
+        recall_monitor.note(QUERIES_QD[:size].tolist(), K, live.search(QUERIES_QD[:size], K))
+        while recall_monitor._busy:
+            pass
+    assert recalls.qsize() == 3
+    never = RecallMonitor(RouterDiagnostics(exact), recalls.put, every=1)
+    never.note(QUERIES_QD.tolist(), K, exact.search(QUERIES_QD, K))
+    assert not never._busy and recalls.qsize() == 3
+    assert RouterDiagnostics(live).counts() == FleetCounts()
+    recall_monitor.close()
+    never.close()
+
+
+@pytest.mark.ray
+def test_searchers_answer_exactly_beside_their_queues(tmp_path, ray_session):
+    views = random_views(300, 3)
+    publish_random_index(tmp_path, views, 4, POOR)
+    resources = ResourcesConfig(searchers=2, replicas=2, cpus_per_searcher=0.5)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
+    with open_hot_swap_router(run.model_copy(update={"resources": resources}), probe_s=3600) as live:
+        insight = RouterDiagnostics(live)
+        for query_D, hits in zip(QUERIES_QD[:3], insight.exact(QUERIES_QD[:3], K)):
+            assert [(one, score, view) for one, score, view in truth(views, query_D)] == told(hits)
+        assert not live.search(QUERIES_QD[:3], K).exact.certified
+        assert insight.counts() == FleetCounts()
+        assert insight.index == "random" and insight.dirty_share is None

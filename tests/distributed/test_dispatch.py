@@ -1,0 +1,394 @@
+"""Replicas, second calls, bounded queues, probes: what a slow, dead, hung or flooded searcher may cost an answer."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from random_index import D, brute_force, publish_random_index, random_views
+
+from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searching.fleet import place, share_out
+from mvr_ray.distributed.searching.health import HealthMonitor, LastHeartbeat
+from mvr_ray.distributed.searching.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
+from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
+from mvr_ray.distributed.searching.searcher import Heartbeat
+from mvr_ray.distributed.searching.transport import Connection
+from mvr_ray.errors import CoverageError, OverloadedError
+
+SHARDS, K = 3, 7
+VIEWS = random_views(60, 1)
+QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (4, D)).astype(np.float32)
+WAYS = ["by Ray", "over Flight"]
+TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
+
+
+@pytest.fixture
+def opened(tmp_path, run_over, ray_session):
+    """Opens a router over two groups of searchers."""
+    publish_random_index(tmp_path, VIEWS, SHARDS)
+
+    def open_with(**resources):
+        small = {"searchers": 2, "cpus_per_searcher": 0.25, **resources}
+        return open_router(run_over(tmp_path, index={"name": "random"}, resources=small))
+
+    return open_with
+
+
+def is_whole(answer) -> bool:
+    found = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+    return found == TRUTH and answer.exact.certified and answer.coverage_share == 1.0
+
+
+def shut(actor, gate: str = "gate", later: bool = False) -> None:
+    """Close the request path of a searcher, which goes on living, to all calls after this one; `later`: when those
+    before it have ended."""
+
+    def hold(searcher) -> None:
+        with searcher.turn:
+            searcher.__dict__.setdefault(f"{gate} shut", threading.Event()).set()
+            searcher.__dict__.setdefault(gate, threading.Event()).wait()
+
+    actor.__ray_call__.remote(hold)
+    if not later:
+        ray.get(beside(actor, lambda searcher: searcher.__dict__.setdefault(f"{gate} shut", threading.Event()).wait()))
+
+
+def reopen(actor, gate: str = "gate") -> None:
+    ray.get(beside(actor, lambda searcher: searcher.__dict__.setdefault(gate, threading.Event()).set()))
+
+
+def until(holds, seconds: float = 60.0) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.002)
+
+
+def beside(actor, ask):
+    return actor.__ray_call__.options(concurrency_group="health").remote(ask)
+
+
+def kill(actor, number: int = signal.SIGKILL) -> None:
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), number)
+
+
+def asked_by(way: str, router, monkeypatch) -> None:
+    """Have searches go by Ray only, or over connections that stand now."""
+    if way == WAYS[0]:
+        monkeypatch.setattr(Connection, "_usable_client", lambda _: None)
+        return
+    replicas = [replica for group in router.fleet.searchers.dispatcher.groups for replica in group]
+    while not all(replica.is_connected for replica in replicas):
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(lambda _: is_whole(router.search(QUERIES_QD, K)), range(4)))
+
+
+def stopped_in_a_search(actor) -> int:
+    """Hold every search that this searcher begins, in the middle of it; gives its process."""
+
+    def hold(searcher) -> int:
+        searcher.begun = threading.Event()
+
+        def stop(*_):
+            searcher.begun.set()
+            threading.Event().wait()
+
+        searcher._opened = stop
+        return os.getpid()
+
+    return ray.get(actor.__ray_call__.remote(hold))
+
+
+def note_searched(actor) -> None:
+    """Note from now on which shards are searched there."""
+
+    def note(searcher) -> None:
+        real, searcher.searched = searcher._opened, []
+
+        def noted(of, shard, call=""):
+            searcher.searched.append(shard)
+            return real(of, shard, call)
+
+        searcher._opened = noted
+
+    ray.get(beside(actor, note))
+
+
+def is_begun(actor) -> None:
+    """Return when a held search is under way there."""
+    assert ray.get(beside(actor, lambda searcher: searcher.begun.wait(60)))
+
+
+@given(st.lists(st.booleans(), max_size=600), st.sampled_from([0.05, 0.1, 0.5]), st.integers(10, 60))
+def test_second_calls_stay_within_their_share_of_every_window(wants, share, window):
+    """Each call is followed by the wish for a second one, or not."""
+    budget = HedgeBudget(share, window)
+    hedged = []
+    for wish in wants:
+        budget.call()
+        hedged.append(bool(wish and budget.take()))
+    assert budget.hedges == sum(hedged)
+    for end in range(1, len(hedged) + 1):
+        last = hedged[max(0, end - window) : end]
+        assert sum(last) <= share * len(last)
+    if all(wants):
+        assert sum(hedged) >= int(share * len(wants)) - 1
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=ENOUGH, max_size=200))
+def test_a_second_call_waits_for_all_but_the_slowest_twentieth(seconds):
+    latencies = Latencies()
+    for one in seconds[: ENOUGH - 1]:
+        latencies.add(one)
+    assert latencies.hedge_after_s() is None
+    for one in seconds[ENOUGH - 1 :]:
+        latencies.add(one)
+    after_s = latencies.hedge_after_s()
+    assert after_s >= FLOOR_S
+    assert sum(one > after_s for one in seconds) <= 0.05 * len(seconds)
+    assert after_s <= max(FLOOR_S, *seconds)
+
+
+@pytest.mark.parametrize(
+    ("heard", "works"),
+    [
+        (Heartbeat("a", 7, False), False),
+        (None, False),
+        (Heartbeat("a", 8, False), True),
+        (Heartbeat("a", 7, True), True),
+        (Heartbeat("b", 7, False), True),
+    ],
+    ids=["same", "nothing", "a call ended", "opens files", "another life"],
+)
+def test_only_work_is_a_sign_of_life(heard, works):
+    last = LastHeartbeat(Heartbeat("a", 7, False), 10.0)
+    assert last.after(heard, 50.0) == (LastHeartbeat(heard, 50.0) if works else last)
+
+
+@pytest.fixture(scope="module")
+def six_shards(tmp_path_factory):
+    return publish_random_index(tmp_path_factory.mktemp("six"), random_views(12, 1), 6)
+
+
+@given(st.data())
+def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_shards, data):
+    groups = data.draw(st.integers(1, 4))
+    entries = six_shards.shards[: data.draw(st.integers(1, 6))]
+    held = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
+    placed = place(dataclasses.replace(six_shards, shards=entries), held, groups)
+    assert sorted(shard for shards in placed for shard in shards) == [one.shard for one in entries]
+    assert all(one.shard in placed[held[one.digest]] for one in entries if one.digest in held)
+    if not held:
+        first = share_out({one.shard: one.num_bytes for one in entries}, groups)
+        assert placed == first + [()] * (groups - len(first))
+
+
+@pytest.mark.chaos(
+    "searcher killed while it searches, a replica left",
+    "no answer fails; all are complete and certified",
+)
+@pytest.mark.ray
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_property, way, monkeypatch):
+    with opened(replicas=2) as router, ThreadPoolExecutor(1) as threads:
+        asked_by(way, router, monkeypatch)
+        groups, (first, second, *_) = router.fleet.searchers.dispatcher.groups, router.fleet.actors
+        router.fleet.searchers.dispatcher.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
+        waits_s = []
+        for doomed, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
+            if other.again:
+                ray.wait([other.again], timeout=60)  # it was killed before, and now is asked again
+            pid = stopped_in_a_search(doomed)
+            other.waiting += 32  # so that the doomed one is asked first
+            asked = threads.submit(router.search, QUERIES_QD, K, timeout_s=120)
+            is_begun(doomed)
+            other.waiting -= 32
+            assert replica.waiting == 1 and not asked.done()
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            assert is_whole(asked.result())
+            waits_s.append(time.monotonic() - began)
+            assert replica.state == "died"
+            assert all(is_whole(router.search(QUERIES_QD, K)) for _ in range(10))
+        router.ready()
+        assert [one.state for many in groups for one in many] == [""] * 4
+        assert is_whole(router.search(QUERIES_QD, K))
+    record_property("figures", f"2 killed with a call each, whole {max(waits_s):.1f} s later; 21 more answers whole")
+
+
+@pytest.mark.chaos("slow searcher", "a second call elsewhere answers in time, at most 5 % more calls")
+@pytest.mark.ray
+def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(
+    opened, monkeypatch, record_property
+):
+    with opened(replicas=2) as router:
+        dispatcher, (first, second, *_) = router.fleet.searchers.dispatcher, router.fleet.actors
+        for _ in range(ENOUGH + 1):
+            assert is_whole(router.search(QUERIES_QD, K))
+        dispatcher.budget = HedgeBudget()
+        for _ in range(100):
+            dispatcher.budget.call()
+        shut(first)
+        for _ in range(10):
+            assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+        hedges = dispatcher.budget.hedges
+        assert 1 <= hedges <= 0.05 * dispatcher.budget.calls
+        record_property("figures", f"10 whole answers with {hedges} second calls in {dispatcher.budget.calls} calls")
+        assert 1 <= dispatcher.groups[0][0].waiting <= hedges  # once as the first, all others went elsewhere
+        counts = dispatcher.counts()
+        assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
+        dispatcher.budget = HedgeBudget(share=1.0)
+        dispatcher.groups[0][1].waiting += 32  # so that the shut one is asked first
+        assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+        dispatcher.groups[0][1].waiting -= 32
+        assert counts.hedge_wins < dispatcher.counts().hedge_wins
+        assert dispatcher.counts().most_waiting == dispatcher.groups[0][0].waiting <= dispatcher.counts().waiting
+        hedges = dispatcher.budget.hedges
+        monkeypatch.setattr("mvr_ray.distributed.searching.dispatch.CALM_S", 1e9)
+        dispatcher.queue = 0
+        with pytest.raises(OverloadedError):
+            router.search(QUERIES_QD, K)
+        assert dispatcher.counts().refused == 1
+        dispatcher.queue = 64
+        shut(second)
+        answer = router.search(QUERIES_QD, K, timeout_s=1, min_coverage=0.0)
+        assert {answer.shards[shard].state for shard in router.fleet.shards[0]} == {"late"}
+        assert dispatcher.budget.hedges == hedges
+        reopen(first)
+        reopen(second)
+
+
+@pytest.mark.chaos(
+    "flood of the searchers, 10x", "refused at once with a time to come back; what was let in is answered"
+)
+@pytest.mark.ray
+def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(opened, record_property):
+    places, num_asked = 2, 20
+    with opened(searcher_queue=places) as router, ThreadPoolExecutor(places) as threads:
+        actor, waiting = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
+        shut(actor)
+        let_in = [threads.submit(router.search, QUERIES_QD, K, timeout_s=120) for _ in range(places)]
+        while waiting.waiting < places:
+            pass
+        message = r"^2 calls wait .* group 0, .*searcher_queue=2\); ask again in \d+\.\d s, "
+        retries_s = []
+        for _ in range(num_asked - places):
+            with pytest.raises(OverloadedError, match=message) as refused:
+                router.search(QUERIES_QD, K)
+            retries_s.append(refused.value.retry_after_s)
+        assert min(retries_s) > 0
+        assert router.fleet.searchers.dispatcher.counts().refused == len(retries_s)
+        assert router.fleet.searchers.dispatcher.groups[1][0].waiting <= places
+        reopen(actor)
+        assert all(is_whole(one.result()) for one in let_in)
+        assert is_whole(router.search(QUERIES_QD, K))
+    told = f"{num_asked} asked, {len(retries_s)} refused until {max(retries_s):.1f} s later, {len(let_in)} answered"
+    record_property("figures", told)
+
+
+@pytest.mark.ray
+def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
+    with opened(searcher_queue=3) as router:
+        actor, replica = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
+        shut(actor)
+        for _ in range(3):
+            answer = router.search(QUERIES_QD, K, timeout_s=0.5, min_coverage=0.0)
+            assert {shard.state for shard in answer.shards} <= {"searched", "late"}
+        with pytest.raises(OverloadedError):
+            router.search(QUERIES_QD, K, min_coverage=0.0)
+        note_searched(actor)
+        reopen(actor)
+        until(lambda: replica.waiting == 0)
+        assert ray.get(beside(actor, lambda searcher: searcher.searched)) == []
+        assert is_whole(router.search(QUERIES_QD, K))
+        assert ray.get(beside(actor, lambda searcher: searcher.searched)) != []
+        assert replica.waiting == 0
+
+
+def looked(watch: HealthMonitor, at_s: float, *well) -> int:
+    """What a look finds; then these searchers, which are well, get the time to answer their probes."""
+    hung = watch.look(at_s)
+    ray.get([actor.probe.remote() for actor in well])
+    return hung
+
+
+@pytest.mark.chaos("hung searcher", "found by a probe, told as hung, replaced")
+@pytest.mark.ray
+@pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
+def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen, record_property):
+    with opened() as router:
+        dispatcher, (actor, other) = router.fleet.searchers.dispatcher, router.fleet.actors
+        watch = HealthMonitor(dispatcher, hung_s=30)
+        assert [looked(watch, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
+        before = ray.get(actor.heartbeat.remote()).born
+        if frozen:
+            kill(actor, signal.SIGSTOP)
+        else:
+            shut(actor)
+        assert [looked(watch, at_s, other) for at_s in (100, 129.9)] == [0, 0]
+        assert looked(watch, 140, other) == 1
+        assert dispatcher.groups[0][0].state == "hung"
+        began = time.monotonic()
+        answer = router.search(QUERIES_QD, K, min_coverage=0.0)
+        told = {shard.shard: shard.state for shard in answer.shards}
+        assert {told[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
+        assert {told[shard] for shard in router.fleet.shards[1]} == {"searched"}
+        router.ready()
+        assert is_whole(router.search(QUERIES_QD, K))
+        record_property("figures", f"found at the third look, whole again {time.monotonic() - began:.1f} s later")
+        assert ray.get(actor.heartbeat.remote()).born != before
+        assert looked(watch, 150, actor, other) == 0
+
+
+@pytest.mark.ray
+def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
+    """The probe waits behind another's call and a second gate: as long as calls end, it may."""
+    with opened() as router:
+        watch, (actor, other) = HealthMonitor(router.fleet.searchers.dispatcher, hung_s=30), router.fleet.actors
+        shut(actor, "first")
+        message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.shards[0], 1))
+        others = actor.handle.remote("scan", "", message)
+        shut(actor, "second", later=True)
+        assert looked(watch, 0, other) == 0
+        reopen(actor, "first")
+        ray.get(others)
+        assert [looked(watch, at_s, other) for at_s in (40, 69, 71)] == [0, 0, 1]
+        router.ready()
+        assert is_whole(router.search(QUERIES_QD, K))
+
+
+@pytest.mark.chaos(
+    "searcher killed while it searches, no replica left", "its shards are told as died; certified after its restart"
+)
+@pytest.mark.ray
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, record_property, way, monkeypatch):
+    with opened() as router, ThreadPoolExecutor(2) as threads:
+        asked_by(way, router, monkeypatch)
+        doomed, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
+        pid = stopped_in_a_search(doomed)
+        strict = threads.submit(router.search, QUERIES_QD, K, timeout_s=120)
+        is_begun(doomed)
+        lenient = threads.submit(router.search, QUERIES_QD, K, timeout_s=120, min_coverage=0.0)
+        while replica.waiting < 2:
+            time.sleep(0.001)
+        assert not strict.done()
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CoverageError, match=r"\(died\)"):
+            strict.result()
+        told = {shard.shard: shard.state for shard in lenient.result().shards}
+        assert {told[shard] for shard in router.fleet.shards[0]} == {"searched"}
+        assert {told[shard] for shard in router.fleet.shards[1]} == {"died"}
+        ray.wait([replica.again], timeout=60)
+        assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
+        took_s = time.monotonic() - began
+    record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")

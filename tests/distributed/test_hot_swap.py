@@ -1,0 +1,515 @@
+"""A router goes from version to version under load: each answer is one version's, whole, and none fails."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from random_index import D, brute_force, publish_random_index, random_views
+
+from mvr_ray.config import ServeConfig
+from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import (
+    CoverageError,
+    DamagedShardsError,
+    DigestError,
+    MissingInputError,
+    OverloadedError,
+    ResourceError,
+)
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
+from mvr_ray.store.manifest import Manifest
+
+SHARDS, K = 3, 7
+FIRST = random_views(60, 1)
+SECOND = {i: {v: x + (shard_of(i, SHARDS) == 1) for v, x in own.items()} for i, own in FIRST.items()}
+"""Shard 1 is another, the other two are those of FIRST."""
+QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (12, D)).astype(np.float32)
+
+
+def run_of(root: Path, run_over, **resources):
+    return run_over(root, index={"name": "random"}, resources={"searchers": 2, "cpus_per_searcher": 0.25, **resources})
+
+
+def expected(views) -> list[list[tuple[str, float, int]]]:
+    return [brute_force(views, query_D, K) for query_D in QUERIES_QD]
+
+
+def answered(live, number: int) -> list[tuple[str, float, int]]:
+    return [(hit.passage_id, hit.score, hit.view) for hit in live.search(QUERIES_QD[number : number + 1], K).hits[0]]
+
+
+def digests(described: Manifest) -> list[str]:
+    return sorted(entry.digest for entry in described.shards)
+
+
+def damage(root: Path, digest: str) -> Path:
+    """Put another file, with a byte changed, in the place of a shard's embeddings; mapped ones stay as they are."""
+    file = root / paths.shard_dir("random", digest) / paths.EMBEDDINGS
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    shutil.copy(file, file.with_suffix(".whole"))
+    file.unlink()
+    file.write_bytes(data)
+    return file
+
+
+class Crowd:
+    """Many who ask all the time, each the next query as soon as it has an answer."""
+
+    def __init__(self, live: HotSwapRouter, size: int, truth: dict[int, list[list[tuple[str, float, int]]]]) -> None:
+        self.live, self.truth = live, truth
+        self.seen: Counter[int] = Counter()
+        """Answers by version."""
+        self.wrong: list[tuple[int, int]] = []
+        self.under_way = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._threads = ThreadPoolExecutor(size)
+        self._asking = [self._threads.submit(self._ask, number) for number in range(size)]
+
+    def _ask(self, number: int) -> None:
+        while not self._ended.is_set():
+            at, number = number % len(QUERIES_QD), number + 1
+            with self._lock:
+                self.under_way += 1
+            answer = self.live.search(QUERIES_QD[at : at + 1], K, timeout_s=120)
+            hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
+            right = hits == self.truth[answer.version][at] and answer.exact.certified and answer.coverage_share == 1
+            with self._lock:
+                self.under_way -= 1
+                self.seen[answer.version] += 1
+                if not right:
+                    self.wrong.append((at, answer.version))
+
+    def until_answered(self, version: int, count: int, under_way: float = 0) -> None:
+        """Return when so many more answers came of a version, and so many are under way."""
+        enough, end = self.seen[version] + count, time.monotonic() + 120
+        while self.seen[version] < enough or self.under_way < under_way:
+            failed = [one for one in self._asking if one.done()]
+            assert not failed, failed[0].result()
+            assert time.monotonic() < end, (self.seen, self.under_way)
+            time.sleep(0.01)
+
+    def __enter__(self) -> "Crowd":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._threads.shutdown()
+        for one in self._asking:
+            one.result()
+
+
+@pytest.mark.chaos(
+    "versions published, rolled back and collected under 1,000 queries",
+    "every answer is right for exactly one version; none fails",
+)
+@pytest.mark.ray
+@pytest.mark.parametrize("local", [True, False], ids=["in this process", "actors"])
+def test_every_answer_is_one_versions_while_versions_come_and_go(
+    tmp_path, run_over, ray_session, local, record_property
+):
+    """1,000 queries are under way at every moment of two publishes, a rollback, moves and collection."""
+    store, first, size = Store(str(tmp_path)), publish_random_index(tmp_path, FIRST, SHARDS), 1000
+    truth = {1: expected(FIRST), 2: expected(SECOND), 3: expected(FIRST), 4: expected(SECOND)}
+
+    def publish_and_follow() -> None:
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        assert live.follow()
+
+    def roll_back_and_follow() -> None:
+        manifest.rollback(store, "random", 1)
+        assert live.follow()
+
+    def go_back() -> None:
+        assert live.move_to(2) == 2
+        assert not live.follow()
+
+    def publish_move_and_collect() -> None:
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=3)
+        assert not live.follow()
+        assert live.move_to() == 4
+        removed = collect(store, "random", keep=1, grace_s=0)
+        assert paths.shard_dir("random", first.shards[1].digest) in removed
+
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=local, follow_s=3600) as live:
+        with Crowd(live, size, truth) as crowd:
+            under_way = []
+            for change in (publish_and_follow, roll_back_and_follow, go_back, publish_move_and_collect):
+                crowd.until_answered(live.manifest.version, 200, under_way=0.99 * size)
+                under_way.append(crowd.under_way)
+                change()
+                under_way.append(crowd.under_way)
+            crowd.until_answered(4, 200)
+        assert crowd.wrong == []
+        assert crowd.seen.keys() == {1, 2, 3, 4}
+        assert min(under_way) >= 0.95 * size, under_way
+        assert live.state == (4, True, 0, "")
+        live.ready()
+        held = live.searchers.searcher.health() if local else live.searchers.actors
+        if not local:
+            held = sorted(digest for actor in held for digest in ray.get(actor.health.remote()))
+        assert held == digests(live.manifest)
+    told = f"{crowd.seen.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
+    record_property("figures", told)
+
+
+def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_path, run_over):
+    first, second = (
+        publish_random_index(tmp_path, FIRST, SHARDS),
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=1),
+    )
+    with open_hot_swap_router(run_of(tmp_path, run_over), 1, local=True) as live:
+        searcher = live.searchers.searcher
+        with live.pinned() as before:
+            assert live.move_to(2) == 2
+            assert (before.manifest.version, live.manifest.version) == (1, 2)
+            assert answered(before, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+            assert searcher.health() == sorted({*digests(first), *digests(second)})
+            with live.pinned():
+                assert live.move_to(1) == 1  # back while it is still open
+                assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert searcher.health() == digests(first)
+        assert searcher.health() == digests(first)
+        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+
+
+VIEWS = {
+    1: FIRST,
+    2: SECOND,
+    3: {i: {v: -x for v, x in own.items()} for i, own in FIRST.items()},
+    4: {i: {v: 2 * x for v, x in own.items()} for i, own in FIRST.items()},
+}
+
+
+def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_others_take_it(tmp_path, run_over):
+    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        live.rest_s = 0
+        searcher = live.searchers.searcher
+
+        def holds(*numbers: int) -> bool:
+            return searcher.health() == sorted({digest for number in numbers for digest in digests(made[number])})
+
+        with live.pinned(4) as router, live.pinned() as same:
+            assert router is same and holds(4)
+        for number, held in ((1, (1, 4)), (1, (1, 4)), (4, (1, 4)), (2, (1, 2, 4)), (1, (1, 2, 4)), (3, (1, 3, 4))):
+            with live.pinned(number) as router:
+                assert (router.manifest.version, live.manifest.version) == (number, 4)
+                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+                assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
+            assert holds(*held)
+        for move, held in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
+            live.move_to(move)
+            with live.pinned():
+                assert holds(*held)
+        with pytest.raises(MissingInputError, match="5"), live.pinned(5):
+            pass
+        assert answered(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
+
+
+@pytest.mark.chaos("three versions named in turn beside the live one", "none is read twice; the third is told to wait")
+def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_ask_again(tmp_path, run_over):
+    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        loaded, load = [], live.searchers.load
+        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        for number in (1, 2, 1, 2, 1, 2):
+            with live.pinned(number) as router:
+                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+        with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pinned(3):
+            pass
+        assert loaded == [1, 2]
+        with live.pinned(1), pytest.raises(OverloadedError) as told, live.pinned(3):
+            pass
+        assert 1 <= told.value.retry_after_s <= live.rest_s
+        live.rest_s = 0
+        with live.pinned(1), live.pinned(3) as third:  # one is in use: the other one goes
+            assert answered(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
+        assert loaded == [1, 2, 3]
+        held = {digest for number in (1, 3, 4) for digest in digests(made[number])}
+        assert live.searchers.searcher.health() == sorted(held)
+
+
+def test_a_guest_without_room_is_refused_with_the_numbers_and_gives_way_to_what_becomes_live(tmp_path, run_over):
+    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in (1, 2, 3)}
+    second, added = made[2].shards[1].num_bytes, made[3].num_bytes
+    limit = added + made[1].num_bytes + second - 1
+    with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
+        with live.pinned(1):
+            pass
+        numbers = (
+            rf"needs {second:,} more, {limit + 1:,} in all; .* allows {limit:,}.*version 1\) was called .* ask again"
+        )
+        with pytest.raises(OverloadedError, match=numbers), live.pinned(2):
+            pass
+        with live.pinned(1):
+            pass
+        publish_random_index(tmp_path, VIEWS[4], SHARDS, parent=3)
+        assert live.move_to() == 4
+        assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
+    small, refused = run_of(tmp_path, run_over, searcher_bytes=added), pytest.raises(ResourceError, match=f"{added:,}")
+    with open_hot_swap_router(small, local=True) as live, refused, live.pinned(1):
+        pass
+
+
+@pytest.mark.chaos(
+    "a guest version that takes long to open", "its callers wait no longer than they may; live ones go on"
+)
+def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not_all_of_them(tmp_path, run_over):
+    for number in (1, 2, 3):
+        publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
+    run = run_of(tmp_path, run_over).model_copy(update={"serve": ServeConfig(max_running=4)})
+    with open_hot_swap_router(run, local=True) as live, ThreadPoolExecutor(4) as threads:
+        begun, opened, load = threading.Event(), threading.Event(), live.searchers.load
+
+        def slow(described: Manifest):
+            begun.set()
+            assert opened.wait(60)
+            return load(described)
+
+        def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
+            with live.pinned(version, timeout_s) as router:
+                return answered(router, 0)
+
+        live.searchers.load = slow
+        waits = [threads.submit(named, 1, 60), threads.submit(named, 2, 60)]
+        assert begun.wait(60)
+        while live._openings._waiting < 2:
+            threading.Event().wait(0.001)
+        with pytest.raises(OverloadedError, match="2 calls wait for versions already"):
+            named(1, 60)
+        for _ in range(20):
+            assert answered(live, 1) == brute_force(VIEWS[3], QUERIES_QD[1], K)
+        with pytest.raises(MissingInputError, match="no version 9"):
+            named(9, 60)
+        opened.set()
+        assert [one.result(60) for one in waits] == [brute_force(VIEWS[n], QUERIES_QD[0], K) for n in (1, 2)]
+
+
+def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, run_over):
+    for number in (1, 2):
+        publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        opened, loaded, load = threading.Event(), [], live.searchers.load
+
+        def slow(described: Manifest):
+            loaded.append(described.version)
+            assert opened.wait(60)
+            return load(described)
+
+        live.searchers.load = slow
+        for _ in range(3):
+            told = "version 1 is not open yet: version 1 is being opened"
+            with pytest.raises(OverloadedError, match=told), live.pinned(1, 0.01):
+                pass
+        opened.set()
+        with live.pinned(1, 60) as router:
+            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert loaded == [1]
+
+
+def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path, run_over):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+    file = damage(tmp_path, first.shards[1].digest)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        loaded, load = [], live.searchers.load
+        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        for _ in range(3):
+            with pytest.raises(DigestError, match=re.escape(str(file))), live.pinned(1):
+                pass
+        assert loaded == [1]
+        file.with_suffix(".whole").replace(file)
+        live._openings.rest_s = 0
+        with live.pinned(1) as router:
+            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+
+
+def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        assert live.dimension == D
+        second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        shared = {*digests(first)} & {*digests(second)}
+        assert len(shared) == 2
+        for digest in shared:
+            damage(tmp_path, digest)
+        assert live.move_to() == 2
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+
+
+@pytest.mark.chaos("no memory for the next version", "refused before a byte is read, with both numbers")
+def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over, record_property):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    added = first.shards[1].num_bytes
+    limit = first.num_bytes + added - 1
+    with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
+        second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        assert second.shards[1].num_bytes == added
+        damage(tmp_path, second.shards[1].digest)
+        both = re.escape(f"holds {first.num_bytes:,} bytes and needs {added:,} more, {limit + 1:,} in all; ")
+        with pytest.raises(ResourceError, match=rf"'random' version 2 .*{both}.*searcher_bytes allows {limit:,}"):
+            live.move_to()
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+    record_property("figures", f"{first.num_bytes:,} bytes held, {added:,} more needed, {limit:,} allowed: 1 too few")
+
+
+def test_the_same_files_indexed_otherwise_need_their_room_again(tmp_path, run_over):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    twice = 2 * first.num_bytes
+    for limit in (twice - 1, twice):
+        with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), 1, local=True) as live:
+            if limit < twice:
+                other = publish_random_index(tmp_path, FIRST, SHARDS, IndexParams(nprobe=7), parent=1)
+                assert digests(other) == digests(first)
+                with pytest.raises(ResourceError, match=f"needs {first.num_bytes:,} more, {twice:,} in all"):
+                    live.move_to()
+            else:
+                assert live.move_to() == 2
+            assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
+
+
+@pytest.mark.chaos("next version damaged", "not moved to until whole; the live version goes on")
+def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run_over, record_property):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True, follow_s=3600) as live:
+        second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        file = damage(tmp_path, second.shards[1].digest)
+        with pytest.raises(DigestError, match="shard 1"):
+            live.move_to()
+        assert not live.follow()
+        assert live.state[:3] == (1, True, 2) and str(file) in live.state.failure
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert live.searchers.searcher.health() == digests(live.manifest)
+        file.with_suffix(".whole").replace(file)
+        assert live.follow()
+        assert live.state == (2, True, 0, "")
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+        with pytest.raises(MissingInputError, match="no version 9"):
+            live.move_to(9)
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+    record_property("figures", "2 moves refused, 3 answers right, moved at the first look after the repair")
+
+
+def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    moved = threading.Event()
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        follow = live.follow
+
+        def told() -> bool:
+            if follow():
+                moved.set()
+            return moved.is_set()
+
+        live.follow = told
+        with live.followed(0.01):
+            publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+            assert moved.wait(30)
+        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+
+
+def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, run_over):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    file = damage(tmp_path, first.shards[2].digest)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
+        with pytest.raises(DamagedShardsError, match=r"1 of 3 .*: 2 \(damaged\); .*versions CONFIG repair") as refused:
+            live.search(QUERIES_QD, K)
+        answer = live.search(QUERIES_QD, K, min_coverage=0.5)
+        assert answer.shards == refused.value.shards
+        assert [shard.state for shard in answer.shards] == ["searched", "searched", "damaged"]
+        assert str(file) in answer.shards[2].reason and not answer.exact.certified
+        there = {i: own for i, own in FIRST.items() if shard_of(i, SHARDS) != 2}
+        for query_D, hits in zip(QUERIES_QD, answer.hits):
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, K)
+        lost = next(i for i in FIRST if shard_of(i, SHARDS) == 2)
+        with pytest.raises(DamagedShardsError, match=re.escape(str(file))):
+            live.explain(QUERIES_QD, [lost])
+        file.with_suffix(".whole").replace(file)
+        live.ready()
+        assert live.search(QUERIES_QD, K).exact.certified
+
+
+@pytest.mark.chaos("searcher killed while it opens the next version", "the live version goes on; the reason is told")
+@pytest.mark.ray
+def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(
+    tmp_path, run_over, ray_session, record_property
+):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over), probe_s=3600) as live:
+        second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        actor = live.searchers.actors[0]
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        with pytest.raises(ResourceError, match="opening index 'random' version 2 stopped"):
+            live.move_to()
+        live.ready()
+        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        file = damage(tmp_path, second.shards[1].digest)
+        with pytest.raises(DigestError, match="shard 1"):
+            live.move_to()
+        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+        file.with_suffix(".whole").replace(file)
+        assert live.move_to() == 2
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        began = time.monotonic()
+        live.ready()  # started with version 1, it comes back with version 2
+        record_property("figures", f"killed twice; back with version 2 in {time.monotonic() - began:.1f} s")
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+
+
+@pytest.mark.chaos("shard damaged at rest", "told as damaged with its file; the others answer where that is allowed")
+@pytest.mark.ray
+def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
+    tmp_path, run_over, ray_session, record_property
+):
+    first = publish_random_index(tmp_path, FIRST, SHARDS)
+    damage(tmp_path, first.shards[0].digest)
+    with pytest.raises(DigestError, match="shard 0"), open_router(run_of(tmp_path, run_over)):
+        pass
+    with open_hot_swap_router(run_of(tmp_path, run_over), probe_s=3600) as live:
+        answer = live.search(QUERIES_QD, K, min_coverage=0.0)
+        assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
+        record_property("figures", f"{answer.passages_searched} of {answer.passages_total} passages searched and told")
+
+
+def hold_turn(actor) -> None:
+    """Let it begin no further search."""
+
+    def hold(searcher) -> None:
+        with searcher.turn:
+            threading.Event().wait()
+
+    actor.__ray_call__.remote(hold)
+
+
+@pytest.mark.chaos("searcher stopped by a signal while a call waits", "killed and started again; the call ends")
+@pytest.mark.ray
+def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, run_over, ray_session, record_property):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over, hung_s=2), probe_s=0.2) as live:
+        actor = live.searchers.actors[0]
+        hold_turn(actor)
+        began = time.monotonic()
+        with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
+            live.search(QUERIES_QD, K, timeout_s=120)
+        took_s = time.monotonic() - began
+        live.ready()
+        whole_s = time.monotonic() - began
+        record_property("figures", f"the call ended after {took_s:.1f} s (hung_s=2), all whole after {whole_s:.1f} s")
+        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)

@@ -1,0 +1,215 @@
+"""Searchers on nodes: who sits where, and that only those of a node that comes or goes move."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from random_index import D, brute_force, publish_random_index, random_views
+from ray.cluster_utils import Cluster
+from ray.exceptions import GetTimeoutError, RayError
+
+from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.router import searcher_task
+from mvr_ray.distributed.searching.node_placement import NodeCapacity, Rebalancer, assign_nodes
+from mvr_ray.distributed.searching.rendezvous import Move
+from mvr_ray.errors import CoverageError
+
+sizes_of = st.dictionaries(st.integers(0, 40), st.integers(1, 1000), min_size=1, max_size=20)
+seats_of = st.dictionaries(
+    st.text("abcdef0123456789", min_size=4, max_size=6),
+    st.builds(NodeCapacity, st.integers(1, 12), st.integers(1, 10)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(sizes_of, seats_of, st.integers(1, 3))
+def test_no_node_gets_more_searchers_than_it_has_cpus_for_and_replicas_sit_apart(sizes, nodes, replicas):
+    placed = assign_nodes(sizes, nodes, replicas)
+    assert placed.keys() == sizes.keys()
+    for node, seat in nodes.items():
+        assert sum(node in own for own in placed.values()) <= seat.places
+    for own in placed.values():
+        assert len(set(own)) == len(own) <= replicas
+    roomy = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+    assert all(len(own) == min(replicas, len(nodes)) for own in assign_nodes(sizes, roomy, replicas).values())
+
+
+@given(sizes_of, seats_of, st.data())
+def test_a_node_that_goes_takes_its_own_searchers_along_and_no_other(sizes, nodes, data):
+    roomy = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+    before = assign_nodes(sizes, roomy, 1)
+    gone = data.draw(st.sampled_from(sorted(roomy)))
+    rest = {node: seat for node, seat in roomy.items() if node != gone}
+    after = assign_nodes(sizes, rest, 1, before)
+    assert all(after[group] == own for group, own in before.items() if own != (gone,))
+    assert assign_nodes(sizes, roomy, 1, before) == before
+
+
+@given(sizes_of, seats_of)
+def test_who_is_seated_already_has_the_first_claim(sizes, nodes):
+    full = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+    before = assign_nodes(sizes, full, 1)
+    tight = {node: seat._replace(places=sum(own == (node,) for own in before.values())) for node, seat in full.items()}
+    assert assign_nodes(sizes, tight, 1, before) == before
+
+
+def test_without_nodes_everything_is_left_to_ray():
+    assert assign_nodes({0: 5, 1: 7}, {}, 2) == {0: (), 1: ()}
+
+
+SHARDS, GROUPS, K = 12, 12, 5
+VIEWS = random_views(120, 3)
+QUERIES_QD = np.random.default_rng(4).integers(-2, 3, (6, D)).astype(np.float32)
+TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Iterator[Cluster]:
+    """A head without room for searchers and two nodes; health checks that take seconds."""
+    for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        made.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
+    made.wait_for_nodes()
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    made.shutdown()
+
+
+def places(live: HotSwapRouter) -> dict[int, tuple[str, str]]:
+    """Group -> the node and the life of its searcher."""
+    actors = [actors[0] for actors in live.searchers.groups]
+    nodes = ray.get([actor.node.remote() for actor in actors], timeout=60)
+    return dict(
+        enumerate(zip(nodes, [heartbeat.born for heartbeat in ray.get([a.heartbeat.remote() for a in actors])]))
+    )
+
+
+def settled(live: HotSwapRouter, without: str) -> dict[int, tuple[str, str]] | None:
+    """`places`, once every searcher answers, and none from that node: one may, for a moment after the node's end."""
+    try:
+        found = places(live)
+    except (RayError, GetTimeoutError):
+        return None
+    return None if any(node == without for node, _ in found.values()) else found
+
+
+class Asking:
+    """Asks all the time from a thread; counts right answers and what was refused as not covered."""
+
+    def __init__(self, live: HotSwapRouter) -> None:
+        self.live = live
+        self.right = self.refused = 0
+        self.wrong: list[object] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join(60)
+
+    def _ask(self) -> None:
+        while not self._ended.is_set():
+            try:
+                answer = self.live.search(QUERIES_QD, K, timeout_s=20)
+            except CoverageError:
+                self.refused += 1
+                self._ended.wait(0.05)
+                continue
+            hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
+            if hits == TRUTH and answer.exact.certified:
+                self.right += 1
+            else:
+                self.wrong.append(answer)
+
+
+def until(what, seconds: float = 90.0):
+    """The first true value of `what()`, looked for until the time is over."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.1)
+    return value
+
+
+@pytest.mark.nodes
+@pytest.mark.chaos(
+    "searcher node joins, then is killed",
+    "only shards of that node move; no answer is wrong, and none is refused while the node joins",
+)
+def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
+    tmp_path: Path, run_over, cluster: Cluster, record_property
+):
+    described = publish_random_index(tmp_path, VIEWS, SHARDS)
+    asked = {"searchers": GROUPS, "cpus_per_searcher": 0.25, "local_cpus": 4, "address": os.environ["RAY_ADDRESS"]}
+    run = run_over(tmp_path, index={"name": "random"}, resources=asked)
+    with open_hot_swap_router(run, probe_s=3600) as live, Asking(live) as asking:
+        rebalancer = Rebalancer(live.searchers, searcher_task(run, described, local=False), run.resources)
+        assert rebalancer.look() == []
+        before = places(live)
+        assert len({node for node, _ in before.values()}) == 2
+        node = cluster.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
+        cluster.wait_for_nodes()
+        moved = until(rebalancer.look)
+        during = places(live)
+        assert {move.to for move in moved} == {node.node_id}
+        came = {move.shard for move in moved}
+        assert 0 < len(came) < GROUPS
+        assert {group for group in during if during[group] != before[group]} == came
+        assert {group for group, (where, _) in during.items() if where == node.node_id} == came
+        assert asking.refused == 0
+        cluster.remove_node(node, allow_graceful=False)
+        after = until(lambda: settled(live, without=node.node_id))
+        lost = {group for group in after if after[group] != during[group]}
+        assert lost == came
+        right = asking.right
+        until(lambda: asking.right > right + 5)
+    assert asking.wrong == []
+    figures = f"{len(came)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
+    record_property("figures", figures)
+
+
+class Interrupted(Rebalancer):
+    """Something happens while the new searcher has just opened what there was."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def _opened(self, actor, assignments, target) -> None:
+        super()._opened(actor, assignments, target)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+
+@pytest.mark.ray
+def test_a_version_that_is_opened_while_a_searcher_moves_is_open_on_the_new_one(tmp_path: Path, run_over, ray_session):
+    other = {i: {v: -x for v, x in own.items()} for i, own in VIEWS.items()}
+    described = publish_random_index(tmp_path, VIEWS, 3)
+    run = run_over(tmp_path, index={"name": "random"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
+    with open_hot_swap_router(run, 1, probe_s=3600) as live:
+        rebalancer = Interrupted(live.searchers, searcher_task(run, described, local=False), run.resources)
+        second = publish_random_index(tmp_path, other, 3, parent=1)
+        rebalancer.meanwhile = live.move_to
+        [here] = {node for node, _ in places(live).values()}
+        before = places(live)[0]
+        assert rebalancer._moved(Move(0, here, here), [here])
+        assert live.state.version == 2 and places(live)[0] != before
+        own = [entry.digest for entry in second.shards if entry.shard in live.searchers.placed[2][0].shards]
+        [moved] = live.searchers.groups[0]
+        assert ray.get(moved.health.remote()) == sorted(own)  # before a search could have had it opened
+        answer = live.search(QUERIES_QD, K)
+        hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
+        assert hits == [brute_force(other, query_D, K) for query_D in QUERIES_QD]

@@ -1,0 +1,48 @@
+"""Refiners together find what one search of all passages finds, to the last tie."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from random_index import D, brute_force, publish_random_index, random_views
+
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
+from mvr_ray.distributed.refinement.state import PUBLISHED
+from mvr_ray.types import no_progress
+
+QUERIES_QD = np.random.default_rng(8).integers(-2, 3, (300, D)).astype(np.float32)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("num_passages", "num_shards"), [(90, 5), (3, 5), (1, 1)])
+def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_session, num_passages, num_shards):
+    """Few distinct values, so ties within a refiner, across them, and at the last place; shards without a passage."""
+    views = random_views(num_passages, seed=3, levels=1)
+    described = publish_random_index(tmp_path, views, num_shards)
+    for count, k in [(1, 7), (2, 89), (3, 1)]:
+        with RefinerPool(RefinerTask(str(tmp_path), described, "staging/none"), num_shards, count, 0.2) as refiners:
+            found = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
+            ids = dict(enumerate(refiners.ids_of(np.arange(num_passages))))
+        for passages, winners, query_D in zip(found.passage_QK, found.view_QK, QUERIES_QD):
+            told = [(ids[passage], view) for passage, view in zip(passages.tolist(), winners.tolist())]
+            assert told == [(name, view) for name, _, view in brute_force(views, query_D, k)]
+
+
+@pytest.mark.ray
+@pytest.mark.chaos("refiner hangs", "killed within the bound, restarted, same hits")
+def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tmp_path, actor_processes):
+    """A stopped process answers nothing, and nothing tells Ray that it is not just slow."""
+    described = publish_random_index(tmp_path, random_views(40, seed=3), 2)
+    task = RefinerTask(str(tmp_path), described, "staging/none")
+    with RefinerPool(task, 2, 2, 0.2, hang_s=5) as refiners:
+        before = refiners.search(PUBLISHED, QUERIES_QD, 7, "", no_progress)
+        [hung, other] = actor_processes("ShardRefiner")
+        os.kill(hung, signal.SIGSTOP)
+        after = refiners.search(PUBLISHED, QUERIES_QD, 7, "", no_progress)
+        restarted = actor_processes("ShardRefiner")
+        assert other in restarted
+        assert hung not in restarted
+    assert np.array_equal(before.passage_QK, after.passage_QK)
+    assert np.array_equal(before.view_QK, after.view_QK)

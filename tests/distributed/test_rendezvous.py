@@ -1,0 +1,156 @@
+"""Laws of placement: the bound on bytes, who moves when a holder comes or goes, chance in proportion to weight."""
+
+import math
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.distributed.searching.rendezvous import Placement, bounds, fair_shares, moves, place
+from mvr_ray.errors import ResourceError
+
+Sizes, Weights = dict[int, int], dict[str, float]
+sizes_of = st.dictionaries(st.integers(0, 500), st.integers(0, 1000), min_size=1, max_size=60)
+weights_of = st.dictionaries(
+    st.text("abcdefgh0123456789.", min_size=1, max_size=12), st.floats(0.1, 10), min_size=1, max_size=9
+)
+replicas_of = st.integers(1, 4)
+
+
+def loads(sizes: Sizes, placed: Placement, weights: Weights) -> dict[str, int]:
+    return {holder: sum(sizes[shard] for shard in placed if holder in placed[shard]) for holder in weights}
+
+
+def fill(sizes: Sizes, placed: Placement, weights: Weights, replicas: int) -> float:
+    """The fullest holder's bytes over its bound."""
+    limits = bounds(sizes, weights, replicas)
+    return max(load / limits[h] if load else 0.0 for h, load in loads(sizes, placed, weights).items())
+
+
+def check_whole(sizes: Sizes, weights: Weights, replicas: int, placed: Placement) -> None:
+    """Every shard has its copies on different holders, and the stated bound holds."""
+    assert set(placed) == set(sizes)
+    for holders in placed.values():
+        assert len(set(holders)) == len(holders) == min(replicas, len(weights)) and set(holders) <= set(weights)
+    assert fill(sizes, placed, weights, replicas) <= (1 + 1e-9 if replicas == 1 else 1.5)
+
+
+@given(sizes_of, weights_of, replicas_of, st.randoms(use_true_random=False))
+@settings(max_examples=300)
+def test_every_shard_is_held_within_the_bound_in_whatever_order_things_are_named(sizes, weights, replicas, rng):
+    placed = place(sizes, weights, replicas)
+    check_whole(sizes, weights, replicas, placed)
+    shards, holders = list(sizes), list(weights)
+    rng.shuffle(shards)
+    rng.shuffle(holders)
+    assert place({s: sizes[s] for s in shards}, {h: weights[h] for h in holders}, replicas) == placed
+
+
+@given(sizes_of, weights_of, replicas_of)
+def test_nothing_moves_when_nothing_changes(sizes, weights, replicas):
+    placed = place(sizes, weights, replicas)
+    if fill(sizes, placed, weights, replicas) <= 1:
+        assert place(sizes, weights, replicas, before=placed) == placed
+        assert moves(placed, placed) == []
+
+
+@given(sizes_of, weights_of.filter(lambda weights: len(weights) > 1), replicas_of, st.data())
+@settings(max_examples=300)
+def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replicas, data):
+    placed = place(sizes, weights, replicas)
+    gone = data.draw(st.sampled_from(sorted(weights)))
+    rest = {holder: weight for holder, weight in weights.items() if holder != gone}
+    after = place(sizes, rest, replicas, before=placed)
+    check_whole(sizes, rest, replicas, after)
+    if fill(sizes, placed, weights, replicas) <= 1 and len(rest) >= replicas:
+        assert {move.source for move in moves(placed, after)} <= {gone}
+        assert {move.shard for move in moves(placed, after)} == {s for s, holders in placed.items() if gone in holders}
+
+
+@given(sizes_of, weights_of, replicas_of, st.floats(0.1, 10))
+@settings(max_examples=300)
+def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(sizes, weights, replicas, weight):
+    before = place(sizes, weights, replicas)
+    grown = {**weights, "newcomer": weight}
+    after = place(sizes, grown, replicas, before=before)
+    check_whole(sizes, grown, replicas, after)
+    limits, load = bounds(sizes, grown, replicas), loads(sizes, before, weights)
+    for shard, holders in after.items():
+        left = set(before[shard]) - set(holders)
+        elsewhere = set(holders) - set(before[shard]) - {"newcomer"}
+        assert len(elsewhere) <= len({holder for holder in left if load[holder] > limits[holder]})
+
+
+@given(sizes_of, weights_of, st.floats(0.1, 10))
+@settings(max_examples=300)
+def test_one_copy_moves_to_who_kept_something_only_where_no_newcomer_has_room(sizes, weights, weight):
+    before = place(sizes, weights)
+    grown = {**weights, "newcomer": weight}
+    after = place(sizes, grown, before=before)
+    limits, load = bounds(sizes, grown, 1), loads(sizes, after, grown)
+    kept = {holder for holders in before.values() for holder in holders}
+    for move in moves(before, after):
+        empty = set(grown) - kept
+        assert move.to in empty or all(load[holder] + sizes[move.shard] > limits[holder] for holder in empty)
+
+
+@given(sizes_of, weights_of, st.floats(0.1, 10))
+def test_without_a_bound_the_memory_of_what_was_is_not_needed(sizes, weights, weight):
+    """Pure rendezvous: a newcomer takes what prefers it, and gives all of it back."""
+    free = {"slack": 1e12}
+    alone = place(sizes, weights, **free)
+    grown = place(sizes, {**weights, "newcomer": weight}, **free)
+    assert {move.to for move in moves(alone, grown)} <= {"newcomer"}
+    assert place(sizes, weights, before=grown, **free) == alone
+    assert place(sizes, {**weights, "newcomer": weight}, before=alone, **free) == grown
+
+
+def test_a_holder_is_first_in_proportion_to_its_weight():
+    weights = {"small": 1.0, "middle": 2.0, "large": 5.0}
+    num = 20_000
+    first = Counter(holders[0] for holders in place(dict.fromkeys(range(num), 1), weights, slack=1e12).values())
+    for holder, weight in weights.items():
+        chance = weight / 8
+        assert abs(first[holder] - num * chance) < 4 * math.sqrt(num * chance * (1 - chance))
+
+
+def test_a_placement_is_the_same_on_every_machine_and_in_every_release():
+    placed = place({shard: 10 + shard for shard in range(6)}, {"a": 1, "b": 1, "c": 2}, replicas=2)
+    assert placed == {0: ("c", "a"), 1: ("c", "a"), 2: ("a", "b"), 3: ("a", "c"), 4: ("c", "b"), 5: ("c", "b")}
+
+
+@given(st.integers(0, 10_000), weights_of, replicas_of)
+def test_fair_shares_sum_to_all_copies_and_none_is_over_all_shards_once(total, weights, replicas):
+    shares = fair_shares(total, weights, replicas)
+    assert math.fsum(shares.values()) == pytest.approx(total * min(replicas, len(weights)))
+    assert all(share <= total * (1 + 1e-12) for share in shares.values())
+    full = [weights[h] for h, share in shares.items() if share >= total * (1 - 1e-9)]
+    part = [h for h in weights if shares[h] < total * (1 - 1e-9)]
+    assert all(weights[h] <= min(full) * (1 + 1e-9) for h in part if full)
+    for one, other in pairwise(part):
+        assert shares[one] * weights[other] == pytest.approx(shares[other] * weights[one])
+
+
+@given(st.integers(0, 2**20))
+def test_moves_lead_from_one_placement_to_the_other(seed):
+    rng = random.Random(seed)
+    sizes = {shard: rng.randint(1, 9) for shard in range(12)}
+    before, after = (place(sizes, {f"h{rng.randint(0, 9)}": 1.0 for _ in range(5)}, 2) for _ in range(2))
+    held = {shard: set(holders) for shard, holders in before.items()}
+    for move in moves(before, after):
+        assert move.to not in held[move.shard]
+        held[move.shard].add(move.to)
+        if move.source:
+            held[move.shard].remove(move.source)
+    assert all(set(after[shard]) <= held[shard] for shard in after)
+
+
+def test_a_search_without_holders_and_weights_that_mean_nothing_are_refused():
+    with pytest.raises(ResourceError, match="no holder for 2 shards; start a searcher"):
+        place({0: 1, 1: 1}, {})
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="'h' has weight"):
+            place({0: 1}, {"h": weight})

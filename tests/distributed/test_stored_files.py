@@ -1,0 +1,76 @@
+"""Holds that a store written by an older commit opens, verifies, answers alike, and can be refined and resharded.
+
+The store and the answers of the commit that wrote it lie in tests/fixtures/store-baa77f8.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mvr_ray import versions
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import refine, reshard
+from mvr_ray.distributed.router import open_router
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+
+FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "store-baa77f8"
+ANSWERS = json.loads((FIXTURE / "answers.json").read_text(encoding="utf-8"))
+QUERIES_QD = np.array(ANSWERS["queries"], np.float32)
+K = 5
+ROUNDING = 1e-5  # another processor sums products in another order
+
+
+def run_over(store: Path, index: str, **refine_settings) -> RunConfig:
+    return RunConfig.model_validate(
+        {"store": {"path": str(store)}, "index": {"name": index}, "refine": refine_settings, "retrieve": {"k": K}}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return shutil.copytree(FIXTURE / "store", tmp_path / "store")
+
+
+def assert_same(hits, expected) -> None:
+    """The same passages by the same views, scores equal to rounding."""
+    for row, old in zip(hits, expected, strict=True):
+        np.testing.assert_allclose([hit.score for hit in row], [score for _, score, _ in old], atol=ROUNDING)
+        assert [(hit.passage_id, hit.view) for hit in row] == [(passage_id, view) for passage_id, _, view in old]
+
+
+@pytest.mark.parametrize("answer", ANSWERS["answers"], ids=lambda answer: f"{answer['index']}-{answer['version']}")
+def test_an_older_store_verifies_and_answers_as_the_commit_that_wrote_it(store: Path, answer: dict) -> None:
+    index, version = answer["index"], answer["version"]
+    run = run_over(store, index)
+    report = versions.act(run, "verify", version)
+    assert report.problems == [] and report.num_files > 3
+    with open_router(run, version, local=True) as router:
+        np.testing.assert_allclose(router.embed(ANSWERS["questions"]), QUERIES_QD, atol=ROUNDING)
+        assert_same(router.search(QUERIES_QD, K).hits, answer["hits"])
+
+
+@pytest.mark.ray
+def test_an_older_store_is_refined_and_dealt_to_other_shards_and_its_versions_stay(store: Path, ray_session) -> None:
+    run = run_over(store, "flat", questions="years", rounds=1, max_heldout_loss=100)
+    before = manifest.read(Store(str(store)), "flat", 1)
+    manifest.rollback(Store(str(store)), "flat", 1)
+    published = refine.refine(run).published
+    assert published is not None and published.parent == 3
+    assert published.num_passages == before.num_passages and published.num_vectors > before.num_vectors
+    with open_router(run, published.version, local=True) as router:
+        refined = router.search(QUERIES_QD, K).hits
+    assert refined != [[]] * len(QUERIES_QD)
+    report = reshard.reshard(run, 2)
+    assert (report.shards_before, report.shards, report.views) == (3, 2, published.num_vectors)
+    with open_router(run, report.version, local=True) as router:
+        hits = router.search(QUERIES_QD, K).hits
+    assert [[(h.passage_id, h.view) for h in row] for row in hits] == [
+        [(h.passage_id, h.view) for h in row] for row in refined
+    ]
+    old = next(answer for answer in ANSWERS["answers"] if (answer["index"], answer["version"]) == ("flat", 2))
+    with open_router(run, 2, local=True) as router:
+        assert_same(router.search(QUERIES_QD, K).hits, old["hits"])

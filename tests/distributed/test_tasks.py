@@ -1,0 +1,49 @@
+"""Tests that waiting for tasks has a bound: a task that hangs is an error, and is cancelled."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from mvr_ray.distributed.tasks import task_results
+from mvr_ray.errors import DataError, ResourceError
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def stop_itself(file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def refuse() -> None:
+    raise DataError("these rows are not good")
+
+
+@pytest.mark.ray
+def test_every_result_comes_once_and_an_error_of_ours_comes_as_it_is(ray_session):
+    assert sorted(task_results([ray.remote(square).remote(n) for n in range(5)], "squares")) == [0, 1, 4, 9, 16]
+    with pytest.raises(DataError, match="these rows are not good"):
+        list(task_results([ray.remote(refuse).remote()], "rows"))
+
+
+@pytest.mark.ray
+@pytest.mark.chaos("build task hangs", "an error within the bound, no process left")
+def test_a_task_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(ray_session, tmp_path: Path):
+    file = tmp_path / "pid"
+    task = ray.remote(stop_itself).remote(str(file))
+    while not file.is_file() or not file.read_text():
+        time.sleep(0.05)
+    began = time.monotonic()
+    with pytest.raises(ResourceError, match="building stopped: none of 1 tasks finished for 3 s"):
+        list(task_results([task], "building", hang_s=3))
+    assert time.monotonic() - began < 10
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{file.read_text()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{file.read_text()}").exists()

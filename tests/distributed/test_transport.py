@@ -1,0 +1,350 @@
+"""Calls over Flight: messages come back as they were, callers need the token, and Ray carries what Flight cannot."""
+
+import os
+import pickle
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import flight
+from random_index import D, brute_force, publish_random_index, random_views
+
+from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searching.messages import (
+    ScanRequest,
+    ShardFailure,
+    ShardResult,
+    ShardResults,
+    ViewResults,
+    decode_results,
+    decode_scan,
+    decode_views,
+    encode_results,
+    encode_scan,
+    encode_views,
+)
+from mvr_ray.distributed.searching.transport import (
+    Connection,
+    ConnectionLost,
+    FairLock,
+    SearcherAddress,
+    SearcherServer,
+)
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.store.embeddings import Views
+from mvr_ray.types import ShardHits
+
+SHARDS, K = 3, 7
+NEW_CERTIFICATE = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=mvr-ray"]
+NEW_CERTIFICATE += ["-addext", "subjectAltName=DNS:mvr-ray"]
+VIEWS = random_views(60, 1)
+QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (4, D)).astype(np.float32)
+TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
+
+
+class Desk:
+    """What a server stands before: it returns what it was sent, later when it is to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.gate = threading.Event()
+        self.error = Exception()
+
+    def handle(self, method, call, message):
+        self.calls += 1
+        if method == "later":
+            self.gate.wait(60)
+        if method == "fail":
+            raise self.error
+        return message
+
+
+class FakeActor:
+    """In place of an actor: gives an endpoint, by Ray, and counts how often it was asked."""
+
+    def __init__(self, endpoint: SearcherAddress) -> None:
+        self.told = endpoint
+        self.asked, self.by_ray = 0, 0
+        self.endpoint = self.handle = self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *message):
+        if message:
+            self.by_ray += 1
+            return ray.put(message[-1])
+        self.asked += 1
+        return ray.put(self.told)
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def server(desk, request):
+    one = SearcherServer(desk.handle, request.param)
+    yield one
+    desk.gate.set()
+    one.shutdown()
+
+
+def until(holds, seconds: float = 30.0) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.002)
+
+
+def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):
+    connection.book(1)
+    return connection.call(method, "a call", pa.py_buffer(message), timeout_s)
+
+
+def connected(endpoint: SearcherAddress) -> Connection:
+    """A connection that stands; the call that was made for it went by Ray."""
+    connection = Connection(FakeActor(endpoint), 4)
+    assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
+    until(lambda: connection.is_connected)
+    assert connection.actor.by_ray == 1 and connection.waiting == 0
+    return connection
+
+
+def whole(router) -> bool:
+    answer = router.search(QUERIES_QD, K)
+    found = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+    return found == TRUTH and answer.exact.certified
+
+
+class NotByRay:
+    """An actor of which Ray must carry no message."""
+
+    def __init__(self, actor) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name):
+        assert name != "handle", "a message was carried by Ray"
+        return getattr(self.actor, name)
+
+
+@given(st.data())
+def test_messages_are_decoded_as_they_were_encoded(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    num_queries, k = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    queries_QD = rng.normal(size=(num_queries, D)).astype(np.float32)
+    request = ScanRequest(queries_QD, k, tuple(range(data.draw(st.integers(0, 3)))), 7)
+    np.testing.assert_equal(decode_scan(encode_scan(request)), request)
+    results = []
+    for shard in request.shards:
+        width = data.draw(st.integers(0, k))
+        rows_QK = np.sort(rng.permuted(np.tile(np.arange(-1, 9), (num_queries, 1)), axis=1)[:, :width])
+        score_QK, frontier_Q = rng.normal(size=rows_QK.shape), rng.normal(size=num_queries)
+        hits = ShardHits(rows_QK, score_QK.astype(np.float32), rows_QK.astype(np.int16), frontier_Q.astype(np.float32))
+        rows_R = np.unique(rows_QK[rows_QK >= 0]).astype(np.int64)
+        ids_R = pa.array([f"p\u00e4{row}" for row in rows_R.tolist()], pa.string())
+        results.append(ShardResult(shard, hits, np.arange(num_queries), rows_R, ids_R))
+    failures = [ShardFailure((5, 6), "damaged", "part-6 is not what it was")]
+    decoded = decode_results(encode_results(ShardResults(results, failures), num_queries))
+    assert decoded.failures == failures and len(decoded.results) == len(results)
+    for one, other in zip(decoded.results, results):
+        width = other.hits.rows_QK.shape[1]
+        for name in ("rows_QK", "scores_QK", "views_QK"):
+            np.testing.assert_equal(getattr(one.hits, name)[:, :width], getattr(other.hits, name))
+        assert (one.hits.rows_QK[:, width:] == -1).all() and (one.hits.scores_QK[:, width:] == -np.inf).all()
+        np.testing.assert_equal(one.hits.frontier_Q, other.hits.frontier_Q)
+        np.testing.assert_equal((one.shard, one.rescored_Q, one.rows_R), (other.shard, other.rescored_Q, other.rows_R))
+        assert one.ids_R.to_pylist() == other.ids_R.to_pylist()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_stored_views_keep_their_type_and_their_passages(dtype):
+    rng = np.random.default_rng(3)
+    views = {f"p{n}": Views(np.arange(n, dtype=np.int16), rng.normal(size=(n, D)).astype(dtype)) for n in range(4)}
+    decoded = decode_views(encode_views(ViewResults(views, [ShardFailure((1,), "late")])))
+    assert decoded.failures == [ShardFailure((1,), "late")]
+    np.testing.assert_equal(decoded.views, views)
+    assert all(one.vectors_ND.dtype == dtype for one in decoded.views.values())
+    assert decode_views(encode_views(ViewResults({}, []))) == ViewResults({}, [])
+
+
+def test_the_lock_is_had_one_at_a_time_in_the_order_of_coming():
+    lock, order, inside = FairLock(), [], []
+
+    def take(number: int) -> None:
+        with lock:
+            inside.append(number)
+            assert len(inside) == 1
+            order.append(number)
+            inside.clear()
+
+    with lock:
+        threads = []
+        for number in range(20):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            until(lambda number=number: len(lock._line) == number + 1)
+        assert order == []
+    for thread in threads:
+        thread.join(30)
+    assert order == list(range(20))
+    with lock:
+        order.append("free again")
+    assert order[-1] == "free again"
+
+
+@pytest.mark.ray
+def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(server, desk, ray_session):
+    connection = connected(server.endpoint)
+    for message in (b"", b"a", os.urandom(9_000_000)):
+        assert call(connection, "say", message).result(30).to_pybytes() == message
+    desk.error = ShardIndexError("version 3 was dropped here; ask the live one")
+    with pytest.raises(ShardIndexError) as caught:
+        call(connection, "fail").result(30)
+    assert str(caught.value) == "version 3 was dropped here; ask the live one"
+    desk.error = KeyError("x")
+    with pytest.raises((KeyError, pa.ArrowException)):
+        call(connection, "fail").result(30)
+    assert connection.is_connected and connection.waiting == 0 and connection.actor.by_ray == 1
+
+
+@pytest.mark.ray
+def test_a_stranger_reaches_no_method_and_nothing_of_his_is_unpickled(server, desk, ray_session, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return open, (str(tmp_path / "sprung"), "w")
+
+    trap = pickle.dumps(("say", (Trap(),)))
+    token = server.endpoint.token
+    client = flight.FlightClient(server.endpoint.uri)
+    for headers in (
+        [],
+        [(b"authorization", b"Bearer another")],
+        [(b"authorization", token.encode())],
+        [(b"authorization", b"Bearer another"), (b"authorization", f"Bearer {token}".encode())],
+    ):
+        options = flight.FlightCallOptions(timeout=10, headers=headers)
+        for method in ("say", "hello"):
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                next(iter(client.do_action(flight.Action(method, trap), options)))
+    assert desk.calls == 0 and not (tmp_path / "sprung").exists()
+    impostor = Connection(FakeActor(server.endpoint._replace(token="another key")), 1)
+    assert call(impostor, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
+    until(lambda: not impostor._connecting)
+    assert not impostor.is_connected and desk.calls == 0
+
+
+@pytest.mark.ray
+def test_where_nothing_listens_calls_go_by_ray_and_it_is_not_tried_again_at_once(ray_session):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        free_port = there.getsockname()[1]
+    actor = FakeActor(SearcherAddress(f"grpc://127.0.0.1:{free_port}", "token"))
+    connection = Connection(actor, 2)
+    call(connection, "say", b"1").result(30)
+    until(lambda: not connection._connecting)
+    assert [call(connection, "say", b"1").result(30).to_pybytes() for _ in range(5)] == [b"1"] * 5
+    assert (actor.asked, actor.by_ray) == (1, 6) and not connection.is_connected
+
+
+@pytest.mark.ray
+def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_session):
+    connection = connected(server.endpoint)
+    slow, quick = call(connection, "later", b"1"), call(connection, "say", b"2")
+    assert quick.result(30).to_pybytes() == b"2"
+    assert connection.waiting == 1 and not slow.done()
+    desk.gate.set()
+    assert slow.result(30).to_pybytes() == b"1"
+    assert connection.waiting == 0
+
+
+@pytest.mark.ray
+def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(server, desk, ray_session):
+    connection = connected(server.endpoint)
+    waits = call(connection, "later")
+    until(lambda: desk.calls == 1)
+    connection.close()
+    with pytest.raises(ConnectionLost):
+        waits.result(0)
+    assert connection.waiting == 0 and not connection.is_connected
+    assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
+    until(lambda: connection.is_connected)
+    desk.gate.set()
+    assert call(connection, "say", b"again").result(30).to_pybytes() == b"again"
+    assert connection.actor.by_ray == 2 and connection.waiting == 0
+
+
+@pytest.mark.ray
+def test_where_a_server_goes_away_ray_carries_the_calls_that_run_and_those_that_follow(desk, ray_session):
+    server = SearcherServer(desk.handle, "127.0.0.1")
+    connection = connected(server.endpoint)
+    with ThreadPoolExecutor(1) as threads:
+        waits = call(connection, "later", b"runs")
+        until(lambda: desk.calls == 1)
+        gone = threads.submit(server.shutdown)
+        desk.gate.set()
+        gone.result(30)
+    assert waits.result(30).to_pybytes() == b"runs"
+    assert call(connection, "say", b"follows").result(30).to_pybytes() == b"follows"
+    assert not connection.is_connected and connection.actor.by_ray >= 2
+
+
+@pytest.fixture(scope="module")
+def tls_dir(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(["openssl", *NEW_CERTIFICATE, "-keyout", "tls.key", "-out", "tls.crt"], cwd=folder, check=True)
+    (folder / "ca.crt").write_bytes((folder / "tls.crt").read_bytes())
+    return str(folder)
+
+
+@pytest.mark.ray
+def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir):
+    server = SearcherServer(desk.handle, "127.0.0.1", tls_dir)
+    assert server.endpoint.uri.startswith("grpc+tls://")
+    assert call(connected(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
+    plain = Connection(
+        FakeActor(server.endpoint._replace(uri=server.endpoint.uri.replace("+tls", ""), authority=b"")), 1
+    )
+    other = subprocess.run(
+        ["openssl", *NEW_CERTIFICATE, "-keyout", "/dev/null"], capture_output=True, check=True
+    ).stdout
+    strange = Connection(FakeActor(server.endpoint._replace(authority=other)), 1)
+    for connection in (plain, strange):
+        call(connection, "say", b"by Ray").result(30)
+        until(lambda connection=connection: not connection._connecting)
+        assert not connection.is_connected
+    assert desk.calls == 1
+    server.shutdown()
+
+
+@pytest.mark.ray
+def test_a_router_asks_over_flight_what_it_asked_by_ray_on_the_loopback_alone(tmp_path, run_over, ray_session, tls_dir):
+    publish_random_index(tmp_path, VIEWS, SHARDS)
+    resources = {"searchers": 2, "cpus_per_searcher": 0.25, "tls_dir": tls_dir}
+    run = run_over(tmp_path, index={"name": "random"}, resources=resources)
+    with open_router(run) as router:
+        replicas = [replica for group in router.fleet.searchers.dispatcher.groups for replica in group]
+        endpoints = ray.get([replica.actor.endpoint.remote() for replica in replicas])
+        assert all(endpoint.uri.startswith("grpc+tls://127.0.0.1:") for endpoint in endpoints)
+        assert len({endpoint.token for endpoint in endpoints}) == len(replicas) > 1
+        assert whole(router)
+        by_ray = router.explain(QUERIES_QD, ["p001", "p002"])
+        until(lambda: whole(router) and all(replica.is_connected for replica in replicas))
+        for replica in replicas:
+            replica.actor = NotByRay(replica.actor)
+        assert all(whole(router) for _ in range(20))
+        over_flight = router.explain(QUERIES_QD, ["p001", "p002"])
+        for one, other in zip(by_ray, over_flight, strict=True):
+            np.testing.assert_equal(one, other)
+        ray.get([replica.actor.drop.remote(1) for replica in replicas])
+        with pytest.raises(ShardIndexError, match="version 1 was dropped here"):
+            router.search(QUERIES_QD, K)
+        until(lambda: router.fleet.searchers.counts().waiting == 0)

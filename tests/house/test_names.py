@@ -1,0 +1,143 @@
+"""Checks the names in the package and in the tests, the glossary, and the first line of every module.
+
+`remaining.json` beside this file lists the violations that are left, and may only get shorter: a new violation fails,
+and so does an entry whose violation is gone.
+"""
+
+import ast
+import functools
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDERS = {"mvr_ray": ROOT / "mvr_ray", "tests": ROOT / "tests"}
+REMAINING = json.loads(Path(__file__).with_name("remaining.json").read_text(encoding="utf-8"))
+
+PARTICIPLE = re.compile(
+    r"[a-z]+ed|become|been|begun|bound|bought|broken|brought|built|caught|chosen|dealt|done|drawn|driven|fallen|felt|"
+    r"flown|forgotten|found|frozen|given|gone|got|grown|had|heard|held|hidden|kept|known|laid|left|lent|lost|made|"
+    r"meant|met|paid|said|seen|sent|shown|sold|sought|spent|spoken|spun|stolen|stood|sworn|taken|taught|thought|thrown|"
+    r"told|torn|understood|woken|won|worn|wound|written"
+)
+OTHER_WORDS = re.compile("bed|embed|exceed|feed|indeed|need|proceed|red|seed|shed|speed|succeed|weed")
+EXCEPTIONS = {
+    "expected": "the usual word for the independent side of a comparison",
+}
+"""Bare participles that stay, each with its reason."""
+SUBJECT_WITHOUT_VERB = re.compile(
+    "(does|do|everything|from|how|in|nobody|nothing|of|something|what|when|where|whether|which|who|whose|why)\\b", re.I
+)
+
+
+@functools.cache
+def modules(folder: Path) -> list[tuple[str, ast.Module]]:
+    """Path from the root and syntax tree of every module under `folder`."""
+    paths = sorted(folder.rglob("*.py"))
+    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def is_bare_participle(name: str) -> bool:
+    """Whether the whole name is one past participle: `told`, `_Measured`, `joined`, but not `merged_hits`."""
+    word = name.strip("_").lower()
+    return word not in EXCEPTIONS and not OTHER_WORDS.fullmatch(word) and PARTICIPLE.fullmatch(word) is not None
+
+
+def bare_participles(folder: Path) -> Counter[str]:
+    """How many functions, parameters and classes have each name that is a bare participle."""
+    names: Counter[str] = Counter()
+    for _, tree in modules(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names[node.name] += is_bare_participle(node.name)
+            elif isinstance(node, ast.arg):
+                names[node.arg] += is_bare_participle(node.arg)
+    return +names
+
+
+def repeated_classes(folder: Path) -> Counter[str]:
+    """How many modules define a class of each name that more than one defines."""
+    definitions = defaultdict(set)
+    for path, tree in modules(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                definitions[node.name].add(path)
+    return Counter({name: len(paths) for name, paths in definitions.items() if len(paths) > 1})
+
+
+def unclear_first_lines(folder: Path) -> Counter[str]:
+    """Modules whose docstring does not begin with a whole sentence that says what the module does.
+
+    A line that opens with a question word or with `From` ("What a server counts about itself") names a subject and has
+    no verb that says what is done with it. An empty module needs no docstring.
+    """
+    paths: Counter[str] = Counter()
+    for path, tree in modules(folder):
+        if tree.body:
+            line = (ast.get_docstring(tree) or "").partition("\n")[0]
+            whole = re.fullmatch(r"[A-Z0-9`].*[.:]", line) is not None
+            paths[path] += not whole or SUBJECT_WITHOUT_VERB.match(line) is not None
+    return +paths
+
+
+RULES = {
+    "bare participles": bare_participles,
+    "repeated classes": repeated_classes,
+    "unclear first lines": unclear_first_lines,
+}
+
+
+def check_only_fewer(violations: Mapping[str, int], remaining: Mapping[str, int]) -> None:
+    """No violation beside those that `remaining.json` has, and none in it that is gone."""
+    assert {name: count for name, count in violations.items() if count > remaining.get(name, 0)} == {}
+    assert sorted(set(remaining) - set(violations)) == [], "these are mended: take them out of remaining.json"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_name_or_first_line_breaks_a_rule_that_it_did_not_break_before(rule: str, folder: str) -> None:
+    check_only_fewer(RULES[rule](FOLDERS[folder]), REMAINING[f"{rule} in {folder}"])
+
+
+def test_the_rules_find_what_they_forbid_and_pass_what_they_allow() -> None:
+    for name in ("told", "_Measured", "__joined", "Asked", "left"):
+        assert is_bare_participle(name), name
+    for name in ("seed", "embed", "merged_hits", "RankedList", "needs", "led_by"):
+        assert not is_bare_participle(name), name
+
+
+def glossary_terms() -> list[str]:
+    """The words in the first column of the glossary's table."""
+    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    words = [row.split("|")[1] for row in rows if row.startswith("| ")]
+    return [term.strip(" `") for cell in words[1:] for term in cell.split(",")]
+
+
+def split_words(text: str) -> str:
+    """Text with the words of names apart, in lower case: `EncoderSnapshot` and `encoder_snapshot` as two words."""
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)).lower()
+
+
+def test_the_package_uses_every_term_of_the_glossary() -> None:
+    words = split_words("\n".join(path.read_text(encoding="utf-8") for path in FOLDERS["mvr_ray"].rglob("*.py")))
+    terms = glossary_terms()
+    assert len(terms) == len(set(terms)) > 30
+    absent = [term for term in terms if not re.search(rf"\b{split_words(term).strip()}(s|es)?\b", words)]
+    assert absent == REMAINING["terms that the package does not use"]
+
+
+def public_classes() -> list[str]:
+    """The classes that a user of the package names: those of its own `__init__` and the values that rooms exchange."""
+    tree = ast.parse((FOLDERS["mvr_ray"] / "types.py").read_text(encoding="utf-8"))
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+
+
+def test_the_glossary_has_every_public_noun() -> None:
+    """A public class is named by words that the glossary defines: its last word is a term, or its whole name is."""
+    text = split_words((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    absent = [name for name in public_classes() if not re.search(rf"\b{split_words(name).strip()}\b", text)]
+    assert absent == REMAINING["public nouns that the glossary lacks"]

@@ -1,0 +1,103 @@
+"""An index built in one store, and its files copied to another, where nothing of it is published yet."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from in_memory_index import PASSAGES, VIEWS_PVD
+
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of, write_passages
+from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.manifest import Manifest, ShardMeta
+from mvr_ray.types import EmbeddingBlock
+
+SHARDS = 2
+
+
+def built(root: Path, scale: float = 1.0) -> Manifest:
+    """Version 1 of index `library` in the store at `root`: the passages of the library, their views times `scale`."""
+    store = Store(str(root))
+    store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
+    digest = corpus(store)
+    entries = tuple(shard(store, number, scale) for number in range(SHARDS))
+    described = Manifest(
+        index="library",
+        operation="index",
+        encoder_name="words",
+        encoder_fingerprint="f" * 16,
+        similarity="inner_product",
+        num_views=2,
+        dimension=3,
+        dtype="fp32",
+        corpus="books",
+        corpus_digest=digest,
+        index_params={"kind": "flat"},
+        shards=entries,
+        metrics={"lv": 0.25, "collapsed": 0},
+    )
+    return manifest.publish(store, described)
+
+
+def corpus(store: Store) -> str:
+    parts = []
+    for number in range(SHARDS):
+        with store.scratch() as folder:
+            file = folder / "part.arrow"
+            num = write_passages(file, [one for one in PASSAGES if shard_of(one.id, SHARDS) == number])
+            part = PartInfo("", num, file.stat().st_size, sha256_of(file))
+            name = paths.corpus_part(number, part.sha256)
+            store.put_file(file, f"{paths.corpus_dir('books')}/{name}")
+        parts.append(dataclasses.replace(part, file=name))
+    digest = corpus_digest(parts)
+    told = CorpusInfo("books", digest, len(PASSAGES), tuple(parts), (), {}, {})
+    store.write_bytes(paths.corpus_json("books"), told.to_json())
+    return digest
+
+
+def shard(store: Store, number: int, scale: float) -> manifest.ShardEntry:
+    rows = [row for row, one in enumerate(PASSAGES) if shard_of(one.id, SHARDS) == number]
+    views = {PASSAGES[row].id: scale * VIEWS_PVD[row] for row in rows}
+    block = EmbeddingBlock(
+        sorted(views),
+        np.arange(len(views) + 1) * 2,
+        np.array([0, 1] * len(views), np.int16),
+        np.array([vector for name in sorted(views) for vector in views[name]], np.float32).reshape(-1, 3),
+    )
+    with store.scratch() as scratch:
+        folder = scratch / "shard"
+        folder.mkdir()
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, 3, 2, "fp32") as writer:
+            writer.write(block)
+        return manifest.add_shard(store, "library", folder, ShardMeta(number, len(views), 2 * len(views)))
+
+
+def refined(root: Path) -> Manifest:
+    """Version 2 there: the first passage of shard 0 has one view more, in a file over that of version 1."""
+    store, before = Store(str(root)), manifest.read(Store(str(root)), "library", 1)
+    entry = before.shards[0]
+    held = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
+    now = np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32)
+    with store.scratch() as scratch:
+        folder = scratch / "shard"
+        folder.mkdir()
+        assert write_changed(held, folder, {0: now}), "the first file was written anew"
+        meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
+        laid_over = manifest.add_shard(store, "library", folder, meta)
+    return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))
+
+
+def copied(root: Path, to: Path) -> Path:
+    """All but the manifests: what a copying tool brings to another store."""
+    shutil.copytree(root, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("versions", ".scratch"))
+    return to
+
+
+def as_sent(root: Path, version: int = 1) -> dict[str, Any]:
+    """A manifest as it lies in its store."""
+    return json.loads(Store(str(root)).read_bytes(paths.manifest("library", version)))

@@ -1,0 +1,261 @@
+"""The door: tokens, places, time and bytes, all refused in one shape before anything is searched."""
+
+import asyncio
+import io
+import json
+import logging
+
+import pytest
+from asgi import ask, call
+from in_memory_index import InMemoryIndex
+from version_store import version_catalog
+
+from mvr_ray import logs
+from mvr_ray.config import ServeConfig
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.auth import read_tokens
+from mvr_ray.serving.service import SearchService
+
+READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
+NILE = {"queries": ["nile"], "k": 1}
+
+
+def app(library: InMemoryIndex | None = None, *, tokens: bool = False, **limits: int):
+    environ = {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN} if tokens else {}
+    return create_app(SearchService(library or InMemoryIndex(), ServeConfig(**limits)), read_tokens(None, environ))
+
+
+GUARDED = [
+    ("POST", "/v1/search"),
+    ("POST", "/v1/explain"),
+    ("GET", "/v1/passages/p1"),
+    ("GET", "/v1/versions"),
+    ("GET", "/v1/versions/1"),
+    ("POST", "/v1/versions/1/rollback"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+def test_without_a_known_token_nothing_is_told_but_how_to_show_one(method, path) -> None:
+    guarded = app(tokens=True)
+    for headers, code in (
+        ([], "no_token"),
+        ([(b"authorization", b"Basic cmVhZA==")], "no_token"),
+        ([(b"authorization", b"Bearer ")], "no_token"),
+        ([(b"authorization", b"Bearer " + READ[:-1].encode())], "wrong_token"),
+        ([(b"authorization", b"Bearer \xff\xfe")], "wrong_token"),
+    ):
+        reply = call(guarded, method, path, headers=headers)
+        assert (reply.status, reply.body["error"]["code"]) == (401, code)
+        assert reply.headers["www-authenticate"].startswith('Bearer realm="mvr_ray"')
+        assert READ[:-1] not in str(reply)
+
+
+def test_a_known_token_opens_and_health_is_open_to_all() -> None:
+    guarded = app(tokens=True)
+    for token in (READ, ADMIN):
+        assert call(guarded, "POST", "/v1/search", NILE, token=token).status == 200
+    lower = [(b"authorization", f"bearer {READ}".encode())]
+    assert call(guarded, "POST", "/v1/search", NILE, headers=lower).status == 200
+    assert [call(guarded, "GET", path).status for path in ("/livez", "/readyz")] == [200, 200]
+
+
+def test_only_an_admin_token_rolls_back(tmp_path) -> None:
+    catalog = version_catalog(tmp_path)
+    service = SearchService(InMemoryIndex(), ServeConfig(), catalog)
+    guarded = create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
+    for refused in (
+        call(guarded, "POST", "/v1/versions/1/rollback", token=READ),
+        call(create_app(service), "POST", "/v1/versions/1/rollback"),
+    ):
+        assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
+    assert [one.version for one in catalog.all()] == [1, 2]
+    done = call(guarded, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (done.status, done.body["version"], done.body["operation"], done.body["live"]) == (200, 3, "rollback", True)
+
+
+def test_only_the_newest_version_is_promoted_and_only_by_an_admin(tmp_path) -> None:
+    service = SearchService(InMemoryIndex(), ServeConfig(), version_catalog(tmp_path, versions=3))
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
+    guarded = create_app(service, tokens)
+    told = [
+        call(guarded, "POST", f"/v1/versions/{number}/promote", token=token)
+        for number, token in ((3, READ), (2, ADMIN), (9, ADMIN), (3, ADMIN))
+    ]
+    codes = [(reply.status, reply.body.get("error", {}).get("code")) for reply in told]
+    assert codes == [(403, "admin_needed"), (409, "not_newest"), (404, "unknown_version"), (200, None)]
+    assert (told[3].body["version"], told[3].body["ready"]) == (3, True)
+    (tmp_path / "more").mkdir()
+    ahead = SearchService(InMemoryIndex(), ServeConfig(), version_catalog(tmp_path / "more", versions=4))
+    reply = call(create_app(ahead, tokens), "POST", "/v1/versions/4/promote", token=ADMIN)
+    assert (reply.status, reply.body["error"]["code"]) == (503, "not_opened")
+
+
+def test_a_body_without_a_length_is_read_no_further_than_the_limit() -> None:
+    chunks = [b"x" * 60] * 50
+    reply = call(app(max_body_bytes=100), "POST", "/v1/search", chunks=chunks)
+    assert (reply.status, reply.body["error"]["code"], reply.read) == (413, "body_too_large", 2)
+    whole = [b'{"queries": ', b'["nile"], ', b'"k": 1}']
+    assert call(app(max_body_bytes=100), "POST", "/v1/search", chunks=whole).status == 200
+
+
+@pytest.mark.parametrize("length", [b"101", b"9" * 5000])
+def test_a_length_over_the_limit_is_refused_unread(length) -> None:
+    reply = call(app(max_body_bytes=100), "POST", "/v1/search", headers=[(b"content-length", length)])
+    assert (reply.status, reply.read) == (413, 0)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    guarded, told = app(timeout_ms=30), []
+
+    async def silence() -> dict:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message) -> None:
+        told.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/search", "headers": [], "query_string": b""}
+    asyncio.run(guarded(scope, silence, send))
+    assert told[0]["status"] == 408
+
+
+@pytest.mark.chaos("flood over HTTP, 10x", "503 with Retry-After at the bound; what was let in is answered")
+def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(record_property) -> None:
+    slow, places, num_asked = InMemoryIndex(), 3, 30
+    slow.gate.clear()
+    guarded = app(slow, max_waiting=places, max_running=1, timeout_ms=5000)
+
+    async def flood() -> tuple[list, list]:
+        asked = [asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE)) for _ in range(num_asked)]
+        refused = []
+        for done in asyncio.as_completed(asked):
+            refused.append(await done)
+            if len(refused) == num_asked - places:
+                break
+        health = await ask(guarded, "GET", "/livez")
+        assert health.status == 200
+        slow.gate.set()
+        return refused, [one for one in await asyncio.gather(*asked) if one.status != 503]
+
+    refused, answered = asyncio.run(flood())
+    assert {(one.status, one.body["error"]["code"]) for one in refused} == {(503, "overloaded")}
+    retries_s = [int(one.headers["retry-after"]) for one in refused]
+    assert min(retries_s) >= 1
+    assert [one.status for one in answered] == [200] * places
+    assert {row[0]["id"] for one in answered for row in one.body["results"]} == {"p1"}
+    assert call(guarded, "POST", "/v1/search", NILE).status == 200
+    told = f"{num_asked} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
+    record_property("figures", told)
+
+
+def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_late() -> None:
+    slow = InMemoryIndex()
+    slow.gate.clear()
+    guarded = app(slow, max_waiting=1, max_running=1, timeout_ms=2000)
+
+    async def story() -> list[int]:
+        late = await ask(guarded, "POST", "/v1/search", NILE)
+        full = await ask(guarded, "POST", "/v1/search", NILE)
+        slow.gate.set()
+        for _ in range(10_000):
+            after = await ask(guarded, "POST", "/v1/search", NILE)
+            if after.status == 200:
+                break
+            await asyncio.sleep(0.001)
+        return [late.status, full.status, after.status]
+
+    assert asyncio.run(story()) == [504, 503, 200]
+
+
+def test_what_waited_past_its_time_is_never_begun() -> None:
+    slow = InMemoryIndex()
+    slow.gate.clear()
+    begun: list[list[str]] = []
+    slow_search = slow.search_text
+
+    def counted(texts, k, **told):
+        begun.append(texts)
+        return slow_search(texts, k, **told)
+
+    slow.search_text = counted
+    guarded = app(slow, max_waiting=8, max_running=1, timeout_ms=60_000)
+
+    async def story() -> list[int]:
+        first = asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE))
+        while not begun:
+            await asyncio.sleep(0.001)
+        hurried = [(b"x-timeout-ms", b"40")]
+        late = await asyncio.gather(*(ask(guarded, "POST", "/v1/search", NILE, headers=hurried) for _ in range(4)))
+        slow.gate.set()
+        return [one.status for one in (await first, *late)]
+
+    assert asyncio.run(story()) == [200, 504, 504, 504, 504]
+    assert len(begun) == 1
+
+
+def test_the_sender_may_ask_for_less_time() -> None:
+    slow = InMemoryIndex()
+    slow.gate.clear()
+    reply = call(app(slow), "POST", "/v1/search", NILE, headers=[(b"x-timeout-ms", b"40")])
+    slow.gate.set()
+    assert (reply.status, reply.body["error"]["message"]) == (504, "no answer within 40 ms")
+
+
+def test_an_unexpected_error_is_a_500_whose_response_and_log_lines_carry_the_request_id(caplog) -> None:
+    class Broken(InMemoryIndex):
+        def search_text(self, texts, k, **options):
+            raise ZeroDivisionError("secret of the index")
+
+    lines = io.StringIO()
+    caplog.set_level(logging.INFO, "mvr_ray")
+    caplog.handler.setFormatter(logs.JsonLines())
+    caplog.handler.setStream(lines)
+    broken = app(Broken(), max_waiting=1)
+    for request in ("r1", "r2"):
+        reply = call(broken, "POST", "/v1/search", NILE, headers=[(b"x-request-id", request.encode())])
+        assert (reply.status, reply.body["error"]["code"]) == (500, "internal")
+        assert reply.headers["x-request-id"] == request and "secret" not in str(reply)
+    records = [json.loads(line) for line in lines.getvalue().splitlines()]
+    records = [one for one in records if one["logger"] == "mvr_ray.serving.middleware"]
+    assert [(one["level"], one["request"]) for one in records] == [
+        (level, request) for request in ("r1", "r2") for level in ("ERROR", "INFO")
+    ]
+    assert all("secret of the index" in one["exception"] for one in records if one["level"] == "ERROR")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "unknown_route"),
+        ("DELETE", "/v1/search", 405, "wrong_method"),
+        ("GET", "/v1/search/", 404, "unknown_route"),
+    ],
+)
+def test_a_wrong_route_or_method_is_told_like_every_error(method, path, status, code) -> None:
+    reply = call(app(), method, path)
+    assert (reply.status, reply.body["error"]["code"]) == (status, code)
+    assert reply.body["error"].keys() == {"code", "field", "message", "hint"}
+    assert status != 405 or reply.headers["allow"] == "POST"
+
+
+def test_a_body_of_another_kind_is_not_read_as_json() -> None:
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded", b""):
+        reply = call(app(), "POST", "/v1/search", NILE, headers=[(b"content-type", kind)])
+        assert (reply.status, reply.body["error"]["code"]) == (415, "wrong_content_type")
+    assert (
+        call(app(), "POST", "/v1/search", NILE, headers=[(b"content-type", b"application/JSON; charset=utf-8")]).status
+        == 200
+    )
+
+
+def test_a_request_has_an_id_its_own_where_it_is_a_plain_word() -> None:
+    for given, kept in ((b"job-7.a_b", True), (b"a b", False), (b"x" * 65, False), (b"\xff", False)):
+        told = call(app(), "GET", "/livez", headers=[(b"x-request-id", given)]).headers["x-request-id"]
+        assert (told.encode("latin-1") == given) is kept
+    assert (
+        call(app(), "GET", "/nowhere").headers["x-request-id"] != call(app(), "GET", "/nowhere").headers["x-request-id"]
+    )

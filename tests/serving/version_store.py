@@ -1,0 +1,37 @@
+"""A store with some published versions of an index of one tiny shard, and a catalog over it."""
+
+from pathlib import Path
+
+from mvr_ray.serving.catalog import VersionCatalog
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardMeta
+
+
+def version_catalog(folder: Path, versions: int = 2) -> VersionCatalog:
+    store = Store(str(folder / "store"))
+    for number in range(1, versions + 1):
+        built = folder / f"built{number}"
+        built.mkdir()
+        (built / "embeddings.arrow").write_bytes(b"vectors of version %d" % number)
+        entry = manifest.add_shard(store, "library", built, ShardMeta(0, 3, 4 + number))
+        manifest.publish(store, described(entry, parent=number - 1))
+    return VersionCatalog(store, "library")
+
+
+def described(entry: manifest.ShardEntry, parent: int) -> Manifest:
+    return Manifest(
+        index="library",
+        operation="index",
+        encoder_name="words",
+        encoder_fingerprint="f" * 16,
+        similarity="inner_product",
+        num_views=2,
+        dimension=3,
+        dtype="fp32",
+        corpus="books",
+        corpus_digest="c" * 16,
+        index_params={"kind": "flat"},
+        shards=(entry,),
+        parent=parent,
+    )

