@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,6 +46,7 @@ PRIVATE_LABEL = "mvr-ray/private"
 MAX_TEMP_PATH = 40
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class Node(NamedTuple):
@@ -108,6 +110,7 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
 
 @contextmanager
 def _join_cluster(address: str) -> Iterator[None]:
+    _require_listener(address)
     with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
         if "RAY_AUTH_MODE" not in os.environ:
             # A client that sends a token to a cluster without tokens refuses its calls, and loses its actors.
@@ -125,6 +128,17 @@ def _join_cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise ResourceError where nothing listens at host:port: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or a name that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ResourceError(f"no Ray cluster listens at {address!r}: {error}; check resources.address") from error
 
 
 @contextmanager
@@ -270,7 +284,7 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
     checks += [_library(name) for name in _LIBRARIES]
     checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]
     address = (resources.address if resources else None) or os.environ.get("RAY_ADDRESS")
-    if address and not ray.is_initialized():
+    if address:
         checks.append(_reachable(address))
     return checks
 
