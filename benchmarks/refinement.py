@@ -27,13 +27,14 @@ from rates import read_rates
 from mvr_ray.config import RunConfig
 from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
+from mvr_ray.core.searching.merging import MergedHits
 from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.labels import label_round
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe
 from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
-from mvr_ray.distributed.refinement.refiner_pool import HitTable, RefinerPool
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
 from mvr_ray.index.base import IndexParams
@@ -143,7 +144,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     """From the hits of the version to the moved views, as the loop does it. Gives the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: HitTable = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
+        hits: MergedHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
     with clock("judge"):
         loop.evaluator.rank(loop.evaluator.unsearched(), loop.labelled, hits)
     with clock("label"):

@@ -13,10 +13,12 @@ The last four look at questions with their own passages. Shards are searched as 
 Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import ray
 
 from mvr_ray.config import EvaluateConfig, RunConfig
@@ -26,12 +28,14 @@ from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.attention import attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.scoring import ShardAnswer, merge_hits, score_blocks
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judged, system_result
+from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
+from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import corpus, manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
@@ -109,9 +113,9 @@ class OwnViews(NamedTuple):
 
 
 class _ShardViews(NamedTuple):
-    """What a shard gave: hits by view (`num_views` stands for all), and some of its passages as they are stored."""
+    """The results of one shard by view (`num_views` stands for all), and some of its passages as they are stored."""
 
-    found: list[ShardAnswer]
+    results: list[ShardResult]
     own: EmbeddingBlock
 
 
@@ -139,9 +143,9 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     shards = _search(run, store, described, queries_QD, [q.positive_ids[0] for q in asked], progress)
     rows: list[EvaluationRow] = []
     all_ranks: list[QuestionRanks] = []
-    article_of = articles_of(asked, passages)
+    article_of, start_of = articles_of(asked, passages), shard_starts(described.shards)
     for view in range(described.num_views + 1) if described.num_views > 1 else [1]:
-        merged = merge_hits([shard.found[view] for shard in shards], max(run.evaluate.k))
+        merged = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
         said = ALL_VIEWS if view == described.num_views else f"view {view + 1}"
         found = judged(asked, merged, passages, run.evaluate.match)
         result = system_result(said, name, found, article_of, run.evaluate)
@@ -306,7 +310,7 @@ def _search(
         for views in task_results(waiting, "analyzing views"):
             done.append(views)
             progress("analyze views", len(done), len(waiting))
-    return sorted(done, key=lambda views: views.found[0][0])
+    return sorted(done, key=lambda views: views.results[0].shard)
 
 
 def _analyze_shard(
@@ -315,22 +319,26 @@ def _analyze_shard(
     entry = next(entry for entry in described.shards if entry.shard == shard)
     folder = manifest.open_shard(Store(root), described.index, entry)
     blocks = open_embeddings(folder, entry.files).blocks()
-    found: list[ShardAnswer] = []
-    for view in range(described.num_views):
-        kept = [own for block in blocks if (own := of_view(block, view)).ids]
-        found.append(_rank_in_shard(shard, kept, queries_QD, k))
-    found.append(_rank_in_shard(shard, blocks, queries_QD, k))
-    return _ShardViews(found, _passages_of(blocks, set(wanted), described.dimension))
-
-
-def _rank_in_shard(shard: int, blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int) -> ShardAnswer:
+    blocks_by_view = [
+        [own for block in blocks if (own := of_view(block, view)).ids] for view in range(described.num_views)
+    ]
     ids = [passage_id for block in blocks for passage_id in block.ids]
-    hits = score_blocks(queries_QD, blocks, k) if blocks else None
-    if hits is None:
-        empty = EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))
-        hits = score_blocks(queries_QD, [empty], k)
+    results = [_rank_in_shard(shard, ids, kept, queries_QD, k) for kept in [*blocks_by_view, blocks]]
+    return _ShardViews(results, _passages_of(blocks, set(wanted), described.dimension))
+
+
+def _rank_in_shard(
+    shard: int, ids: Sequence[str], blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int
+) -> ShardResult:
+    """The best k of some of a shard's passages; rows and `ids` are of all its passages, ids ascending."""
+    if not blocks:
+        blocks = [EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))]
+    hits, rescored_Q = FlatIndex(blocks).searched(queries_QD, k)
+    row_of = np.array([bisect_left(ids, passage_id) for block in blocks for passage_id in block.ids], np.int64)
+    hits = hits._replace(rows_QK=np.where(hits.rows_QK >= 0, np.append(row_of, -1)[hits.rows_QK], -1))
     rows = distinct(hits.rows_QK)
-    return shard, {row: ids[row] for row in rows[rows >= 0].tolist()}, hits
+    rows_R = rows[rows >= 0]
+    return ShardResult(shard, hits, rescored_Q, rows_R, pa.array([ids[row] for row in rows_R], pa.string()))
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:

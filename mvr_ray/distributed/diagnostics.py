@@ -6,9 +6,9 @@ Shapes: Q queries, D dimension.
 from contextlib import AbstractContextManager
 
 from mvr_ray.core.searching.exact import check_k, check_queries
-from mvr_ray.core.searching.scoring import merge_hits
 from mvr_ray.distributed.hot_swap import HotSwapRouter
-from mvr_ray.distributed.router import Router, ranked
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.types import FleetCounts, FloatArray, Hit
 
 
@@ -42,5 +42,5 @@ class RouterDiagnostics:
         with self.live.pinned(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.live.searchers.fleet(router.manifest)
-            found = fleet.exact(queries_QD, check_k(k), self.live.timeout_s)
-            return merge_hits([ranked(one) for one in found], k)
+            results = fleet.exact(queries_QD, check_k(k), self.live.timeout_s)
+            return MergedResults(results, shard_starts(router.manifest.shards), k).hits()

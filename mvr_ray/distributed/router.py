@@ -5,7 +5,7 @@
     state    version, encoder, passages searched of those in the manifest, certified exact or approximate
 
 Shards of an exact index are first asked for as many rows as settle the merge in 99 of 100 calls
-(`scoring.first_depth`); the certificate says when they do not. The same Router runs over actors and, for laptops and
+(`merging.first_depth`); the certificate says when they do not. The same Router runs over actors and, for laptops and
 tests, over shards held in this process.
 
 Shapes: Q queries, K hits, D dimension.
@@ -18,20 +18,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
-from mvr_ray.core.searching.scoring import ShardAnswer, first_depth, merge_hits, needs_second_round
+from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
-from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult
+from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
+from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, UnknownPassageError
 from mvr_ray.store import manifest, paths
@@ -45,10 +45,8 @@ from mvr_ray.types import (
     Exactness,
     FloatArray,
     Hit,
-    IntArray,
     Passage,
     PassageScores,
-    ShardHits,
     ShardState,
 )
 
@@ -66,7 +64,6 @@ FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it w
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
 """Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
-T = TypeVar("T", bound=np.ndarray[Any, Any])
 
 
 class MatchingSnippet(NamedTuple):
@@ -103,6 +100,7 @@ class Router:
         self.gpu = gpu
         self.observe = observe
         sizes = [entry.num_passages for entry in described.shards]
+        self._start_of = shard_starts(described.shards)
         self._first_depth = lru_cache(DEPTHS_KEPT)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
@@ -185,20 +183,20 @@ class Router:
             answers = self.fleet.fan_out(queries_QD, first, shards, deadline - kept_s - time.monotonic())
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
-            merged, rounds = merge_hits(_in_order(found), k), 1
-            again = needs_second_round(_in_order(found), merged, k) if exact else {}
+            merged, rounds = MergedResults(found.values(), self._start_of, k), 1
+            again = merged.ask_again() if exact else {}
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
                 left_s = deadline - time.monotonic()
                 second = self.fleet.fan_out(queries_QD[positions], k, list(again), left_s, again=True)
             for answer in second.results:
-                found[answer.shard] = overlay_results(found[answer.shard], answer, positions, k)
+                found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
-            merged, rounds = merge_hits(_in_order(found), k), 2
+            merged, rounds = MergedResults(found.values(), self._start_of, k), 2
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in failures for shard in missing.shards}
-        answer = self._answer(merged or [[] for _ in queries_QD], silent, rounds, rescored)
+        answer = self._answer(merged.hits() or [[] for _ in queries_QD], silent, rounds, rescored)
         if silent:
             self._check_coverage(answer, min_coverage)
         return answer
@@ -368,36 +366,3 @@ def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> Search
 def _rounded_up(num_queries: int) -> int:
     """To 16, 256, ... so that searches of about as many queries ask for as many rows, and can be asked together."""
     return 1 << 4 * max(1, -(-(num_queries - 1).bit_length() // 4))
-
-
-def overlay_results(first: ShardResult, second: ShardResult, positions: IntArray, k: int) -> ShardResult:
-    """The first answer of a shard with the second one's lists, up to k long, for the queries that were asked again."""
-    rows_QK = _laid_over(first.hits.rows_QK, second.hits.rows_QK, positions, k, -1)
-    scores_QK = _laid_over(first.hits.scores_QK, second.hits.scores_QK, positions, k, -np.inf)
-    views_QK = _laid_over(first.hits.views_QK, second.hits.views_QK, positions, k, -1)
-    frontier_Q = np.array(first.hits.frontier_Q)
-    frontier_Q[positions] = second.hits.frontier_Q
-    hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
-    rescored_Q = np.array(first.rescored_Q)
-    rescored_Q[positions] += second.rescored_Q
-    rows_R, first_R = np.unique(np.concatenate([first.rows_R, second.rows_R]), return_index=True)
-    return ShardResult(
-        first.shard, hits, rescored_Q, rows_R, pa.concat_arrays([first.ids_R, second.ids_R]).take(first_R)
-    )
-
-
-def _laid_over(old_QK: T, new_RK: T, positions: IntArray, k: int, padding: float) -> T:
-    wide_QK: Any = np.full((len(old_QK), max(k, old_QK.shape[1])), padding, old_QK.dtype)
-    wide_QK[:, : old_QK.shape[1]] = old_QK
-    wide_QK[positions] = padding
-    wide_QK[positions, : new_RK.shape[1]] = new_RK
-    return wide_QK
-
-
-def _in_order(found: Mapping[int, ShardResult]) -> list[ShardAnswer]:
-    return [ranked(found[shard]) for shard in sorted(found)]
-
-
-def ranked(result: ShardResult) -> ShardAnswer:
-    """A shard's result as merging takes it."""
-    return result.shard, dict(zip(result.rows_R.tolist(), result.ids_R.to_pylist())), result.hits

@@ -19,8 +19,9 @@ from random_index import D, V, brute_force, publish_random_index, random_views
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.distributed import router as router_module
-from mvr_ray.distributed.router import Router, open_router, overlay_results
+from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.fleet import share_out
+from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.errors import (
@@ -137,10 +138,10 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
 
     first = result(hits([[0], [1]], [[5], [4]], [3, 2]), [4, 5], {0: "a", 1: "b"})
     second = result(hits([[1, 2]], [[4, 2]], [-np.inf]), [2], {1: "b", 2: "c"})
-    both = overlay_results(first, second, np.array([1]), 3)
+    both = overlay_results(first, second, np.array([1]))
     assert dict(zip(both.rows_R.tolist(), both.ids_R.to_pylist())) == {0: "a", 1: "b", 2: "c"}
-    assert both.hits.rows_QK.tolist() == [[0, -1, -1], [1, 2, -1]]
-    assert both.hits.scores_QK.tolist() == [[5, -np.inf, -np.inf], [4, 2, -np.inf]]
+    assert both.hits.rows_QK.tolist() == [[0, -1], [1, 2]]
+    assert both.hits.scores_QK.tolist() == [[5, -np.inf], [4, 2]]
     assert both.hits.frontier_Q.tolist() == [3, -np.inf]
     assert both.rescored_Q.tolist() == [4, 7]
 

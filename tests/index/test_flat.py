@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
+from mvr_ray.core.searching.merging import merge, overlay_hits, uncertain_queries
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
-from mvr_ray.core.searching.scoring import merge_hits, needs_second_round, score_blocks
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import FlatIndex
@@ -75,24 +75,22 @@ def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshar
     """Shards are first asked for `share` rows only, and for k only where the first round leaves a doubt."""
     blocks, asked = shard(seed, 60, 3, 8, palette=palette, empty=True), queries(seed, 3, 8, palette)
     shards = [one for one in reshard(blocks, num_shards, seed) if one[0].ids]
-    all_ids = [[passage_id for block in one for passage_id in block.ids] for one in shards]
-    answers = [(n, all_ids[n], score_blocks(asked, one, min(share, k))) for n, one in enumerate(shards)]
-    merged = merge_hits(answers, k)
-    for number, doubtful_Q in needs_second_round(answers, merged, k).items():
-        better = merge_hits(
-            [*((n, ids, rows_of(hits, doubtful_Q)) for n, ids, hits in answers if n != number),
-             (number, all_ids[number], score_blocks(asked[doubtful_Q], shards[number], k))], k,
-        )  # fmt: skip
-        for query, best in zip(doubtful_Q.tolist(), better):
-            merged[query] = best
-        answers[number] = (number, all_ids[number], score_blocks(asked, shards[number], k))
-    for best, ranked in zip(merged, oracle(asked, blocks)):
-        assert [(-hit.score, hit.passage_id, hit.view) for hit in best] == [(s, i, v) for s, i, _, v in ranked[:k]]
-        assert all(all_ids[hit.shard][hit.row] == hit.passage_id for hit in best)
+    ids = [passage_id for one in shards for block in one for passage_id in block.ids]
+    starts = np.cumsum([0, *(sum(len(block.ids) for block in one) for one in shards)]).tolist()
 
+    def ids_of(passages):
+        return [ids[passage] for passage in passages]
 
-def rows_of(hits, chosen_Q):
-    return type(hits)(*(column[chosen_Q] for column in hits))
+    lists = [(start, FlatIndex(one).search(asked, min(share, k))) for start, one in zip(starts, shards)]
+    again = uncertain_queries(lists, merge(lists, k, ids_of), ids_of)
+    for number, doubtful_Q in enumerate(again):
+        start, hits = lists[number]
+        if len(doubtful_Q):
+            second = FlatIndex(shards[number]).search(asked[doubtful_Q], k)
+            lists[number] = start, overlay_hits(hits, second, doubtful_Q)
+    for best, ranked in zip(zip(*merge(lists, k, ids_of)), oracle(asked, blocks)):
+        passage_K, view_K, score_K = (column[: len(ranked)].tolist() for column in best)
+        assert list(zip(ids_of(passage_K), view_K, score_K)) == [(i, v, -s) for s, i, _, v in ranked[:k]]
 
 
 @given(
@@ -194,7 +192,7 @@ def test_coarse_matrix_products_change_no_byte(shard, queries, palette):
 def test_a_kept_index_answers_the_same_again(shard, queries):
     index = FlatIndex(shard(6))
     assert as_bytes(index.search(queries(6, 5), 10)) == as_bytes(index.search(queries(6, 5), 10))
-    assert as_bytes(index.search(queries(6, 5), 10)) == as_bytes(score_blocks(queries(6, 5), shard(6), 10))
+    assert as_bytes(index.search(queries(6, 5), 10)) == as_bytes(FlatIndex(shard(6)).search(queries(6, 5), 10))
 
 
 def test_vectors_resident_on_the_device_give_the_same_bytes(shard, queries):

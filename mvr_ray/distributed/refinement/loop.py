@@ -30,12 +30,13 @@ from mvr_ray.core.refining.refine_policy import (
     next_action,
     worst_loss,
 )
+from mvr_ray.core.searching.merging import MergedHits
 from mvr_ray.distributed.job_metrics import record_round
 from mvr_ray.distributed.refinement.journal import Journal, RoundRecord, WeightRecord
 from mvr_ray.distributed.refinement.labels import label_round
 from mvr_ray.distributed.refinement.measure import Evaluator, Ranks, deciding_kind, gate_sets
 from mvr_ray.distributed.refinement.questions import RefineQuestions
-from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, HitTable, RefinerPool
+from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.shard_refiner import (
     FeedbackSettings,
@@ -90,14 +91,14 @@ class RefinementLoop:
             self.progress("refine rounds", number, self.state().max_rounds)
         return action
 
-    def retrieve(self, number: int, queries_LD: FloatArray) -> HitTable:
+    def retrieve(self, number: int, queries_LD: FloatArray) -> MergedHits:
         """Hits of the labelled questions after a round."""
         return self.search(self.state_id(number), self.labelled, queries_LD, f"refine round {number}: retrieve")
 
-    def label(self, number: int, queries_LD: FloatArray, hits: HitTable) -> Labels:
+    def label(self, number: int, queries_LD: FloatArray, hits: MergedHits) -> Labels:
         return label_round(self.refine, self.evaluator, self.refiners, self.state_id(number), queries_LD, hits)
 
-    def measure_before(self, hits: HitTable) -> None:
+    def measure_before(self, hits: MergedHits) -> None:
         """Rank every question in the published version, and begin the journal with that."""
         ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.gate_rows(), "gate")
@@ -159,9 +160,9 @@ class RefinementLoop:
         """The state of the passages after a round: the published one where only queries move."""
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
-    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> HitTable:
+    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> MergedHits:
         if not len(rows):
-            return HitTable(np.empty((0, 0), np.int64), np.empty((0, 0), np.int16))
+            return MergedHits.padding(0, 0)
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank_others(self, at: StateId, ranks: Ranks, rows: list[int], what: str) -> Ranks:
@@ -253,7 +254,7 @@ class RefinementLoop:
             num_drifted=int((drift_L > 0).sum()),
         )
 
-    def measure_round(self, number: int, step: "RoundStep", hits: HitTable) -> None:
+    def measure_round(self, number: int, step: "RoundStep", hits: MergedHits) -> None:
         """Measure the state after a round, and make the round count."""
         ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
         if self.refine.method in KEEPS_PASSAGES:

@@ -19,8 +19,7 @@ import ray
 from mvr_ray.core.refining.aopt import LabelSums
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import NumberedHits, in_doubt, merge_numbered
-from mvr_ray.core.searching.scoring import first_depth
+from mvr_ray.core.searching.merging import MergedHits, first_depth, merge, overlay_hits, uncertain_queries
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.refinement.shard_refiner import (
     FeedbackSettings,
@@ -46,17 +45,6 @@ START_S = 120.0
 """Added where actors have yet to start: they import torch and open their shards."""
 
 T = TypeVar("T")
-
-
-class HitTable(NamedTuple):
-    """Merged hits as arrays, best first: passage_QK int64 and view_QK int16, both -1 on padding."""
-
-    passage_QK: IntArray
-    view_QK: IntArray
-
-    def fill(self, rows: slice | IntArray, merged: NumberedHits) -> None:
-        """Write the merged hits of some queries."""
-        self.passage_QK[rows], self.view_QK[rows] = merged.passage_QK, merged.view_QK
 
 
 class LabelCache:
@@ -185,18 +173,15 @@ class RefinerPool:
             if row >= 0
         }
 
-    def search(self, at: StateId, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> HitTable:
-        """Exact top k of every query over the shards at a state.
+    def search(self, at: StateId, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> MergedHits:
+        """Exact top k of every query over all shards at a state; k is cut to the number of passages.
 
-        Actors are first asked for fewer than k, as a router asks its searchers; then for k where that leaves a doubt,
-        and for each shard alone where ties do: only within a shard do rows stand in order of id.
+        Every actor answers for its shards together as one shard would. As a router does, the pool first asks for as
+        many rows as settle most queries, and then for k rows where the merge is uncertain.
         """
         k = min(k, self.num_passages)
         first = first_depth(k, [size for _, size in self.searchers], min(QUERY_BLOCK, len(queries_QD)))
-        table = HitTable(
-            np.full((len(queries_QD), k), -1, np.int64),
-            np.full((len(queries_QD), k), -1, np.int16),
-        )
+        table = MergedHits.padding(len(queries_QD), k)
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def send(block: slice) -> list[Call]:
@@ -204,26 +189,22 @@ class RefinerPool:
             return [Call(actor, actor.search.remote(at, part, first)) for actor, _ in self.searchers]
 
         for block, calls in zip(blocks, _in_flight(map(send, blocks), 2)):
-            answers = self.results(calls)
-            merged = self._merge(answers, k)
+            lists: list[tuple[int, ShardHits]] = [(0, hits) for hits in self.results(calls)]
+            merged = merge(lists, k, self.ids_of)
+            queries_S = uncertain_queries(lists, merged, self.ids_of)
+            again = [number for number, queries in enumerate(queries_S) if len(queries)]
+            if again:
+                calls = []
+                for number in again:
+                    actor, _ = self.searchers[number]
+                    part = queries_QD[block][queries_S[number]]
+                    calls.append(Call(actor, actor.search.remote(at, part, k)))
+                for number, hits in zip(again, self.results(calls)):
+                    lists[number] = 0, overlay_hits(lists[number][1], hits, queries_S[number])
+                merged = merge(lists, k, self.ids_of)
             table.fill(block, merged)
-            doubtful = in_doubt(answers, merged.kth_Q)
-            if first < k and len(doubtful):
-                part = queries_QD[block.start + doubtful]
-                answers = self.results([Call(actor, actor.search.remote(at, part, k)) for actor, _ in self.searchers])
-                merged = self._merge(answers, k)
-                table.fill(block.start + doubtful, merged)
-                doubtful = doubtful[in_doubt(answers, merged.kth_Q)]
-            if len(doubtful):
-                part = queries_QD[block.start + doubtful]
-                calls = [Call(actor, actor.search_apart.remote(at, part, k)) for actor, _ in self.searchers]
-                shards = [shard for answer in self.results(calls) for shard in answer]
-                table.fill(block.start + doubtful, merge_numbered(shards, k, self.ids_of))
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
         return table
-
-    def _merge(self, answers: Sequence[ShardHits], k: int) -> NumberedHits:
-        return merge_numbered([(0, hits) for hits in answers], k, self.ids_of, in_id_order=False)
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""

@@ -21,6 +21,7 @@ from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
+from mvr_ray.core.searching.merging import merge
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
@@ -118,24 +119,51 @@ class ShardRefiner:
         self.matcher = AnswerMatcher(max_questions=QUESTIONS_KEPT)
 
     def search(self, at: StateId, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Exact top k of all shards here together at a state; rows are numbers through the whole index.
+        """Exact top k of all shards here together at a state: score descending, then passage id ascending; rows are
+        numbers through the whole index.
 
-        Of passages with equal scores the lower number stands first, whatever their ids: where the frontier is the score
-        of the last one, `search_apart` says which of them has the lower id.
+        The scan ranks passages of equal scores by their row here. Where the score of the last row goes on behind it,
+        each shard is searched alone, which finds the lower ids.
         """
         hits = self._index(at).search(queries_QD, k)
-        first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.task.shards)])
-        shift = np.array(self.task.starts) - first[:-1]
-        place_QK = np.searchsorted(first, np.maximum(hits.rows_QK, 0), side="right") - 1
-        return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + shift[place_QK], -1))
+        if len(self.task.shards) == 1:
+            return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + self.task.starts[0], -1))
+        k = hits.rows_QK.shape[1]
+        merged = merge(self._split(hits), k, self._ids_of_numbers)
+        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged.score_QK[:, -1]))
+        if len(tied_Q):
+            lists = [
+                (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads))
+                for shard, start in zip(self.task.shards, self.task.starts)
+                if self.entries[shard].num_passages
+            ]
+            alone = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
+            merged.fill(tied_Q, merge(alone, k, self._ids_of_numbers))
+        return ShardHits(merged.passage_QK, merged.score_QK, merged.view_QK, hits.frontier_Q)
 
-    def search_apart(self, at: StateId, queries_QD: FloatArray, k: int) -> list[tuple[int, ShardHits]]:
-        """Exact top k of each shard alone: the number of its first passage, and its hits."""
-        return [
-            (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads).search(queries_QD, k))
-            for shard, start in zip(self.task.shards, self.task.starts)
-            if self.entries[shard].num_passages
-        ]
+    def _split(self, hits: ShardHits) -> list[tuple[int, ShardHits]]:
+        """Hits of all shards here by shard: its start, and its own rows at the places that they have among all."""
+        first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.task.shards)])
+        lists = []
+        for start, low, high in zip(self.task.starts, first, first[1:]):
+            own_QK = (hits.rows_QK >= low) & (hits.rows_QK < high)
+            lists.append(
+                (
+                    start,
+                    ShardHits(
+                        np.where(own_QK, hits.rows_QK - low, -1),
+                        np.where(own_QK, hits.scores_QK, -np.inf),
+                        np.where(own_QK, hits.views_QK, -1),
+                        hits.frontier_Q,
+                    ),
+                )
+            )
+        return lists
+
+    def _ids_of_numbers(self, passages: IntArray) -> list[str]:
+        at = np.searchsorted(self.task.starts, passages, side="right") - 1
+        rows = passages - np.array(self.task.starts)[at]
+        return [self._ids(self.task.shards[place])[row] for place, row in zip(at.tolist(), rows.tolist())]
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
