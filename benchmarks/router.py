@@ -23,6 +23,7 @@ import ray
 from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
@@ -191,7 +192,7 @@ def loads(part: Part, both: Both) -> None:
         for name, router in cases.items():
 
             def search(query_1D: FloatArray, router: Router = router) -> Any:
-                return router.search(query_1D, K, timeout_s=DEADLINE_S, min_coverage=0.0)
+                return router.search(query_1D, K, deadline=Deadline.after(DEADLINE_S), min_coverage=0.0)
 
             runs[name].append(under_load(search, CLIENTS, ROUND_S))
             print(name, runs[name][-1].facts(), flush=True)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.searching.codes import encode
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.searching.dispatch import ShardRequest
@@ -154,7 +155,7 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
         asked = {}
         for group, here in enumerate(held):
             asked[group] = ShardRequest("scan", encode_scan(ScanRequest(query_1D, K, here, version)))
-        searchers.dispatcher.gather(asked, 60.0)
+        searchers.dispatcher.gather(asked, Deadline.after(60.0))
 
     def search() -> None:
         began = time.process_time()

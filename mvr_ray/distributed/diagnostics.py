@@ -6,6 +6,7 @@ Shapes: Q queries, D dimension.
 from contextlib import AbstractContextManager
 
 from mvr_ray.core.searching.exact import check_k, check_queries
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import HotSwapRouter
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
@@ -42,5 +43,5 @@ class RouterDiagnostics:
         with self.live.pinned(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.live.searchers.fleet(router.manifest)
-            results = fleet.exact(queries_QD, check_k(k), self.live.timeout_s)
+            results = fleet.exact(queries_QD, check_k(k), Deadline.after(self.live.timeout_s))
             return MergedResults(results, shard_starts(router.manifest.shards), k).hits()

@@ -26,6 +26,7 @@ from ray.exceptions import RayError
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import translate_ray_errors
@@ -119,18 +120,18 @@ class HotSwapRouter:
         return self._state.failure
 
     @contextmanager
-    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[Router]:
+    def pinned(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
 
-        Another version than the live one may have to be opened, for which the call waits at most `timeout_s`. Raises
+        Another version than the live one may have to be opened, for which the call waits until the deadline. Raises
         MissingInputError, StorageError or ResourceError where it cannot be; OverloadedError where it is not open in
         time, or where others were called too short a time ago to go for it.
         """
         served = self._called(version)
         if served is None:
             described = manifest.read(self.store, self.index, version)
-            allowed_s = self.timeout_s if timeout_s is None else timeout_s
-            served = self._openings.wait_for(described, allowed_s, lambda: self._called(version))
+            deadline = deadline or Deadline.after(self.timeout_s)
+            served = self._openings.wait_for(described, deadline, lambda: self._called(version))
         try:
             yield served.router
         finally:
@@ -313,16 +314,16 @@ class HotSwapRouter:
             return router.embed(texts)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
         with self.pinned() as router:
-            return router.search(queries_QD, k, timeout_s=timeout_s, min_coverage=min_coverage)
+            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
         with self.pinned() as router:
-            return router.search_text(texts, k, timeout_s=timeout_s, min_coverage=min_coverage)
+            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pinned() as router:

@@ -27,6 +27,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
 from mvr_ray.core.searching.merging import first_depth
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
@@ -147,20 +148,19 @@ class Router:
         return self.encoder.embed_queries(texts)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
         """`search` with the questions' embeddings; embedding them counts towards the time."""
-        began = time.monotonic()
-        allowed = self.timeout_s if timeout_s is None else timeout_s
+        deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
-        left = allowed - (time.monotonic() - began)
-        return self.search(queries_QD, k, timeout_s=left, min_coverage=min_coverage)
+        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
-        """The best k distinct passages a query, or all there are, of the shards that answer within `timeout_s`.
+        """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
+        `timeout_s` of the router where none is given.
 
         Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
@@ -171,16 +171,15 @@ class Router:
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
-        allowed_s = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + allowed_s
+        deadline = deadline or Deadline.after(self.timeout_s)
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
-        kept_s = SECOND_ROUND_SHARE * allowed_s if first < k and min_coverage < 1 else 0.0
+        kept_s = SECOND_ROUND_SHARE * deadline.left_s if first < k and min_coverage < 1 else 0.0
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, deadline - kept_s - time.monotonic())
+            answers = self.fleet.fan_out(queries_QD, first, shards, deadline.earlier(kept_s))
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -188,8 +187,7 @@ class Router:
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
-                left_s = deadline - time.monotonic()
-                second = self.fleet.fan_out(queries_QD[positions], k, list(again), left_s, again=True)
+                second = self.fleet.fan_out(queries_QD[positions], k, list(again), deadline, again=True)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
@@ -223,7 +221,7 @@ class Router:
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
-        stored = self.fleet.views(wanted, self.timeout_s)
+        stored = self.fleet.views(wanted, Deadline.after(self.timeout_s))
         for missing in stored.failures:
             if missing.reason == DAMAGED:
                 raise DamagedShardsError(missing.detail)

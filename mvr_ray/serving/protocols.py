@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.types import Answer, FleetCounts, FloatArray, Hit, Passage, PassageScores
 
 
@@ -17,11 +18,11 @@ class Searchable(Protocol):
     def num_views(self) -> int: ...
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer: ...
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer: ...
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]: ...
@@ -40,11 +41,13 @@ class Explainable(Searchable, Protocol):
 class VersionSwitcher(Protocol):
     """What goes from version to version."""
 
-    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> AbstractContextManager[Explainable]:
+    def pinned(
+        self, version: int | None = None, deadline: Deadline | None = None
+    ) -> AbstractContextManager[Explainable]:
         """A router of one version (None: the one that is answered from now), that version's until the block ends.
 
         Raises MissingInputError for a version that is not published, OverloadedError where another one than that which
-        is answered from is not open within `timeout_s`.
+        is answered from is not open by the deadline.
         """
         ...
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import snippet_text
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import explain as explaining
@@ -87,12 +88,15 @@ class SearchService:
         allowed_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
         with self._at(request.version, allowed_s) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            left_s = allowed_s - (time.perf_counter() - began)
+            deadline = Deadline.after(allowed_s - (time.perf_counter() - began))
             answer = (
-                router.search_text(texts, request.k, timeout_s=left_s, min_coverage=least)
+                router.search_text(texts, request.k, deadline=deadline, min_coverage=least)
                 if texts
                 else router.search(
-                    parse_vectors(vectors, router.dimension), request.k, timeout_s=left_s, min_coverage=least
+                    parse_vectors(vectors, router.dimension),
+                    request.k,
+                    deadline=deadline,
+                    min_coverage=least,
                 )
             )
             require_encoder(request.encoder_fingerprint, answer)
@@ -222,7 +226,9 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(self.switcher.pinned(version, timeout_s))
+                router = stack.enter_context(
+                    self.switcher.pinned(version, None if timeout_s is None else Deadline.after(timeout_s))
+                )
             except MissingInputError as error:
                 told, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None

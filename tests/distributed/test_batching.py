@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from random_index import D, brute_force, publish_random_index, random_views
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
@@ -34,9 +35,9 @@ class Gated:
         self.first_parts = first_parts
         self.error: Exception | None = None
 
-    def fan_out(self, queries_QD, k, shards, timeout_s, again=False, on_partial=None) -> ShardResults:
+    def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None) -> ShardResults:
         self.sizes.append(len(queries_QD))
-        answer = self.fleet.fan_out(queries_QD, k, shards, timeout_s)
+        answer = self.fleet.fan_out(queries_QD, k, shards, deadline)
         if on_partial:
             for one in answer.results[: self.first_parts]:
                 on_partial(ShardResults([one], []))
@@ -115,9 +116,9 @@ def test_a_search_alone_is_asked_in_its_own_thread(indexed):
         def __init__(self, fleet):
             self.fleet = fleet
 
-        def fan_out(self, queries_QD, k, shards, timeout_s, again=False, on_partial=None):
+        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None):
             threads.append(threading.current_thread().name)
-            return self.fleet.fan_out(queries_QD, k, shards, timeout_s)
+            return self.fleet.fan_out(queries_QD, k, shards, deadline)
 
     router = routed(indexed, lambda fleet: DynamicBatcher(Told(fleet)))
     for seed in range(3):
@@ -135,11 +136,11 @@ def test_one_whose_time_is_over_has_what_came_and_the_others_wait_on(indexed):
         gated.at_gate.acquire()
         patient = threads.submit(router.search, queries(2, 1), K)
         in_line(together, 1)
-        answer = router.search(queries(3, 2), K, timeout_s=0.4, min_coverage=0.0)
+        answer = router.search(queries(3, 2), K, deadline=Deadline.after(0.4), min_coverage=0.0)
         assert [shard.state for shard in answer.shards] == ["searched", "searched", "late"]
         assert not answer.exact.certified
         with pytest.raises(CoverageError, match=r"2 \(late\)"):
-            router.search(queries(3, 2), K, timeout_s=0.2)
+            router.search(queries(3, 2), K, deadline=Deadline.after(0.2))
         assert not patient.done() and not ahead.done()
         gated.gate.set()
         assert is_true(queries(2, 1), patient.result().hits, K)
@@ -153,7 +154,7 @@ def test_one_in_line_behind_a_call_that_hangs_is_asked_before_its_time_is_over(i
     with ThreadPoolExecutor(1) as threads:
         hung = threads.submit(router.search, queries(1, 1), K)
         gated.at_gate.acquire()
-        answer = router.search(queries(2, 1), K, timeout_s=1.0)
+        answer = router.search(queries(2, 1), K, deadline=Deadline.after(1.0))
         assert is_true(queries(2, 1), answer.hits, K) and answer.coverage_share == 1.0
         assert not hung.done()
         gated.gate.set()
@@ -200,7 +201,7 @@ def test_of_searchers_one_of_which_hangs_the_other_ones_answer_is_there_in_time(
     with open_router(run) as opened:
         fleet = opened.fleet
         router = Router(opened.store, opened.manifest, DynamicBatcher(fleet, at_once=0))
-        assert is_true(queries(1, 2), router.search(queries(1, 2), K, timeout_s=4).hits, K)
+        assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(4)).hits, K)
         hung, other = fleet.shards
         gate = "gate"
 
@@ -209,9 +210,9 @@ def test_of_searchers_one_of_which_hangs_the_other_ones_answer_is_there_in_time(
                 one.__dict__.setdefault(gate, threading.Event()).wait()
 
         fleet.actors[0].__ray_call__.remote(hold)
-        answer = router.search(queries(1, 2), K, timeout_s=3, min_coverage=0.0)
+        answer = router.search(queries(1, 2), K, deadline=Deadline.after(3), min_coverage=0.0)
         assert {answer.shards[shard].state for shard in hung} == {"late"}
         assert {answer.shards[shard].state for shard in other} == {"searched"}
         again = fleet.actors[0].__ray_call__.options(concurrency_group="health")
         ray.get(again.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).set()))
-        assert is_true(queries(1, 2), router.search(queries(1, 2), K, timeout_s=60).hits, K)
+        assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_index import D, brute_force, publish_random_index, random_views
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.searching.fleet import place, share_out
 from mvr_ray.distributed.searching.health import HealthMonitor, LastHeartbeat
@@ -208,7 +209,7 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_pro
                 ray.wait([other.again], timeout=60)  # it was killed before, and now is asked again
             pid = stopped_in_a_search(doomed)
             other.waiting += 32  # so that the doomed one is asked first
-            asked = threads.submit(router.search, QUERIES_QD, K, timeout_s=120)
+            asked = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
             is_begun(doomed)
             other.waiting -= 32
             assert replica.waiting == 1 and not asked.done()
@@ -238,7 +239,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
             dispatcher.budget.call()
         shut(first)
         for _ in range(10):
-            assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+            assert is_whole(router.search(QUERIES_QD, K, deadline=Deadline.after(60)))
         hedges = dispatcher.budget.hedges
         assert 1 <= hedges <= 0.05 * dispatcher.budget.calls
         record_property("figures", f"10 whole answers with {hedges} second calls in {dispatcher.budget.calls} calls")
@@ -247,7 +248,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
         dispatcher.budget = HedgeBudget(share=1.0)
         dispatcher.groups[0][1].waiting += 32  # so that the shut one is asked first
-        assert is_whole(router.search(QUERIES_QD, K, timeout_s=60))
+        assert is_whole(router.search(QUERIES_QD, K, deadline=Deadline.after(60)))
         dispatcher.groups[0][1].waiting -= 32
         assert counts.hedge_wins < dispatcher.counts().hedge_wins
         assert dispatcher.counts().most_waiting == dispatcher.groups[0][0].waiting <= dispatcher.counts().waiting
@@ -259,7 +260,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         assert dispatcher.counts().refused == 1
         dispatcher.queue = 64
         shut(second)
-        answer = router.search(QUERIES_QD, K, timeout_s=1, min_coverage=0.0)
+        answer = router.search(QUERIES_QD, K, deadline=Deadline.after(1), min_coverage=0.0)
         assert {answer.shards[shard].state for shard in router.fleet.shards[0]} == {"late"}
         assert dispatcher.budget.hedges == hedges
         reopen(first)
@@ -275,7 +276,7 @@ def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(opened, re
     with opened(searcher_queue=places) as router, ThreadPoolExecutor(places) as threads:
         actor, waiting = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
-        let_in = [threads.submit(router.search, QUERIES_QD, K, timeout_s=120) for _ in range(places)]
+        let_in = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(places)]
         while waiting.waiting < places:
             pass
         message = r"^2 calls wait .* group 0, .*searcher_queue=2\); ask again in \d+\.\d s, "
@@ -300,7 +301,7 @@ def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
         actor, replica = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
         for _ in range(3):
-            answer = router.search(QUERIES_QD, K, timeout_s=0.5, min_coverage=0.0)
+            answer = router.search(QUERIES_QD, K, deadline=Deadline.after(0.5), min_coverage=0.0)
             assert {shard.state for shard in answer.shards} <= {"searched", "late"}
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K, min_coverage=0.0)
@@ -375,9 +376,9 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, 
         asked_by(way, router, monkeypatch)
         doomed, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
         pid = stopped_in_a_search(doomed)
-        strict = threads.submit(router.search, QUERIES_QD, K, timeout_s=120)
+        strict = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
         is_begun(doomed)
-        lenient = threads.submit(router.search, QUERIES_QD, K, timeout_s=120, min_coverage=0.0)
+        lenient = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120), min_coverage=0.0)
         while replica.waiting < 2:
             time.sleep(0.001)
         assert not strict.done()

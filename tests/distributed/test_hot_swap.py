@@ -16,6 +16,7 @@ import ray
 from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import (
@@ -86,7 +87,7 @@ class Crowd:
             at, number = number % len(QUERIES_QD), number + 1
             with self._lock:
                 self.under_way += 1
-            answer = self.live.search(QUERIES_QD[at : at + 1], K, timeout_s=120)
+            answer = self.live.search(QUERIES_QD[at : at + 1], K, deadline=Deadline.after(120))
             hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
             right = hits == self.truth[answer.version][at] and answer.exact.certified and answer.coverage_share == 1
             with self._lock:
@@ -507,7 +508,7 @@ def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, r
         hold_turn(actor)
         began = time.monotonic()
         with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
-            live.search(QUERIES_QD, K, timeout_s=120)
+            live.search(QUERIES_QD, K, deadline=Deadline.after(120))
         took_s = time.monotonic() - began
         live.ready()
         whole_s = time.monotonic() - began

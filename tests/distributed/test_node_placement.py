@@ -15,6 +15,7 @@ from random_index import D, brute_force, publish_random_index, random_views
 from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.router import searcher_task
 from mvr_ray.distributed.searching.node_placement import NodeCapacity, Rebalancer, assign_nodes
@@ -125,7 +126,7 @@ class Asking:
     def _ask(self) -> None:
         while not self._ended.is_set():
             try:
-                answer = self.live.search(QUERIES_QD, K, timeout_s=20)
+                answer = self.live.search(QUERIES_QD, K, deadline=Deadline.after(20))
             except CoverageError:
                 self.refused += 1
                 self._ended.wait(0.05)

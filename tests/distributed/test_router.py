@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_index import D, V, brute_force, publish_random_index, random_views
 
+from mvr_ray import deadline as deadline_module
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import BlockTable
-from mvr_ray.distributed import router as router_module
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.fleet import share_out
 from mvr_ray.distributed.searching.merged_results import overlay_results
@@ -164,15 +165,15 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
+    def fan_out(self, queries_QD, k, shards, deadline, again=False) -> ShardResults:
         there = [shard for shard in shards if shard not in self.silent]
-        found = self.whole.fan_out(queries_QD, k, there, timeout_s).results
+        found = self.whole.fan_out(queries_QD, k, there, deadline).results
         lost = tuple(shard for shard in shards if shard in self.silent)
         return ShardResults(found, [ShardFailure(lost, "late")] if lost else [])
 
-    def views(self, wanted, timeout_s) -> ViewResults:
+    def views(self, wanted, deadline) -> ViewResults:
         there = {shard: ids for shard, ids in wanted.items() if shard not in self.silent}
-        found = self.whole.views(there, timeout_s).views
+        found = self.whole.views(there, deadline).views
         lost = tuple(shard for shard in wanted if shard in self.silent)
         return ViewResults(found, [ShardFailure(lost, "late")] if lost else [])
 
@@ -214,17 +215,17 @@ class Stuck:
 
     def ready(self) -> None: ...
 
-    def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
-        if timeout_s <= 0 or (again and self.deaf):
+    def fan_out(self, queries_QD, k, shards, deadline, again=False) -> ShardResults:
+        if deadline.left_s <= 0 or (again and self.deaf):
             return ShardResults([], [ShardFailure(tuple(shards), "late")])
         if self.shard in shards:
-            self.now_s += timeout_s
+            self.now_s = deadline.due_s
         there = [shard for shard in shards if shard != self.shard]
         lost = [ShardFailure((self.shard,), "late")] if self.shard in shards else []
-        return ShardResults(self.whole.fan_out(queries_QD, k, there, timeout_s).results, lost)
+        return ShardResults(self.whole.fan_out(queries_QD, k, there, deadline).results, lost)
 
-    def views(self, wanted, timeout_s) -> ViewResults:
-        return self.whole.views(wanted, timeout_s)
+    def views(self, wanted, deadline) -> ViewResults:
+        return self.whole.views(wanted, deadline)
 
 
 def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
@@ -238,8 +239,10 @@ def test_a_silent_shard_leaves_time_to_ask_a_rich_one_again(tmp_path, monkeypatc
     views, whole = with_a_rich_shard(tmp_path)
     query_QD, k = np.ones((1, D), np.float32), 40
     fleet = Stuck(whole.fleet, 1, deaf=False)
-    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
-    partial = Router(whole.store, whole.manifest, fleet).search(query_QD, k, timeout_s=2.0, min_coverage=0.5)
+    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=fleet.clock))
+    partial = Router(whole.store, whole.manifest, fleet).search(
+        query_QD, k, deadline=Deadline.after(2.0), min_coverage=0.5
+    )
     assert partial.exact.rounds == 2 and not partial.exact.certified
     assert [shard.state for shard in partial.shards] == ["searched", "late", "searched", "searched"]
     there = {i: own for i, own in views.items() if shard_of(i, 4) != 1}
@@ -251,9 +254,9 @@ def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(
     views, whole = with_a_rich_shard(tmp_path)
     query_QD, k = np.ones((1, D), np.float32), 40
     fleet = Stuck(whole.fleet, 1, deaf=True)
-    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=fleet.clock, perf_counter=fleet.clock))
+    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=fleet.clock))
     router = Router(whole.store, whole.manifest, fleet)
-    partial = router.search(query_QD, k, timeout_s=2.0, min_coverage=0.25)
+    partial = router.search(query_QD, k, deadline=Deadline.after(2.0), min_coverage=0.25)
     assert partial.exact.rounds == 2 and not partial.exact.certified
     assert [shard.state for shard in partial.shards] == ["searched", "late", "late", "searched"]
     assert [bool(shard.reason) for shard in partial.shards] == [False, False, True, False]
@@ -268,14 +271,14 @@ def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(
     rest = [(h.passage_id, h.score, h.view) for h in partial.hits[0][kept:]]
     assert rest == brute_force(others, query_QD[0], 40 - kept)
     with pytest.raises(CoverageError, match=r"2 of 4 shards .*: 1 \(late\), 2 \(late\)"):
-        router.search(query_QD, k, timeout_s=2.0, min_coverage=0.75)
+        router.search(query_QD, k, deadline=Deadline.after(2.0), min_coverage=0.75)
 
 
 def test_a_search_that_fails_tells_its_time_too(tmp_path):
     whole = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
 
     class Full(HalfDead):
-        def fan_out(self, queries_QD, k, shards, timeout_s, again=False) -> ShardResults:
+        def fan_out(self, queries_QD, k, shards, deadline, again=False) -> ShardResults:
             raise OverloadedError("every queue is full", 1.0)
 
     stages: list[str] = []

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import flight
 from random_index import D, brute_force, publish_random_index, random_views
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
@@ -108,7 +109,7 @@ def until(holds, seconds: float = 30.0) -> None:
 
 def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):
     connection.book(1)
-    return connection.call(method, "a call", pa.py_buffer(message), timeout_s)
+    return connection.call(method, "a call", pa.py_buffer(message), Deadline.after(timeout_s))
 
 
 def connected(endpoint: SearcherAddress) -> Connection:

@@ -23,6 +23,7 @@ from functools import partial
 import numpy as np
 
 from mvr_ray import logs
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
 from mvr_ray.types import FloatArray, ShardHits
@@ -37,8 +38,8 @@ THREADS = 64
 class _Search:
     """One search in line. `rows` are its queries in the batch that it goes with."""
 
-    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], due_s: float) -> None:
-        self.queries_QD, self.k, self.shards, self.due_s = queries_QD, k, tuple(shards), due_s
+    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], deadline: Deadline) -> None:
+        self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
         self.rows = slice(0, 0)
         self.request = logs.request_id()
         self.batch: _Batch | None = None
@@ -92,24 +93,24 @@ class DynamicBatcher:
     def ready(self) -> None:
         self.fleet.ready()
 
-    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
-        return self.fleet.views(ids, timeout_s)
+    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
+        return self.fleet.views(ids, deadline)
 
     def fan_out(
         self,
         queries_QD: FloatArray,
         k: int,
         shards: Sequence[int],
-        timeout_s: float,
+        deadline: Deadline,
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
     ) -> ShardResults:
         """As the fleet answers, which this search shares with others; raises what the fleet raises."""
         if on_partial is not None or again or len(queries_QD) >= self.most:
-            return self.fleet.fan_out(queries_QD, k, shards, timeout_s, again=again, on_partial=on_partial)
+            return self.fleet.fan_out(queries_QD, k, shards, deadline, again=again, on_partial=on_partial)
         began_s = time.monotonic()
-        search = _Search(queries_QD, k, shards, began_s + timeout_s)
+        search = _Search(queries_QD, k, shards, deadline)
         with self._lock:
             self.searches += 1
             alone = self._running < self.at_once and not self._line
@@ -120,10 +121,10 @@ class DynamicBatcher:
                 self._line.append(search)
         if alone:
             try:
-                return self.fleet.fan_out(queries_QD, k, shards, timeout_s)
+                return self.fleet.fan_out(queries_QD, k, shards, deadline)
             finally:
                 self._ended(began_s)
-        if not search.sent.wait(self._patience_s(timeout_s)):
+        if not search.sent.wait(self._patience_s(deadline.left_s)):
             self._send_next(search)
             search.sent.wait()
         return self._answer(search)
@@ -132,15 +133,15 @@ class DynamicBatcher:
         batch = search.batch
         assert batch is not None and batch.future is not None, "a search was sent without a batch"
         try:
-            answers = batch.future.result(max(search.due_s - time.monotonic(), 0.0))
+            answers = batch.future.result(search.deadline.left_s)
         except TimeoutError:
             answers = batch.now(search.shards)
         return ShardResults([_cut(one, search.rows) for one in answers.results], answers.failures)
 
-    def _patience_s(self, timeout_s: float) -> float:
+    def _patience_s(self, left_s: float) -> float:
         with self._lock:
-            usual_s = float(np.median(self._seconds)) if self._seconds else timeout_s
-        return max(min(timeout_s / 4, 2 * usual_s), 0.0)
+            usual_s = float(np.median(self._seconds)) if self._seconds else left_s
+        return min(left_s / 4, 2 * usual_s)
 
     def _send_next(self, impatient: _Search | None = None) -> None:
         """Ask for the first in line and those that go with it; where one is impatient, for it and its like."""
@@ -159,11 +160,11 @@ class DynamicBatcher:
             self.calls += 1
         batch, began_s = _Batch(together), time.monotonic()
         queries_QD = np.concatenate([search.queries_QD for search in together])
-        left_s = max(search.due_s for search in together) - began_s
+        deadline = max(search.deadline for search in together)
         with logs.request_context(first.request):
             run = copy_context().run  # log lines of a batch carry the request of its first search
         fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
-        batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, left_s)
+        batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, deadline)
         for search in together:
             search.sent.set()
         batch.future.add_done_callback(lambda _: self._ended(began_s))

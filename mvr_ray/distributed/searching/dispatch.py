@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from mvr_ray import logs
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.hedging import HedgeBudget, Latencies
 from mvr_ray.distributed.searching.transport import Connection, ConnectionLost
 from mvr_ray.errors import MvrRayError, OverloadedError
@@ -76,7 +77,7 @@ class _Request(NamedTuple):
     who was asked because another was slow."""
 
     requests: Mapping[int, ShardRequest]
-    deadline_s: float
+    deadline: Deadline
     answers: dict[int, pa.Buffer]
     silent: dict[int, str]
     tried: dict[int, list[Replica]]
@@ -115,7 +116,7 @@ class Dispatcher:
     def gather(
         self,
         requests: Mapping[int, ShardRequest],
-        timeout_s: float,
+        deadline: Deadline,
         *,
         admitted: bool = False,
         on_partial: Callable[[pa.Buffer], None] | None = None,
@@ -126,9 +127,8 @@ class Dispatcher:
         Raises OverloadedError, and what a searcher raised for the request itself.
         """
         began_s = time.monotonic()
-        deadline_s = began_s + max(timeout_s, 0.0)
         chosen, silent = self._admit(requests, admitted)
-        at = _Request(requests, deadline_s, {}, silent, {group: [replica] for group, replica in chosen.items()}, {}, {})
+        at = _Request(requests, deadline, {}, silent, {group: [replica] for group, replica in chosen.items()}, {}, {})
         unsent = list(chosen.items())
         try:
             while unsent:
@@ -140,14 +140,14 @@ class Dispatcher:
                     del hedge_s[group]
                     if at.waits_for(group):
                         self._call_other(at, group, hedge=True)
-                until_s = min([deadline_s, *hedge_s.values()])
+                until_s = min([deadline.due_s, *hedge_s.values()])
                 when = FIRST_COMPLETED if self._replicated or on_partial else ALL_COMPLETED
                 done, running = wait(at.calls, max(until_s - now_s, 0.0), return_when=when)
                 for future in done:
                     answer = self._ended(at, future)
                     if on_partial and answer is not None:
                         on_partial(answer)
-                if running and until_s == deadline_s and time.monotonic() >= until_s:
+                if running and until_s == deadline.due_s and time.monotonic() >= until_s:
                     break
             for call in at.calls.values():
                 if at.waits_for(call.group):
@@ -244,7 +244,7 @@ class Dispatcher:
         name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
         call = _Call(group, replica, name, time.monotonic())
         method, message = at.requests[group]
-        at.calls[replica.call(method, name, message, at.deadline_s - call.began_s)] = call
+        at.calls[replica.call(method, name, message, at.deadline)] = call
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None

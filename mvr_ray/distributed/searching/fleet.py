@@ -20,6 +20,7 @@ import pyarrow as pa
 import ray
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher, ShardRequest
@@ -279,7 +280,7 @@ class RemoteFleet:
         queries_QD: FloatArray,
         k: int,
         shards: Sequence[int],
-        timeout_s: float,
+        deadline: Deadline,
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
@@ -290,12 +291,12 @@ class RemoteFleet:
             for group, here in self._by_group(shards).items()
         }
         hear = (lambda message: on_partial(decode_results(message))) if on_partial else None
-        messages, failures = self._gather(requests, shards, timeout_s, again, hear)
+        messages, failures = self._gather(requests, shards, deadline, again, hear)
         answers = [decode_results(message) for message in messages]
         failures += [one for answer in answers for one in answer.failures]
         return ShardResults([one for answer in answers for one in answer.results], failures)
 
-    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]:
+    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search beside the searches that wait in the queues."""
         asked = zip(self.assignments, self.searchers.groups)
         waiting = [
@@ -303,14 +304,14 @@ class RemoteFleet:
             for assignment, actors in asked
         ]
         with translate_ray_errors("searching exactly"):
-            return [one for answers in ray.get(waiting, timeout=timeout_s) for one in answers]
+            return [one for answers in ray.get(waiting, timeout=deadline.left_s) for one in answers]
 
-    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
         requests = {}
         for group, here in self._by_group(list(ids)).items():
             request = ViewsRequest({shard: ids[shard] for shard in here}, self.version)
             requests[group] = ShardRequest("views", encode_views_request(request))
-        messages, failures = self._gather(requests, list(ids), timeout_s, False)
+        messages, failures = self._gather(requests, list(ids), deadline, False)
         answers = [decode_views(message) for message in messages]
         failures += [one for answer in answers for one in answer.failures]
         return ViewResults({name: one for answer in answers for name, one in answer.views.items()}, failures)
@@ -325,13 +326,13 @@ class RemoteFleet:
         self,
         requests: Mapping[int, ShardRequest],
         shards: Sequence[int],
-        timeout_s: float,
+        deadline: Deadline,
         again: bool,
         hear: Callable[[pa.Buffer], None] | None = None,
     ) -> tuple[list[pa.Buffer], list[ShardFailure]]:
         """The messages of the groups that answered, and which of the shards did not."""
         gather = self.searchers.dispatcher.gather
-        answers, silent = gather(requests, timeout_s, admitted=again, on_partial=hear)
+        answers, silent = gather(requests, deadline, admitted=again, on_partial=hear)
         here = self._by_group(shards)
         failures = [ShardFailure(here[group], state) for group, state in silent.items()]
         return [answers[group] for group in sorted(answers)], failures

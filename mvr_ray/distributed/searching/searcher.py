@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from mvr_ray import logs
 from mvr_ray.core.searching.exact import distinct
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
@@ -301,7 +302,7 @@ class Fleet(Protocol):
         queries_QD: FloatArray,
         k: int,
         shards: Sequence[int],
-        timeout_s: float,
+        deadline: Deadline,
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
@@ -311,7 +312,7 @@ class Fleet(Protocol):
         """
         ...
 
-    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
         """Stored views of passages, by the shard that holds them."""
         ...
 
@@ -319,7 +320,7 @@ class Fleet(Protocol):
 class ExactFleet(Fleet, Protocol):
     """A fleet that can be asked past its indexes."""
 
-    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]: ...
+    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]: ...
 
 
 class LocalFleet:
@@ -338,18 +339,18 @@ class LocalFleet:
         queries_QD: FloatArray,
         k: int,
         shards: Sequence[int],
-        timeout_s: float,
+        deadline: Deadline,
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
     ) -> ShardResults:
         return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version)
 
-    def exact(self, queries_QD: FloatArray, k: int, timeout_s: float) -> list[ShardResult]:
+    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search."""
         return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
 
-    def views(self, ids: Mapping[int, Sequence[str]], timeout_s: float) -> ViewResults:
+    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
         return self.searcher.views(ids, self.task.manifest.version)
 
 

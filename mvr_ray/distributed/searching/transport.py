@@ -29,6 +29,7 @@ from pyarrow import flight
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from mvr_ray import errors
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.ray_errors import unwrap_error
 from mvr_ray.errors import MvrRayError
 
@@ -144,12 +145,12 @@ class Connection:
         with self._lock:
             self.waiting += calls
 
-    def call(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> "Future[pa.Buffer]":
+    def call(self, method: str, call: str, message: pa.Buffer, deadline: Deadline) -> "Future[pa.Buffer]":
         """The answer to a booked call, later. The future raises what the searcher raised, and ConnectionLost."""
         future: Future[pa.Buffer] = Future()
         with self._lock:
             self._running.add(future)
-        self._threads.submit(self._call, future, method, call, message, max(timeout_s, 0.0) + LINGER_S)
+        self._threads.submit(self._call, future, method, call, message, deadline.left_s + LINGER_S)
         return future
 
     def close(self) -> None:

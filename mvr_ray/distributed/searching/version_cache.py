@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import OverloadedError, StorageError
 from mvr_ray.store.manifest import Manifest
 
@@ -72,12 +73,11 @@ class VersionLoader:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-guest")
 
-    def wait_for(self, described: Manifest, timeout_s: float, there: Callable[[], T | None]) -> T:
+    def wait_for(self, described: Manifest, deadline: Deadline, there: Callable[[], T | None]) -> T:
         """What `there()` gives when the version is open.
 
-        Raises what opening it raised; OverloadedError where it is not open within `timeout_s`, or as many wait as may.
+        Raises what opening it raised; OverloadedError where it is not open by the deadline, or as many wait as may.
         """
-        until_s = time.monotonic() + timeout_s
         waits = False
         try:
             while (found := there()) is None:
@@ -85,7 +85,7 @@ class VersionLoader:
                 if not waits:
                     waits = self._let_wait(described, opening)
                 try:
-                    opening.done.exception(max(until_s - time.monotonic(), 0.0))
+                    opening.done.exception(deadline.left_s)
                 except TimeoutError:
                     raise _later(described, opening, "is not open yet") from None
                 if opening.version == described.version:
