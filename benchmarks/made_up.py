@@ -155,4 +155,4 @@ def stage(run: RunConfig, corpus: Corpus) -> int:
 def _chunks(task, corpus: Corpus) -> Iterator:  # noqa: ANN001
     for shard in range(corpus.num_shards):
         for chunk in chunks_of(task, corpus, shard):
-            yield chunk, task.staged(chunk)
+            yield chunk, task.chunk_path(chunk)

@@ -146,7 +146,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     with clock("retrieve"):
         hits: MergedHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
     with clock("judge"):
-        loop.evaluator.rank(loop.evaluator.unsearched(), loop.labelled, hits)
+        loop.evaluator.rank(loop.evaluator.no_ranks(), loop.labelled, hits)
     with clock("label"):
         labels = label_round(loop.refine, loop.evaluator, loop.refiners, PUBLISHED, queries_LD, hits)
     with clock("update"):
@@ -307,7 +307,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
         for entry in of.described.shards:
             rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
-            state = ShardChanges.untouched(made_up.D).with_feedback(rows, vectors)
+            state = ShardChanges.none(made_up.D).with_feedback(rows, vectors)
             store.write_bytes(at.shard_path(staging, entry.shard), state.to_bytes())
         loaded(at)
         began[0] = time.perf_counter()

@@ -30,13 +30,14 @@ from mvr_ray.core.judging.attention import attention_kl_table, mean_attention_kl
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judged, system_result
+from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, system_result
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
-from mvr_ray.store import corpus, manifest
+from mvr_ray.store import corpus
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
@@ -128,51 +129,51 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     name = settings.questions or next(iter(run.evaluate.questions), None)
     if name is None:
         raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
-    described = manifest.read(store, run.index.name, version)
-    passages = Corpus.open(store, described.corpus)
+    manifest = manifests.read(store, run.index.name, version)
+    passages = Corpus.open(store, manifest.corpus)
     asked = [question for question in corpus.read_questions(store, name) if question.positive_ids]
     asked = asked[: settings.max_questions or None]
     there = passages.get(question.positive_ids[0] for question in asked)
     asked = [question for question in asked if question.positive_ids[0] in there]
     if not asked:
-        raise MissingInputError(f"no question of {name!r} has its passage in index {described.index!r}; name another")
+        raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
     encoder = open_encoder(
-        store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads
+        store, manifest.encoder_name, manifest.encoder_fingerprint, threads=run.resources.torch_threads
     )
     queries_QD = encoder.embed_queries([question.text for question in asked])
-    shards = _search(run, store, described, queries_QD, [q.positive_ids[0] for q in asked], progress)
+    shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in asked], progress)
     rows: list[EvaluationRow] = []
     all_ranks: list[QuestionRanks] = []
-    article_of, start_of = articles_of(asked, passages), shard_starts(described.shards)
-    for view in range(described.num_views + 1) if described.num_views > 1 else [1]:
+    article_of, start_of = articles_of(asked, passages), shard_starts(manifest.shards)
+    for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
         merged = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
-        said = ALL_VIEWS if view == described.num_views else f"view {view + 1}"
-        found = judged(asked, merged, passages, run.evaluate.match)
+        said = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
+        found = judge_hits(asked, merged, passages, run.evaluate.match)
         result = system_result(said, name, found, article_of, run.evaluate)
         rows += result.rows
-        if view == described.num_views:
+        if view == manifest.num_views:
             all_ranks.append(result.ranks)
-        if view == described.num_views and encoder.spec.has_snippets:
+        if view == manifest.num_views and encoder.spec.has_snippets:
             matched = _answer_view_ranks(found, merged, passages, encoder, run.evaluate)
             rows += _answer_view_rows(name, matched, article_of, run.evaluate)
-    own = _own_views(asked, shards, described)
+    own = _own_views(asked, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in there.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in asked])
     told = _view_values(asked, own, queries_QD, answer_Q if encoder.spec.has_snippets else np.full(len(asked), -1))
     table_VV = np.empty((0, 0))
-    if described.num_views > 1 and not encoder.spec.has_pieces:
+    if manifest.num_views > 1 and not encoder.spec.has_pieces:
         shown = list(dict.fromkeys(question.positive_ids[0] for question in asked))[: settings.attention_passages]
         read = view_attention(encoder, encoder.tokenize_passages([there[passage] for passage in shown]))
         table_VV = attention_kl_table(read)
     return ViewReport(
-        described.index,
-        described.version,
-        described.encoder_fingerprint,
+        manifest.index,
+        manifest.version,
+        manifest.encoder_fingerprint,
         name,
         len(asked),
         attention_kl=mean_attention_kl(table_VV),
         attention_kl_table=[[None if np.isnan(value) else float(value) for value in row] for row in table_VV],
-        examples=_examples(asked, own, queries_QD, answer_Q, there, spans) if described.num_views > 1 else [],
+        examples=_examples(asked, own, queries_QD, answer_Q, there, spans) if manifest.num_views > 1 else [],
         rows=rows,
         ranks=all_ranks,
         **told,
@@ -180,8 +181,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
 
 
 def _answer_view_ranks(
-    ranked: Sequence[RankedQuestion],
-    merged: Sequence[Sequence[Hit]],
+    results: Sequence[RankedQuestion],
+    hit_lists: Sequence[Sequence[Hit]],
     passages: Corpus,
     encoder: DualEncoder,
     settings: EvaluateConfig,
@@ -205,7 +206,7 @@ def _answer_view_ranks(
         return matcher.has_answer(snippet_text(passage, span), question.answers)
 
     ranks: dict[str, int] = {}
-    for row, hits in zip(ranked, merged, strict=True):
+    for row, hits in zip(results, hit_lists, strict=True):
         if row.question.answers:
             pairs = enumerate(zip(row.passages, hits, strict=True))
             found = (rank for rank, (judged, hit) in pairs if judged.has_answer and holds(row.question, hit))
@@ -237,7 +238,7 @@ def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
 
 
 def _examples(
-    asked: Sequence[Question],
+    questions: Sequence[Question],
     own: OwnViews,
     queries_QD: FloatArray,
     answer_Q: IntArray,
@@ -246,7 +247,7 @@ def _examples(
 ) -> list[ViewExample]:
     """Passages with two questions that are answered in different snippets: those of most snippets, then by id."""
     pairs: dict[str, list[int]] = {}
-    for number, (question, view) in enumerate(zip(asked, answer_Q.tolist())):
+    for number, (question, view) in enumerate(zip(questions, answer_Q.tolist())):
         pair = pairs.setdefault(question.positive_ids[0], [])
         if view >= 0 and len(pair) < 2 and view not in answer_Q[pair]:
             pair.append(number)
@@ -254,7 +255,7 @@ def _examples(
     several.sort(key=lambda i: (-sum(span is not None for span in spans[i]), i))
     examples: list[ViewExample] = []
     for number in (number for i in several[:EXAMPLES] for number in pairs[i]):
-        question, passage = asked[number], passages[asked[number].positive_ids[0]]
+        question, passage = questions[number], passages[questions[number].positive_ids[0]]
         scores_V = own.views_QVD[number].astype(np.float64) @ queries_QD[number].astype(np.float64)
         scores = [float(score) if there else None for score, there in zip(scores_V, own.mask_QV[number])]
         examples.append(ViewExample(passage.id, passage.title, question.text, int(answer_Q[number]), scores))
@@ -262,17 +263,17 @@ def _examples(
 
 
 def _view_values(
-    asked: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
+    questions: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
 ) -> dict[str, Any]:
     """The values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
     wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
     number: dict[str, int] = {}
-    passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in asked])
+    passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in questions])
     known_Q = answer_Q >= 0
     first_P = np.unique(passage_Q, return_index=True)[1]
     several = own.mask_QV.shape[1] > 1
     return {
-        "questions_per_passage": len(asked) / len(number),
+        "questions_per_passage": len(questions) / len(number),
         "lv": metrics.lv(queries_QD, own.views_QVD, own.mask_QV),
         "ppl": metrics.ppl(wins_Q, passage_Q) if several else None,
         "ppl_of_mean_entropy": metrics.ppl_of_mean_entropy(wins_Q, passage_Q) if several else None,
@@ -292,18 +293,18 @@ def _answer_view(question: Question, spans: Spans) -> int:
 def _search(
     run: RunConfig,
     store: Store,
-    described: Manifest,
+    manifest: Manifest,
     queries_QD: FloatArray,
-    wanted: Sequence[str],
+    gold_ids: Sequence[str],
     progress: Progress,
 ) -> list[_ShardViews]:
     with session.connect(run.resources) as info:
         session.require(info, [session.Need("analyzers", 1, run.resources.cpus_per_encoder)])
         task: Any = ray.remote(_analyze_shard).options(num_cpus=run.resources.cpus_per_encoder)
-        shipped, ids = ray.put(queries_QD), ray.put(sorted(set(wanted)))
+        shipped, ids = ray.put(queries_QD), ray.put(sorted(set(gold_ids)))
         waiting: list[Any] = [
-            task.remote(store.address, described, entry.shard, shipped, ids, max(run.evaluate.k))
-            for entry in described.shards
+            task.remote(store.address, manifest, entry.shard, shipped, ids, max(run.evaluate.k))
+            for entry in manifest.shards
             if entry.num_passages
         ]
         done: list[_ShardViews] = []
@@ -314,17 +315,17 @@ def _search(
 
 
 def _analyze_shard(
-    root: str, described: Manifest, shard: int, queries_QD: FloatArray, wanted: Sequence[str], k: int
+    root: str, manifest: Manifest, shard: int, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
 ) -> _ShardViews:
-    entry = next(entry for entry in described.shards if entry.shard == shard)
-    folder = manifest.open_shard(Store(root), described.index, entry)
+    entry = next(entry for entry in manifest.shards if entry.shard == shard)
+    folder = manifests.open_shard(Store(root), manifest.index, entry)
     blocks = open_embeddings(folder, entry.files).blocks()
     blocks_by_view = [
-        [own for block in blocks if (own := of_view(block, view)).ids] for view in range(described.num_views)
+        [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
     ]
     ids = [passage_id for block in blocks for passage_id in block.ids]
     results = [_rank_in_shard(shard, ids, kept, queries_QD, k) for kept in [*blocks_by_view, blocks]]
-    return _ShardViews(results, _passages_of(blocks, set(wanted), described.dimension))
+    return _ShardViews(results, _passages_of(blocks, set(gold_ids), manifest.dimension))
 
 
 def _rank_in_shard(
@@ -353,14 +354,14 @@ def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
     )
 
 
-def _passages_of(blocks: Sequence[EmbeddingBlock], wanted: set[str], dimension: int) -> EmbeddingBlock:
+def _passages_of(blocks: Sequence[EmbeddingBlock], gold_ids: set[str], dimension: int) -> EmbeddingBlock:
     ids: list[str] = []
     counts: list[int] = []
     numbers: list[IntArray] = [np.zeros(0, np.int16)]
     vectors: list[FloatArray] = [np.zeros((0, dimension), np.float32)]
     for block in blocks:
         for row, passage_id in enumerate(block.ids):
-            if passage_id in wanted:
+            if passage_id in gold_ids:
                 here = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
                 ids.append(passage_id)
                 counts.append(here.stop - here.start)
@@ -369,16 +370,16 @@ def _passages_of(blocks: Sequence[EmbeddingBlock], wanted: set[str], dimension: 
     return EmbeddingBlock(ids, np.cumsum([0, *counts]), np.concatenate(numbers), np.concatenate(vectors))
 
 
-def _own_views(asked: Sequence[Question], shards: Sequence[_ShardViews], described: Manifest) -> OwnViews:
+def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], manifest: Manifest) -> OwnViews:
     """Feedback views are left out: they are no part of the passage."""
     at = {passage_id: (shard.own, row) for shard in shards for row, passage_id in enumerate(shard.own.ids)}
-    views_QVD = np.zeros((len(asked), described.num_views, described.dimension), np.float32)
+    views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
-    for number, question in enumerate(asked):
+    for number, question in enumerate(questions):
         block, row = at[question.positive_ids[0]]
         for slot in range(int(block.row_ptr[row]), int(block.row_ptr[row + 1])):
             view = int(block.view_numbers_N[slot])
-            if view < described.num_views:
+            if view < manifest.num_views:
                 views_QVD[number, view] = block.vectors_ND[slot]
                 mask_QV[number, view] = True
     return OwnViews(views_QVD, mask_QV)

@@ -38,7 +38,8 @@ from mvr_ray.distributed.shards import (
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import RowsLostError
 from mvr_ray.index.kinds import check_params
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -102,7 +103,7 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
         corpus_digest=corpus.digest,
         index_params=dataclasses.asdict(params),
         shards=(),
-        parent=manifest.latest_version(store, run.index.name),
+        parent=manifests.latest_version(store, run.index.name),
         config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
     )
     return task, draft
@@ -119,54 +120,54 @@ def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, 
     """Publish the version, unless the live one says the same; the staging folder goes."""
     require_all_rows(corpus, version)
     repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
-    published = repaired or manifest.publish(store, version)
+    published = repaired or manifests.publish(store, version)
     store.delete_dir(paths.staging_dir(version.index, task.key))
     progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
     return published
 
 
-def require_all_rows(corpus: Corpus, described: Manifest) -> None:
+def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
     """RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
-    for entry in described.shards:
+    for entry in manifest.shards:
         expected = corpus.info.parts[entry.shard].num_passages
         if entry.num_passages != expected:
-            folder = manifest.open_shard(corpus.store, described.index, entry)
+            folder = manifests.open_shard(corpus.store, manifest.index, entry)
             _require_ids(corpus.part(entry.shard).ids(), EmbeddingShard.open(folder / paths.EMBEDDINGS).ids(), entry)
-    if described.num_passages != corpus.num_passages:
+    if manifest.num_passages != corpus.num_passages:
         raise RowsLostError(
-            f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {described.num_passages}; "
+            f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {manifest.num_passages}; "
             f"nothing was published"
         )
 
 
-def _require_ids(expected: Sequence[str], found: Sequence[str], where: Any) -> None:
-    lost = sorted(set(expected) - set(found))
-    if lost or len(expected) != len(found):
-        named = ", ".join(lost[:5]) or f"none, but {len(found) - len(expected)} too many"
+def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> None:
+    lost = sorted(set(expected) - set(actual))
+    if lost or len(expected) != len(actual):
+        named = ", ".join(lost[:5]) or f"none, but {len(actual) - len(expected)} too many"
         raise RowsLostError(
-            f"{where}: {len(expected)} passages read, {len(found)} embedded; {len(lost)} missing ({named}); nothing "
+            f"{where}: {len(expected)} passages read, {len(actual)} embedded; {len(lost)} missing ({named}); nothing "
             f"was published. Run the same command again"
         )
 
 
 def _kept_shards(store: Store, draft: Manifest) -> dict[int, ShardEntry]:
     """Shards that an earlier version built from the same corpus, encoder and settings, as far as they are whole."""
-    for version in reversed(manifest.list_versions(store, draft.index)):
-        earlier = manifest.read(store, draft.index, version)
+    for version in reversed(manifests.list_versions(store, draft.index)):
+        earlier = manifests.read(store, draft.index, version)
         if earlier.operation == "index" and earlier.config_digest == draft.config_digest:
-            damaged = {problem.shard for problem in manifest.verify(store, earlier).problems}
+            damaged = {problem.shard for problem in manifests.verify(store, earlier).problems}
             if damaged:
                 log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, version, damaged)
             return {entry.shard: entry for entry in earlier.shards if entry.shard not in damaged}
     return {}
 
 
-def _same_live_version(store: Store, draft: Manifest, kept: dict[int, ShardEntry]) -> Manifest | None:
+def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
     """The live version, where publishing these shards would say again what it says."""
     if not draft.parent:
         return None
-    live = manifest.read(store, draft.index)
-    same = live.shards == tuple(kept[shard] for shard in sorted(kept)) and not live.refined_queries
+    live = manifests.read(store, draft.index)
+    same = live.shards == tuple(reusable[shard] for shard in sorted(reusable)) and not live.refined_queries
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 
@@ -179,14 +180,16 @@ def _build(
     task: EncodeTask,
     draft: Manifest,
     corpus: Corpus,
-    kept: dict[int, ShardEntry],
+    reusable: dict[int, ShardEntry],
     cfg: IndexConfig,
     progress: Progress,
 ) -> list[BuiltShard]:
     """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
     remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
     shards = range(corpus.num_shards)
-    tasks = [remote.remote(task, draft, shard, kept.get(shard), cfg.recall_sample, cfg.prune_views) for shard in shards]
+    tasks = [
+        remote.remote(task, draft, shard, reusable.get(shard), cfg.recall_sample, cfg.prune_views) for shard in shards
+    ]
     built: list[BuiltShard] = []
     for shard in task_results(tasks, "building the index"):
         built.append(shard)
@@ -195,23 +198,28 @@ def _build(
 
 
 def build_one(
-    task: EncodeTask, draft: Manifest, shard: int, kept: ShardEntry | None, sample: int, bound: float | None = None
+    task: EncodeTask,
+    draft: Manifest,
+    shard: int,
+    reusable: ShardEntry | None,
+    sample: int,
+    max_distance: float | None = None,
 ) -> BuiltShard:
     """One shard from its staged chunks, or as it is kept or noted already; measured either way."""
     store = Store(task.store)
-    if kept is None and (built := _read_own_note(store, draft, task.key, shard)):
+    if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
         return built
-    entry = kept
+    entry = reusable
     if entry is None:
         with shard_folder(store) as folder:
-            _concatenate(store, task, shard, folder, bound)
+            _concatenate(store, task, shard, folder, max_distance)
             entry = build_shard(store, draft, shard, folder)
     recall = shard_recall(store, draft, entry, sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
     built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
-    if kept is None:
+    if reusable is None:
         write_note(store, _note_path(draft, task.key, shard), built)
     return built
 
@@ -220,7 +228,7 @@ def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> Built
     return read_note(store, draft.index, _note_path(draft, key, shard))
 
 
-def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, bound: float | None) -> None:
+def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, max_distance: float | None) -> None:
     """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there.
 
     With a bound, views that their siblings can stand in for are left out, and a file says what that came to.
@@ -231,14 +239,14 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, bound
     ids = part.ids()
     with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
         for chunk in chunks_of(task, corpus, shard):
-            staged = _open_staged(store, task.staged(chunk))
+            staged = _open_staged(store, task.chunk_path(chunk))
             _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
             for block in staged.blocks():
-                if bound is not None:
-                    block, own_dropped, own_worst = prune_block(block, bound)
+                if max_distance is not None:
+                    block, own_dropped, own_worst = prune_block(block, max_distance)
                     dropped, worst = dropped + own_dropped, max(worst, own_worst)
                 writer.write(block)
-    if bound is not None:
+    if max_distance is not None:
         (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": dropped, "worst": worst}) + "\n")
 
 

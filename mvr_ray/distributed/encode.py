@@ -76,7 +76,7 @@ class EncodeTask(NamedTuple):
     tokens_per_batch: int
     sort_window: int
 
-    def staged(self, chunk: ChunkRange) -> str:
+    def chunk_path(self, chunk: ChunkRange) -> str:
         return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
 
 
@@ -111,7 +111,7 @@ def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRa
     """Which of the chunks are in the staging folder. A file there is whole: it was put there in one step."""
     store = Store(task.store)
     names = set(store.list(paths.staging_dir(task.index, task.key)))
-    return {chunk for chunk in chunks if task.staged(chunk).rpartition("/")[2] in names}
+    return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
 
 
 def encode_corpus(
@@ -213,7 +213,7 @@ class ChunkEncoder:
     def encode(self, batch: pa.Table, at: int) -> int:
         """Embed the chunk in row `at`, unless it was written before this call was retried."""
         shard, start, stop = (batch.column(name)[at].as_py() for name in ChunkRange._fields)
-        path = self.task.staged(ChunkRange(shard, start, stop))
+        path = self.task.chunk_path(ChunkRange(shard, start, stop))
         if not self.store.exists(path):
             packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
             ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
@@ -233,7 +233,7 @@ class ChunkEncoder:
 def embed_chunk(
     encoder: DualEncoder,
     ids: list[str],
-    tokenized: Sequence[TokenizedPassage],
+    tokens: Sequence[TokenizedPassage],
     tokens_per_batch: int,
     dtype: Dtype,
 ) -> EmbeddingBlock:
@@ -241,9 +241,9 @@ def embed_chunk(
     shape = (len(ids), encoder.num_views, encoder.dimension)
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
-    lengths = [passage.num_tokens for passage in tokenized]
+    lengths = [passage.num_tokens for passage in tokens]
     batches = encoder.passage_batches(lengths, tokens_per_batch)
-    coming = encoder.embed_batches([tokenized[row] for row in rows] for rows in batches)
+    coming = encoder.embed_batches([tokens[row] for row in rows] for rows in batches)
     for together, embedded in zip(batches, coming):
         with np.errstate(over="ignore"):
             views_PVD[together] = embedded[0]

@@ -88,14 +88,14 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
             f"index.encoder"
         )
     folder = store.local_path(path)
-    described = json.loads((folder / paths.ENCODER_JSON).read_text(encoding="utf-8"))
-    if described["fingerprint"] != fingerprint:
+    metadata = json.loads((folder / paths.ENCODER_JSON).read_text(encoding="utf-8"))
+    if metadata["fingerprint"] != fingerprint:
         raise FingerprintError(
-            f"{store.where(path)} holds encoder {described['fingerprint']}, but {fingerprint} was asked for, which "
+            f"{store.where(path)} holds encoder {metadata['fingerprint']}, but {fingerprint} was asked for, which "
             f"made the embeddings; restore that snapshot, or index again"
         )
-    similarity = "cosine" if described["spec"]["normalize"] else "inner_product"
-    return LocalEncoder(folder, name, fingerprint, described["num_views"], described["dimension"], similarity)
+    similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
+    return LocalEncoder(folder, name, fingerprint, metadata["num_views"], metadata["dimension"], similarity)
 
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:

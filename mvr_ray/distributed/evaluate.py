@@ -87,7 +87,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     )
     results: list[SystemResult] = []
     with open_router(run, version) as router:
-        described = router.manifest
+        manifest = router.manifest
         ranked = rank_questions(run, router, sets, rank, progress)
         articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
         for name, questions in sets:
@@ -100,13 +100,13 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
                 results.append(system_result("bm25", asked.name, found, articles[asked.name], settings))
         if words and settings.hybrid:
             results += _hybrid_results(run, router, words, sets, articles, progress)
-    log.info("evaluated: index=%s version=%d sets=%d", described.index, described.version, len(sets))
+    log.info("evaluated: index=%s version=%d sets=%d", manifest.index, manifest.version, len(sets))
     return EvaluationReport(
-        described.index,
-        described.version,
-        described.encoder_fingerprint,
-        described.num_passages,
-        described.index_params["kind"] == "flat",
+        manifest.index,
+        manifest.version,
+        manifest.encoder_fingerprint,
+        manifest.num_passages,
+        manifest.index_params["kind"] == "flat",
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
     )
@@ -133,7 +133,7 @@ def _hybrid_results(
     results: list[SystemResult] = []
     for asked, both in zip(sets, scores[1:]):
         fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
-        found = judged(asked.questions, fused, router.corpus, settings.match)
+        found = judge_hits(asked.questions, fused, router.corpus, settings.match)
         name = f"bm25 + {chosen.weight:g} x dense"
         results.append(system_result(name, asked.name, found, articles[asked.name], settings))
     return results
@@ -142,7 +142,7 @@ def _hybrid_results(
 def system_result(
     system: str,
     name: str,
-    ranked: Sequence[RankedQuestion],
+    results: Sequence[RankedQuestion],
     article_of: Mapping[str, str],
     settings: EvaluateConfig,
 ) -> SystemResult:
@@ -158,13 +158,13 @@ def system_result(
         low, high = cluster_interval(values_Q, groups_Q, settings.seed, settings.bootstrap)
         rows.append(EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q)))
 
-    answered = [row for row in ranked if row.question.answers]
+    answered = [row for row in results if row.question.answers]
     if answered:
         ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in answered])
         answer_ranks = dict(zip((row.question.id for row in answered), ranks_Q.tolist()))
         for k in ks:
             add(f"answer/top-{k}", hit_within(ranks_Q, k), answered)
-    judged = [row for row in ranked if row.question.positive_ids]
+    judged = [row for row in results if row.question.positive_ids]
     if judged:
         gold = [dict.fromkeys(row.question.positive_ids, 1) for row in judged]
         lists = [[hit.id for hit in row.passages] for row in judged]
@@ -174,7 +174,7 @@ def system_result(
             add(f"gold/top-{k}", hit_within(ranks_Q, k), judged)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), judged)
         add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), judged)
-    ids = [row.question.id for row in ranked]
+    ids = [row.question.id for row in results]
     ranks = QuestionRanks(
         system,
         name,
@@ -196,14 +196,18 @@ def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, st
 
 
 def bm25_ranking(
-    words: BM25Index, searched: Corpus, asked: QuestionSet, settings: RankSettings, progress: Progress = no_progress
+    words: BM25Index,
+    passages_of: Corpus,
+    questions: QuestionSet,
+    settings: RankSettings,
+    progress: Progress = no_progress,
 ) -> list[RankedQuestion]:
     """BM25's hits over the same passages, judged by the same rules."""
-    hits = words.search([question.text for question in asked.questions], settings.k, progress)
-    return judged(asked.questions, hits, searched, settings.match, strict=settings.strict_answers)
+    hits = words.search([question.text for question in questions.questions], settings.k, progress)
+    return judge_hits(questions.questions, hits, passages_of, settings.match, strict=settings.strict_answers)
 
 
-class Found(Protocol):
+class ScoredHit(Protocol):
     """A hit of any search."""
 
     @property
@@ -212,10 +216,10 @@ class Found(Protocol):
     def score(self) -> float: ...
 
 
-def judged(
+def judge_hits(
     questions: Sequence[Question],
-    hits: Sequence[Sequence[Found]],
-    searched: Corpus,
+    hits: Sequence[Sequence[ScoredHit]],
+    passages_of: Corpus,
     match: Match = "string",
     *,
     strict: bool = False,
@@ -224,7 +228,7 @@ def judged(
     matcher = AnswerMatcher(match, strict=strict)
     ranked: list[RankedQuestion] = []
     for question, found in zip(questions, hits, strict=True):
-        texts = searched.get(hit.passage_id for hit in found)
+        texts = passages_of.get(hit.passage_id for hit in found)
         marks = [
             matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
             for hit in found

@@ -38,7 +38,7 @@ from mvr_ray.distributed.searching.node_placement import Rebalancer
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MvrRayError, StorageError
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -60,7 +60,7 @@ class SwapState(NamedTuple):
 
 
 @dataclass
-class _Served:
+class _OpenVersion:
     """A version that is open here, and the calls under way on it."""
 
     router: Router
@@ -79,7 +79,7 @@ class HotSwapRouter:
     def __init__(
         self,
         store: Store,
-        described: Manifest,
+        manifest: Manifest,
         searchers: Searchers,
         *,
         timeout_s: float = TIMEOUT_S,
@@ -89,12 +89,12 @@ class HotSwapRouter:
         coalesce: bool = False,
         waits: int = WAITS,
     ) -> None:
-        """`described` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
+        """`manifest` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
         that come while others run are asked together. `waits`: calls that may wait at the same time for versions that
         are opened for them.
         """
         self.store = store
-        self.index = described.index
+        self.index = manifest.index
         self.searchers = searchers
         self.timeout_s = timeout_s
         self.threads = threads
@@ -104,11 +104,11 @@ class HotSwapRouter:
         self.rest_s = REST_S
         self._lock = threading.Lock()
         self._moving = threading.Lock()
-        self._live = _Served(self._router(described, searchers.fleet(described)))
-        self._open = {described.version: self._live}
-        self._guests: list[_Served] = []
+        self._live = _OpenVersion(self._router(manifest, searchers.fleet(manifest)))
+        self._open = {manifest.version: self._live}
+        self._guests: list[_OpenVersion] = []
         self._openings = VersionLoader(self._invite, waits)
-        self._state = SwapState(described.version, True)
+        self._state = SwapState(manifest.version, True)
 
     @property
     def state(self) -> SwapState:
@@ -127,15 +127,15 @@ class HotSwapRouter:
         MissingInputError, StorageError or ResourceError where it cannot be; OverloadedError where it is not open in
         time, or where others were called too short a time ago to go for it.
         """
-        served = self._called(version)
+        served = self._acquire(version)
         if served is None:
-            described = manifest.read(self.store, self.index, version)
+            manifest = manifests.read(self.store, self.index, version)
             deadline = deadline or Deadline.after(self.timeout_s)
-            served = self._openings.wait_for(described, deadline, lambda: self._called(version))
+            served = self._openings.wait_for(manifest, deadline, lambda: self._acquire(version))
         try:
             yield served.router
         finally:
-            self._ended(served)
+            self._release(served)
 
     def move_to(self, version: int | None = None) -> int:
         """Answer from another version from now on; a named one is kept, None: the newest, which is followed again.
@@ -161,7 +161,7 @@ class HotSwapRouter:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
 
-    def followed(self, every_s: float) -> AbstractContextManager[None]:
+    def following(self, every_s: float) -> AbstractContextManager[None]:
         """Looks for a newer version every so many seconds, in a thread, until the block ends."""
         wait_s = every_s
 
@@ -174,13 +174,13 @@ class HotSwapRouter:
         return run_periodically(follow, every_s, "mvr-follow")
 
     def _move(self, version: int | None) -> int:
-        number = version or manifest.latest_version(self.store, self.index)
+        number = version or manifests.latest_version(self.store, self.index)
         if number == self._state.version:
             self._state = SwapState(number, version is None)
             return number
         try:
-            described = manifest.read(self.store, self.index, number or None)
-            served = self._beside_instead(described, moves=True)
+            manifest = manifests.read(self.store, self.index, number or None)
+            served = self._beside_instead(manifest, moves=True)
         except (MvrRayError, RayError) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
             raise
@@ -188,13 +188,13 @@ class HotSwapRouter:
             before, self._live = self._live, served
             served.retired, before.retired = False, True
             self._guests = [guest for guest in self._guests if guest is not served]
-            self._state = SwapState(described.version, version is None)
-        log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, described.version)
+            self._state = SwapState(manifest.version, version is None)
+        log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, manifest.version)
         for one in (served, before):
-            self._ended(one)
-        return described.version
+            self._release(one)
+        return manifest.version
 
-    def _called(self, version: int | None) -> _Served | None:
+    def _acquire(self, version: int | None) -> _OpenVersion | None:
         """A version that is open, held by one more call."""
         with self._lock:
             served = self._live if version is None else self._open.get(version)
@@ -203,83 +203,83 @@ class HotSwapRouter:
                 served.called_s = time.monotonic()
             return served
 
-    def _invite(self, described: Manifest) -> None:
+    def _invite(self, manifest: Manifest) -> None:
         """Open a version beside the live one; where the places or the memory are taken, a guest at rest goes for it."""
         with self._moving:
-            if described.version in self._open:
+            if manifest.version in self._open:
                 return
             live = self._live
             if len(self._guests) >= PLACES:
-                self._make_way(described, f"all {PLACES} places beside the live one are taken")
-            with translate_ray_errors(f"opening {version_name(described)}"):
-                served = self._beside_instead(described, moves=False)
+                self._make_way(manifest, f"all {PLACES} places beside the live one are taken")
+            with translate_ray_errors(f"opening {version_name(manifest)}"):
+                served = self._beside_instead(manifest, moves=False)
             with self._lock:
                 self._guests.append(served)
         for one in (live, served):
-            self._ended(one)
+            self._release(one)
 
-    def _beside_instead(self, described: Manifest, moves: bool) -> _Served:
+    def _beside_instead(self, manifest: Manifest, moves: bool) -> _OpenVersion:
         """`_beside`; without room guests go for it: one at rest, or each in turn where the live version moves."""
         while True:
             try:
-                return self._beside(described)
+                return self._beside(manifest)
             except InsufficientMemoryError as error:
                 if not self._guests:
                     raise
-                self._retire(self._guests[0]) if moves else self._make_way(described, str(error))
+                self._retire(self._guests[0]) if moves else self._make_way(manifest, str(error))
 
-    def _make_way(self, described: Manifest, why: str) -> None:
+    def _make_way(self, manifest: Manifest, why: str) -> None:
         with self._lock:
             guests = [served.guest for served in self._guests]
-        leaves = evict(version_name(described), guests, why, time.monotonic(), self.rest_s)
+        leaves = evict(version_name(manifest), guests, why, time.monotonic(), self.rest_s)
         self._retire(next(served for served in self._guests if served.guest.version == leaves))
 
-    def _retire(self, guest: _Served) -> None:
+    def _retire(self, guest: _OpenVersion) -> None:
         """Let it go when its last call has ended."""
         with self._lock:
             self._guests.remove(guest)
             guest.retired = True
             guest.calls += 1
-        self._ended(guest)
+        self._release(guest)
 
-    def _beside(self, described: Manifest) -> _Served:
+    def _beside(self, manifest: Manifest) -> _OpenVersion:
         """A version open beside the live one, held by one call; the live one is held by one more, too."""
         with self._lock:
             self._live.calls += 1
-            old = self._open.get(described.version)
+            old = self._open.get(manifest.version)
             if old is not None:  # it was live before, and calls of that time still run
                 old.calls += 1
                 return old
         try:
-            fleet = self.searchers.load(described)
+            fleet = self.searchers.load(manifest)
             try:
-                router = self._router(described, fleet)
+                router = self._router(manifest, fleet)
                 router.take_over(self._live.router)
-                router.search(np.eye(1, described.dimension, dtype=np.float32), 1)
+                router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
             except BaseException:
-                self.searchers.drop(described.version)
+                self.searchers.drop(manifest.version)
                 raise
         except BaseException:
-            self._ended(self._live)
+            self._release(self._live)
             raise
         with self._lock:
-            served = self._open[described.version] = _Served(router, calls=1)
+            served = self._open[manifest.version] = _OpenVersion(router, calls=1)
         return served
 
-    def _ended(self, served: _Served) -> None:
+    def _release(self, slot: _OpenVersion) -> None:
         with self._lock:
-            served.calls -= 1
-            served.called_s = time.monotonic()
-            if served.retired and not served.calls:
-                version = served.router.manifest.version
+            slot.calls -= 1
+            slot.called_s = time.monotonic()
+            if slot.retired and not slot.calls:
+                version = slot.router.manifest.version
                 del self._open[version]
                 self.searchers.drop(version)
                 log.info("dropped: index=%s version=%d", self.index, version)
 
-    def _router(self, described: Manifest, fleet: Fleet) -> Router:
+    def _router(self, manifest: Manifest, fleet: Fleet) -> Router:
         return Router(
             self.store,
-            described,
+            manifest,
             DynamicBatcher(fleet) if self.coalesce else fleet,
             timeout_s=self.timeout_s,
             threads=self.threads,
@@ -372,8 +372,8 @@ def open_hot_swap_router(
     Raises MissingInputError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
-    described = manifest.read(store, run.index.name, version)
-    resources, task = run.resources, searcher_task(run, described, local=local)
+    manifest = manifests.read(store, run.index.name, version)
+    resources, task = run.resources, searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
             searchers: Searchers = LocalSearchers(task, resources.searcher_bytes)
@@ -384,11 +384,11 @@ def open_hot_swap_router(
         opened = partial(
             HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, coalesce=coalesce
         )
-        live = opened(store, described, searchers, waits=max(run.serve.max_running // 2, 1))
+        live = opened(store, manifest, searchers, waits=max(run.serve.max_running // 2, 1))
         try:
             live.ready()
         except StorageError as error:
-            log.error("opened with damage: index=%s version=%d reason=%s", live.index, described.version, error)
+            log.error("opened with damage: index=%s version=%d reason=%s", live.index, manifest.version, error)
         if not local:
             watch = HealthMonitor(started.dispatcher, resources.hung_s)
             stack.enter_context(watch.running(probe_s))
@@ -396,5 +396,5 @@ def open_hot_swap_router(
         if version is not None:
             live.move_to(version)
         if follow_s is not None:
-            stack.enter_context(live.followed(follow_s))
+            stack.enter_context(live.following(follow_s))
         yield live

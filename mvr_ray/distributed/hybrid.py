@@ -32,27 +32,27 @@ def rank_pairs(
     run: RunConfig,
     router: Router,
     words: BM25Index,
-    asked: QuestionSet,
+    questions: QuestionSet,
     progress: Progress = no_progress,
     ranker: QuestionRanker | None = None,
 ) -> Iterator[RankPair]:
     """The first `evaluate.hybrid_depth` hits of BM25 and of the index, question by question."""
     size, depth = run.retrieve.batch, run.evaluate.hybrid_depth
     ranker = ranker or QuestionRanker(router, RankSettings(k=depth), run.resources.torch_threads)
-    for low in range(0, len(asked.questions), size):
-        batch = asked._replace(questions=asked.questions[low : low + size])
+    for low in range(0, len(questions.questions), size):
+        batch = questions._replace(questions=questions.questions[low : low + size])
         answer = ranker.search(ranker.embed(batch), depth)
         found = words.search([question.text for question in batch.questions], depth)
         for question, sparse, hits in zip(batch.questions, found, answer.hits):
             scores = {hit.passage_id: hit.score for hit in sparse}
             yield RankPair(question, scores, {hit.passage_id: hit for hit in hits})
-        progress("questions, by words and views", low + len(batch.questions), len(asked.questions))
+        progress("questions, by words and views", low + len(batch.questions), len(questions.questions))
 
 
 def rank_hybrid(
     run: RunConfig,
     router: Router,
-    asked: QuestionSet,
+    questions: QuestionSet,
     settings: RankSettings,
     weight: float,
     progress: Progress = no_progress,
@@ -62,12 +62,12 @@ def rank_hybrid(
     A passage that only BM25 found has view -1.
     """
     ranker = QuestionRanker(router, settings, run.resources.torch_threads)
-    for both in rank_pairs(run, router, BM25Index(router.corpus, progress), asked, progress, ranker):
+    for both in rank_pairs(run, router, BM25Index(router.corpus, progress), questions, progress, ranker):
         best = fuse(*both.scores, weight, settings.k)
         passages = router.passages([one.passage_id for one in best])
         nowhere = Hit("", 0.0, -1, -1, -1)
         ranked = []
         for passage_id, score in best:
             hit = both.hits.get(passage_id, nowhere)._replace(passage_id=passage_id, score=score)
-            ranked.append(ranker.described(both.question, hit, passages[passage_id]))
+            ranked.append(ranker.to_ranked(both.question, hit, passages[passage_id]))
         yield RankedQuestion(both.question, ranked)

@@ -26,12 +26,12 @@ _NUMBER = re.compile(r" [\d.]+")
 def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
     """A progress callable that also sets the job's gauges. Steps lose their numbers, which would each make a series."""
 
-    def report(what: str, done: int, total: int) -> None:
-        progress(what, done, total)
+    def report(what: str, count: int, total: int) -> None:
+        progress(what, count, total)
         if ray.is_initialized():
             job = {"stage": stage, "index": index}
             step = {**job, "step": _NUMBER.sub("", what)}
-            _gauge("job_done", "Units of a step that are done.", *step).set(done, step)
+            _gauge("job_done", "Units of a step that are done.", *step).set(count, step)
             _gauge("job_total", "Units of a step.", *step).set(total, step)
             _gauge("job_moved_at_seconds", "When the job last moved, as Unix time.", *job).set(time.time(), job)
 

@@ -139,20 +139,20 @@ def filter_hits(
     return FilteredHits(left, len(ids), len(ids) - len(others), len(others) - len(left))
 
 
-def choose_negatives(left: FilteredHits, cfg: MineConfig, *, number: int) -> HardNegatives:
+def choose_negatives(candidates: FilteredHits, cfg: MineConfig, *, number: int) -> HardNegatives:
     """The best, or a draw, of what is left; `number` seeds the draw."""
-    rows = _sample_negatives(len(left.ids), cfg, number)
-    return HardNegatives(tuple(left.ids[row] for row in rows), *left[1:])
+    rows = _sample_negatives(len(candidates.ids), cfg, number)
+    return HardNegatives(tuple(candidates.ids[row] for row in rows), *candidates[1:])
 
 
-def denoise(left: FilteredHits, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
+def denoise(candidates: FilteredHits, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
     """The same, of those that the cross-encoder does not take for answers. `scores` begin with the positive's."""
-    asked = left.ids[: cfg.denoise_depth]
+    asked = candidates.ids[: cfg.denoise_depth]
     clean = np.flatnonzero(share_beside(float(scores[0]), scores[1:]) < cfg.denoise_share)
     rows = clean[_sample_negatives(len(clean), cfg, number)]
     kept = tuple(asked[row] for row in rows)
     told = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
-    return HardNegatives(kept, *left[1:], likely=len(asked) - len(clean), scores=told)
+    return HardNegatives(kept, *candidates[1:], likely=len(asked) - len(clean), scores=told)
 
 
 def _not_all_answers(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
@@ -166,9 +166,9 @@ def _not_all_answers(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
         )
 
 
-def _first_in(held: Mapping[str, Passage], question: Question) -> bool:
+def _first_in(passages: Mapping[str, Passage], question: Question) -> bool:
     """Whether the question's first positive is a passage of the corpus."""
-    return bool(question.positive_ids) and question.positive_ids[0] in held
+    return bool(question.positive_ids) and question.positive_ids[0] in passages
 
 
 def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
@@ -197,9 +197,9 @@ def _rank_passages(
             yield from ([hit.passage_id for hit in hits] for hits in answer.hits)
 
 
-def _same_corpus(indexed: str, corpus: Corpus, run: RunConfig) -> None:
-    if indexed != corpus.digest:
+def _same_corpus(digest: str, corpus: Corpus, run: RunConfig) -> None:
+    if digest != corpus.digest:
         raise ConfigError(
-            f"index {run.index.name!r} holds a corpus of digest {indexed}, but corpus {corpus.name!r} now has "
+            f"index {run.index.name!r} holds a corpus of digest {digest}, but corpus {corpus.name!r} now has "
             f"{corpus.digest}: its negatives would not be found in training; index again (mvr-ray index CONFIG)"
         )

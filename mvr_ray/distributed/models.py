@@ -67,28 +67,28 @@ def pair_spec(run: RunConfig) -> PairSpec:
     return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
 
 
-def find_model(run: RunConfig, kind: ModelKind[Any], wanted: str) -> ModelAddress:
+def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddress:
     """The model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
     store, what = Store(run.store.path), kind.model.what
-    name, _, fingerprint = wanted.partition("/")
+    name, _, fingerprint = address.partition("/")
     newest = latest_fingerprint(store, kind, name) if re.fullmatch(r"[\w.-]+", name) else None
     kept = []
     if newest:
         kept = [entry for entry in store.list(paths.models_dir(kind.room, name)) if not entry.endswith(".json")]
     if newest and (fingerprint or newest) in kept:
         return ModelAddress(store.address, paths.model_dir(kind.room, name, fingerprint or newest), "")
-    if wanted.startswith("package:") or Path(wanted).expanduser().is_dir():
-        return ModelAddress(store.address, "", str(resolve_path(wanted).absolute()))
+    if address.startswith("package:") or Path(address).expanduser().is_dir():
+        return ModelAddress(store.address, "", str(resolve_path(address).absolute()))
     if newest:
         raise MissingInputError(
-            f"{what} {wanted!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
+            f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
             f"name one of these in {kind.setting}, or {name} for the newest"
         )
-    if _HUB_NAME.fullmatch(wanted):
-        return ModelAddress(store.address, "", wanted)
+    if _HUB_NAME.fullmatch(address):
+        return ModelAddress(store.address, "", address)
     names = ", ".join(_model_names(store, kind)) or "none"
     raise MissingInputError(
-        f"{what} {wanted!r} is neither stored in {store.name} (there are: {names}) "
+        f"{what} {address!r} is neither stored in {store.name} (there are: {names}) "
         f"nor a folder; train one (mvr-ray train CONFIG train.task={kind.model.task}), or name a folder or a hub model "
         f"(OWNER/MODEL) in {kind.setting}"
     )

@@ -19,8 +19,8 @@ class ProgressActor:
     def __init__(self) -> None:
         self._latest: tuple[str, int, int] | None = None
 
-    def report(self, what: str, done: int, total: int) -> None:
-        self._latest = (what, done, total)
+    def report(self, what: str, count: int, total: int) -> None:
+        self._latest = (what, count, total)
 
     def latest(self) -> tuple[str, int, int] | None:
         return self._latest
@@ -29,8 +29,8 @@ class ProgressActor:
 def remote_progress(actor: Any) -> Progress:
     """The worker's side: a progress callable that reports to the actor without waiting."""
 
-    def report(what: str, done: int, total: int) -> None:
-        actor.report.remote(what, done, total)
+    def report(what: str, count: int, total: int) -> None:
+        actor.report.remote(what, count, total)
 
     return report
 

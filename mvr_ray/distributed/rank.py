@@ -66,7 +66,7 @@ class QuestionRanker:
         answer = self.search(self.embed(batch), self.settings.k)
         passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
         return [
-            [self.described(question, hit, passages[hit.passage_id]) for hit in hits]
+            [self.to_ranked(question, hit, passages[hit.passage_id]) for hit in hits]
             for question, hits in zip(batch.questions, answer.hits)
         ]
 
@@ -90,7 +90,7 @@ class QuestionRanker:
                 self.router.ready()
         return self.router.search(queries_QD, k)
 
-    def described(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
+    def to_ranked(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
         """A hit as it is written; of one that no view found (-1) no snippet is shown."""
         marked = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
         title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
@@ -110,9 +110,9 @@ class _PoolRanker:
     """A ranker on a worker. It opens its encoder with the first batch."""
 
     def __init__(
-        self, store: str, described: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
+        self, store: str, manifest: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
     ) -> None:
-        router = Router(Store(store), described, fleet, threads=threads, gpu=gpu)
+        router = Router(Store(store), manifest, fleet, threads=threads, gpu=gpu)
         self.ranker = QuestionRanker(router, settings, threads)
 
     def __call__(self, batch: tuple[str, Sequence[Sequence[Any]]]) -> list[list[RankedPassage]]:
@@ -148,7 +148,7 @@ def rank_questions(
     session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
     arguments = {
         "store": router.store.address,
-        "described": router.manifest,
+        "manifest": router.manifest,
         "fleet": router.fleet,
         "settings": settings,
         "threads": resources.torch_threads,

@@ -172,19 +172,19 @@ def read(
 
 
 def predictions(
-    asked: RankedQuestion, spans: Sequence[Span | None], ks: Sequence[int], weight: float
+    result: RankedQuestion, spans: Sequence[Span | None], ks: Sequence[int], weight: float
 ) -> list[Prediction]:
     """The answer from the first k passages, for each k."""
-    made, answers = [], asked.question.answers
+    made, answers = [], result.question.answers
     for k in ks:
-        at = choose(spans[:k], [hit.score for hit in asked.passages[:k]], weight)
+        at = choose(spans[:k], [hit.score for hit in result.passages[:k]], weight)
         span = spans[at] if at >= 0 else None
-        text = asked.passages[at].text[span.start : span.stop] if span else ""
+        text = result.passages[at].text[span.start : span.stop] if span else ""
         made.append(
             Prediction(
                 passages=k,
                 text=text,
-                passage_id=asked.passages[at].id if span else "",
+                passage_id=result.passages[at].id if span else "",
                 rank=at + 1,
                 start=span.start if span else -1,
                 stop=span.stop if span else -1,
@@ -198,24 +198,24 @@ def predictions(
 
 
 def _read_all(
-    run: RunConfig, task: ReadTask, ranked: Sequence[RankedQuestion], progress: Progress
+    run: RunConfig, task: ReadTask, results: Sequence[RankedQuestion], progress: Progress
 ) -> Iterator[list[Span | None]]:
     """The best span of every passage of every question, in order."""
     size, done = run.read.batch, 0
-    questions = [(row.question.text, [hit.text for hit in row.passages]) for row in ranked]
+    questions = [(row.question.text, [hit.text for hit in row.passages]) for row in results]
     batches = [questions[start : start + size] for start in range(0, len(questions), size)]
     for batch in map_in_pool(QuestionReader, {"task": task}, batches, run.resources, "reading"):
         done += len(batch)
-        progress("read", done, len(ranked))
+        progress("read", done, len(results))
         for spans in batch:
             yield [Span(*fields) if fields else None for fields in spans]
 
 
-def _with_texts(run: RunConfig, path: Path, ranked: list[RankedQuestion]) -> list[RankedQuestion]:
+def _with_texts(run: RunConfig, path: Path, results: list[RankedQuestion]) -> list[RankedQuestion]:
     """The ranking with the corpus's texts where it has none."""
-    bare = list(dict.fromkeys(hit.id for row in ranked for hit in row.passages if not hit.text))
+    bare = list(dict.fromkeys(hit.id for row in results for hit in row.passages if not hit.text))
     if not bare:
-        return ranked
+        return results
     try:
         corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     except MissingInputError as error:
@@ -228,12 +228,12 @@ def _with_texts(run: RunConfig, path: Path, ranked: list[RankedQuestion]) -> lis
         )
     return [
         row._replace(passages=[hit if hit.text else hit._replace(text=held[hit.id].text) for hit in row.passages])
-        for row in ranked
+        for row in results
     ]
 
 
-def _require_scores(path: Path, ranked: Sequence[RankedQuestion]) -> None:
-    for row in ranked:
+def _require_scores(path: Path, results: Sequence[RankedQuestion]) -> None:
+    for row in results:
         for hit in row.passages:
             if not math.isfinite(hit.score):
                 raise DataError(
@@ -242,13 +242,13 @@ def _require_scores(path: Path, ranked: Sequence[RankedQuestion]) -> None:
                 )
 
 
-def _line(asked: RankedQuestion, found: Sequence[Prediction]) -> str:
-    question = asked.question
+def _line(result: RankedQuestion, predictions: Sequence[Prediction]) -> str:
+    question = result.question
     row = {
         "id": question.id,
         "question": question.text,
         "answers": list(question.answers),
-        "predictions": [prediction._asdict() for prediction in found],
+        "predictions": [prediction._asdict() for prediction in predictions],
     }
     return json.dumps(row, ensure_ascii=False) + "\n"
 

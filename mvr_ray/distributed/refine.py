@@ -25,7 +25,7 @@ from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.errors import DataError
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -39,7 +39,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     ResourceError, PublishConflictError (another version was published meanwhile).
     """
     store = Store(run.store.path)
-    base = manifest.read(store, run.index.name)
+    base = manifests.read(store, run.index.name)
     _require_corpus(store, base)
     questions = gather(store, run.refine)
     if finished := _finished_by(store, base, run, questions):
@@ -59,7 +59,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
             report, refined = _conclude(run, store, base, loop, end)
     if refined is not None:
         journal.save_report(report)
-        report = dataclasses.replace(report, published=manifest.publish(store, refined))
+        report = dataclasses.replace(report, published=manifests.publish(store, refined))
     journal.delete()
     return report
 
@@ -112,9 +112,9 @@ def _require_corpus(store: Store, base: Manifest) -> None:
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:
     """The outcome of this same command if it was killed after its publish, before it could say so."""
-    if live.operation != f"refine:{run.refine.method}" or live.parent not in manifest.list_versions(store, live.index):
+    if live.operation != f"refine:{run.refine.method}" or live.parent not in manifests.list_versions(store, live.index):
         return None
-    journal = Journal(store, manifest.read(store, live.index, live.parent), run, questions)
+    journal = Journal(store, manifests.read(store, live.index, live.parent), run, questions)
     report = journal.saved_report()
     if report is None:
         return None

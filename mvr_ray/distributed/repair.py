@@ -17,7 +17,8 @@ from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import build_index
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta
@@ -58,32 +59,32 @@ class RepairReport(NamedTuple):
             )
 
 
-def repair(store: Store, described: Manifest) -> RepairReport:
+def repair(store: Store, manifest: Manifest) -> RepairReport:
     """Make every file of a version what its manifest says, as far as that can be done without encoding."""
-    problems = manifest.verify(store, described).problems
-    entries = {entry.shard: entry for entry in described.shards}
+    problems = manifests.verify(store, manifest).problems
+    entries = {entry.shard: entry for entry in manifest.shards}
     repairs = []
     for shard in sorted({problem.shard for problem in problems}):
         own = [problem for problem in problems if problem.shard == shard]
         if shard == QUERIES:
-            repairs.append(Repair(shard, "lost", _lines(own), "", _cure(store, described, [p.path for p in own])))
+            repairs.append(Repair(shard, "lost", _lines(own), "", _cure(store, manifest, [p.path for p in own])))
         else:
-            repairs.append(_repair_shard(store, described, entries[shard], own))
-    return RepairReport(described.index, described.version, len(entries), repairs)
+            repairs.append(_repair_shard(store, manifest, entries[shard], own))
+    return RepairReport(manifest.index, manifest.version, len(entries), repairs)
 
 
-def _repair_shard(store: Store, described: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:
-    index, place = described.index, paths.shard_dir(described.index, entry.digest)
+def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:
+    index, place = manifest.index, paths.shard_dir(manifest.index, entry.digest)
     with shard_folder(store) as folder:
-        missing = _build_missing(described, entry, folder, _collect_whole(store, index, entry, folder))
+        missing = _build_missing(manifest, entry, folder, _collect_whole(store, index, entry, folder))
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
-            return Repair(entry.shard, "lost", _lines(problems), "", _cure(store, described, [place]))
+            return Repair(entry.shard, "lost", _lines(problems), "", _cure(store, manifest, [place]))
         aside = ""
         if store.exists(place):
             aside = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
             store.move_dir(place, aside)
-        made = manifest.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
+        made = manifests.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
     if made != entry:
         raise DigestError(f"shard {entry.shard} was built as {made.digest}, its manifest says {entry.digest}")
     log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, aside or "nothing")
@@ -100,7 +101,7 @@ def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) ->
     return missing
 
 
-def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
+def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
     """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
     if not missing or {paths.EMBEDDINGS, paths.CHANGES} & set(missing) or not entry.num_passages:
         return missing
@@ -108,9 +109,9 @@ def _build_missing(described: Manifest, entry: ShardEntry, folder: Path, missing
     built.mkdir()
     try:
         blocks = open_embeddings(folder, entry.files).blocks()
-        build_index(IndexParams(**described.index_params), blocks, built)
+        build_index(IndexParams(**manifest.index_params), blocks, built)
     except ShardIndexError as error:  # such as a library that is not installed here
-        log.warning("shard not built: index=%s shard=%d error=%s", described.index, entry.shard, error)
+        log.warning("shard not built: index=%s shard=%d error=%s", manifest.index, entry.shard, error)
         return missing
     still = []
     for name in missing:
@@ -145,19 +146,19 @@ def _equals(path: Path, file: FileEntry) -> bool:
     return path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
 
 
-def _cure(store: Store, described: Manifest, damaged_paths: Iterable[str]) -> str:
+def _cure(store: Store, manifest: Manifest, damaged_paths: Iterable[str]) -> str:
     """The command that brings back what cannot be rebuilt: encoding again, or a version that does not name it."""
-    if described.operation == "index":
+    if manifest.operation == "index":
         return "encode it again, and no other shard: mvr-ray index CONFIG"
     lost = set(damaged_paths)
-    for version in reversed(manifest.list_versions(store, described.index)):
-        other = manifest.read(store, described.index, version)
+    for version in reversed(manifests.list_versions(store, manifest.index)):
+        other = manifests.read(store, manifest.index, version)
         named = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
         named |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
         if not lost & named:
             back = f"version {version} does not need it: mvr-ray versions CONFIG rollback {version}"
-            return f"{back}; or do the {described.operation.partition(':')[0]} again on it"
-    return f"encode again, then do the {described.operation.partition(':')[0]} again: mvr-ray index CONFIG"
+            return f"{back}; or do the {manifest.operation.partition(':')[0]} again on it"
+    return f"encode again, then do the {manifest.operation.partition(':')[0]} again: mvr-ray index CONFIG"
 
 
 def _lines(problems: Sequence[Problem]) -> list[str]:

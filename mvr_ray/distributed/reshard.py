@@ -34,7 +34,8 @@ from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, Dtype, EmbeddingShard, EmbeddingWriter
@@ -92,7 +93,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ConfigError(f"reshard: shards={num_shards} is outside 1 to {MAX_SHARDS}")
     store = Store(run.store.path)
-    base = manifest.read(store, run.index.name)
+    base = manifests.read(store, run.index.name)
     if num_shards == len(base.shards):
         progress(f"version {base.version} has {num_shards} shards; passages", base.num_passages, base.num_passages)
         return _report(base, base)
@@ -103,7 +104,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
         shards = _build(task, progress)
     new = manifest_over(base, shards)
     require_same_counts(base, new)
-    published = manifest.publish(store, new)
+    published = manifests.publish(store, new)
     store.delete_dir(paths.staging_dir(base.index, task.staging))
     progress("passages before = after", published.num_passages, base.num_passages)
     progress("views before = after", published.num_vectors, base.num_vectors)
@@ -185,20 +186,20 @@ def require_same_counts(base: Manifest, new: Manifest) -> None:
         )
 
 
-def _report(base: Manifest, published: Manifest) -> ReshardReport:
+def _report(base: Manifest, result: Manifest) -> ReshardReport:
     return ReshardReport(
         index=base.index,
         base_version=base.version,
-        version=published.version,
+        version=result.version,
         shards_before=len(base.shards),
-        shards=len(published.shards),
+        shards=len(result.shards),
         passages_before=base.num_passages,
-        passages=published.num_passages,
+        passages=result.num_passages,
         views_before=base.num_vectors,
-        views=published.num_vectors,
+        views=result.num_vectors,
         bytes_before=base.num_bytes,
-        bytes=published.num_bytes,
-        recall=published.recall,
+        bytes=result.num_bytes,
+        recall=result.recall,
     )
 
 
@@ -234,7 +235,7 @@ def _open_old_shards(store: Store, task: ReshardTask, shard: int) -> Iterator[Em
     for source in sources(shard, len(base.shards), task.num_shards):
         entry = base.shards[source]
         alone = dataclasses.replace(entry, files=_embeddings(entry))
-        folder = manifest.open_shard(store, base.index, alone)
+        folder = manifests.open_shard(store, base.index, alone)
         yield open_embeddings(folder, alone.files)
 
 

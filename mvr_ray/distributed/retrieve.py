@@ -65,27 +65,27 @@ def retrieve(
             else rank_hybrid(run, router, asked, settings, weight, progress)
         )
         count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
-        described = router.manifest
-    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, described.index, described.version)
+        manifest = router.manifest
+    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
     return RetrieveReport(
         str(output),
         format,
         count,
         run.retrieve.k,
-        described.index,
-        described.version,
-        described.encoder_fingerprint,
-        described.num_passages,
-        described.index_params["kind"] == "flat" and weight is None,
+        manifest.index,
+        manifest.version,
+        manifest.encoder_fingerprint,
+        manifest.num_passages,
+        manifest.index_params["kind"] == "flat" and weight is None,
     )
 
 
-def question_set(store: Store, named: str) -> QuestionSet:
+def question_set(store: Store, name: str) -> QuestionSet:
     """A stored question set by name, else the questions of a file."""
-    if re.fullmatch(r"[\w.-]+", named) and store.exists(paths.questions(named)):
-        return QuestionSet(named, corpus.read_questions(store, named))
-    path = resolve_path(named)
+    if re.fullmatch(r"[\w.-]+", name) and store.exists(paths.questions(name)):
+        return QuestionSet(name, corpus.read_questions(store, name))
+    path = resolve_path(name)
     if not path.is_file():
         known = ", ".join(corpus.question_sets(store)) or "none"
-        raise MissingInputError(f"questions {named!r}: neither a file nor a stored set of {store.root} (sets: {known})")
+        raise MissingInputError(f"questions {name!r}: neither a file nor a stored set of {store.root} (sets: {known})")
     return QuestionSet(path.name, read_question_file(path))

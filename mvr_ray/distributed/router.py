@@ -35,7 +35,8 @@ from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, UnknownPassageError
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -82,7 +83,7 @@ class Router:
     def __init__(
         self,
         store: Store,
-        described: Manifest,
+        manifest: Manifest,
         fleet: Fleet,
         *,
         timeout_s: float = TIMEOUT_S,
@@ -94,14 +95,14 @@ class Router:
         this process. `observe` is called by the threads that search.
         """
         self.store = store
-        self.manifest = described
+        self.manifest = manifest
         self.fleet = fleet
         self.timeout_s = timeout_s
         self.threads = threads
         self.gpu = gpu
         self.observe = observe
-        sizes = [entry.num_passages for entry in described.shards]
-        self._start_of = shard_starts(described.shards)
+        sizes = [entry.num_passages for entry in manifest.shards]
+        self._start_of = shard_starts(manifest.shards)
         self._first_depth = lru_cache(DEPTHS_KEPT)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
@@ -217,23 +218,23 @@ class Router:
         dimension, CoverageError when a shard is silent.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
-        described = self.manifest
+        manifest = self.manifest
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
-            wanted.setdefault(shard_of(passage_id, len(described.shards)), []).append(passage_id)
+            wanted.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
         stored = self.fleet.views(wanted, Deadline.after(self.timeout_s))
         for missing in stored.failures:
             if missing.reason == DAMAGED:
                 raise DamagedShardsError(missing.detail)
             raise CoverageError(
-                f"shard {missing.shards[0]} of index {described.index!r} version {described.version}, which would hold "
+                f"shard {missing.shards[0]} of index {manifest.index!r} version {manifest.version}, which would hold "
                 f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
                 f"Searchers that died start again by themselves: ask again"
             )
         for passage_id in passage_ids:
             if passage_id not in stored.views:
                 raise UnknownPassageError(
-                    f"index {described.index!r} version {described.version} holds no passage {passage_id!r}; "
+                    f"index {manifest.index!r} version {manifest.version} holds no passage {passage_id!r}; "
                     f"give an id as `mvr-ray search CONFIG` shows it",
                     passage_id,
                 )
@@ -288,22 +289,24 @@ class Router:
         blocks = EmbeddingShard.open(self.store.local_path(path)).blocks()
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
-    def _answer(self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, rescored: int) -> Answer:
-        described = self.manifest
-        params = described.index_params
+    def _answer(
+        self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, num_rescored: int
+    ) -> Answer:
+        manifest = self.manifest
+        params = manifest.index_params
         kind, coded = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
-        if bound := described.metrics.get("pruned_bound", 0.0):
+        if bound := manifest.metrics.get("pruned_bound", 0.0):
             method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
-        recall = None if kind == "flat" else described.recall
-        exactness = Exactness(kind == "flat" and not silent, method, rounds, rescored, recall)
+        recall = None if kind == "flat" else manifest.recall
+        exactness = Exactness(kind == "flat" and not silent, method, rounds, num_rescored, recall)
         states = tuple(
             ShardState(entry.shard, entry.num_passages, missing.reason, missing.detail)
             if (missing := silent.get(entry.shard))
             else ShardState(entry.shard, entry.num_passages, SEARCHED)
-            for entry in described.shards
+            for entry in manifest.shards
         )
-        return Answer(hits, described.index, described.version, described.encoder_fingerprint, states, exactness)
+        return Answer(hits, manifest.index, manifest.version, manifest.encoder_fingerprint, states, exactness)
 
     def _check_coverage(self, answer: Answer, min_coverage: float) -> None:
         """CoverageError naming the silent shards, or a warning where so much is enough."""
@@ -337,9 +340,9 @@ def open_router(
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
-    described = manifest.read(store, run.index.name, version)
+    manifest = manifests.read(store, run.index.name, version)
     resources = run.resources
-    task = searcher_task(run, described, local=local)
+    task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
             fleet: Fleet = LocalFleet(task)
@@ -347,18 +350,18 @@ def open_router(
             info = stack.enter_context(session.connect(resources))
             searchers = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)
-            fleet = searchers.fleet(described)
+            fleet = searchers.fleet(manifest)
         fleet.ready()
-        yield Router(store, described, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
+        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
 
 
-def searcher_task(run: RunConfig, described: Manifest, *, local: bool) -> SearcherTask:
+def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
     """All shards of a version, as the run file wants them searched; `local`: in this process."""
     resources = run.resources
-    shards = tuple(entry.shard for entry in described.shards)
+    shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
-    return SearcherTask(store, described, shards, resources.torch_threads, device, resources.tls_dir)
+    return SearcherTask(store, manifest, shards, resources.torch_threads, device, resources.tls_dir)
 
 
 def _rounded_up(num_queries: int) -> int:

@@ -16,7 +16,8 @@ from mvr_ray.config import IndexConfig
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -50,24 +51,24 @@ def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> In
 
 
 def build_shard(
-    store: Store, described: Manifest, shard: int, folder: Path, known: Mapping[str, FileEntry] | None = None
+    store: Store, manifest: Manifest, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
     """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
 
-    `described` says which index it belongs to and how it is indexed; it need not be published. `known` describes files
+    `manifest` says which index it belongs to and how it is indexed; it need not be published. `files` describes files
     that were found whole before and are not read again.
     """
-    params = IndexParams(**described.index_params)
+    params = IndexParams(**manifest.index_params)
     embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
     if embedded.num_passages and not searches_embeddings(params):
         build_index(params, embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
-    return manifest.add_shard(store, described.index, folder, meta, known)
+    return manifests.add_shard(store, manifest.index, folder, meta, files)
 
 
-def write_note(store: Store, path: str, built: BuiltShard) -> None:
+def write_note(store: Store, path: str, report: BuiltShard) -> None:
     """Keep what is known of a shard that is built, until its version is published."""
-    store.write_bytes(path, json.dumps({**built._asdict(), "entry": dataclasses.asdict(built.entry)}).encode())
+    store.write_bytes(path, json.dumps({**report._asdict(), "entry": dataclasses.asdict(report.entry)}).encode())
 
 
 def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
@@ -91,22 +92,22 @@ def shard_folder(store: Store) -> Iterator[Path]:
         yield folder
 
 
-def mean_over_passages(weighted: Sequence[tuple[float | None, int]]) -> float | None:
+def mean_over_passages(pairs: Sequence[tuple[float | None, int]]) -> float | None:
     """Mean of what was measured, each value weighing as many passages as are beside it; None where nothing was."""
-    known = [(value, weight) for value, weight in weighted if value is not None]
+    known = [(value, weight) for value, weight in pairs if value is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
 
 
-def shard_recall(store: Store, described: Manifest, entry: ShardEntry, sample: int) -> float | None:
+def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: int) -> float | None:
     """Share of exact search's best passages that the shard's own index finds; None for an exact one.
 
     The queries are `sample` of the shard's own views, drawn by its number.
     """
-    params = IndexParams(**described.index_params)
+    params = IndexParams(**manifest.index_params)
     if params.kind == "flat" or not sample or not entry.num_passages:
         return None
-    folder = manifest.open_shard(store, described.index, entry)
+    folder = manifests.open_shard(store, manifest.index, entry)
     blocks = open_embeddings(folder, entry.files).blocks()
     queries_QD = sample_views(blocks, sample, entry.shard)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
@@ -122,17 +123,17 @@ def sample_views(blocks: Sequence[EmbeddingBlock], num: int, seed: int) -> Float
     return np.stack(picked).astype(np.float32)
 
 
-def shard_collapse(embedded: EmbeddingShard) -> Collapse:
+def shard_collapse(shard: EmbeddingShard) -> Collapse:
     """Whether the views of the shard's first passages, as encoded, are one vector. Feedback views are left out."""
-    if not embedded.num_passages:
+    if not shard.num_passages:
         return Collapse(None, None, False, "the shard is empty")
-    block = embedded.blocks()[0]
+    block = shard.blocks()[0]
     num = min(COLLAPSE_SAMPLE, len(block.ids))
     stop = int(block.row_ptr[num])
-    views_PVD = np.zeros((num, embedded.num_views, embedded.dimension), np.float32)
+    views_PVD = np.zeros((num, shard.num_views, shard.dimension), np.float32)
     mask_PV = np.zeros(views_PVD.shape[:2], bool)
     rows_N = np.repeat(np.arange(num), np.diff(block.row_ptr[: num + 1]))
-    own_N = block.view_numbers_N[:stop] < embedded.num_views
+    own_N = block.view_numbers_N[:stop] < shard.num_views
     places = rows_N[own_N], block.view_numbers_N[:stop][own_N]
     views_PVD[places] = block.vectors_ND[:stop][own_N]
     mask_PV[places] = True

@@ -51,10 +51,10 @@ class Corpus:
         passages = zip(self.ids, self.score_QN[query].tolist(), self.view_QN[query].tolist())
         return sorted(passages, key=lambda passage: (-passage[1], passage[0]))[:k]
 
-    def lists(self, merged: MergedHits, query: int) -> list[tuple[str, float, int]]:
+    def lists(self, hits: MergedHits, query: int) -> list[tuple[str, float, int]]:
         """Merged hits in the same form; every place after them is padding."""
-        count = int((merged.passage_QK[query] >= 0).sum())
-        passage_K, view_K, score_K = (column[query] for column in merged)
+        count = int((hits.passage_QK[query] >= 0).sum())
+        passage_K, view_K, score_K = (column[query] for column in hits)
         assert (passage_K[count:] == -1).all() and (view_K[count:] == -1).all() and (score_K[count:] == -np.inf).all()
         return list(zip(self.ids_of(passage_K[:count]), score_K[:count].tolist(), view_K[:count].tolist()))
 

@@ -19,7 +19,7 @@ from mvr_ray.distributed.analyze import (
     _spans,
     analyze,
 )
-from mvr_ray.distributed.evaluate import judged
+from mvr_ray.distributed.evaluate import judge_hits
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus, manifest, paths
@@ -144,7 +144,7 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     asked = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
     views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
     merged = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
-    ranked = judged(asked, merged, passages)
+    ranked = judge_hits(asked, merged, passages)
     assert spans[0] == TITLE and all(hit.has_answer for row in ranked for hit in row.passages)
     ranks = _answer_view_ranks(ranked, merged, passages, encoder, EvaluateConfig())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]

@@ -85,7 +85,7 @@ def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
         for chunk in encode.chunks_of(task, corpus, entry.shard):
             stop = chunk.stop - 1 if chunk.shard == 2 and chunk.start == 6 else chunk.stop
             low, high = int(block.row_ptr[chunk.start]), int(block.row_ptr[stop])
-            with EmbeddingWriter(own_index / task.staged(chunk), shard.dimension, shard.num_views) as writer:
+            with EmbeddingWriter(own_index / task.chunk_path(chunk), shard.dimension, shard.num_views) as writer:
                 writer.write(
                     EmbeddingBlock(
                         block.ids[chunk.start : stop],

@@ -285,7 +285,7 @@ def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not
             return load(described)
 
         def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
-            with live.pinned(version, timeout_s) as router:
+            with live.pinned(version, Deadline.after(timeout_s)) as router:
                 return answered(router, 0)
 
         live.searchers.load = slow
@@ -317,10 +317,10 @@ def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, 
         live.searchers.load = slow
         for _ in range(3):
             told = "version 1 is not open yet: version 1 is being opened"
-            with pytest.raises(OverloadedError, match=told), live.pinned(1, 0.01):
+            with pytest.raises(OverloadedError, match=told), live.pinned(1, Deadline.after(0.01)):
                 pass
         opened.set()
-        with live.pinned(1, 60) as router:
+        with live.pinned(1, Deadline.after(60)) as router:
             assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
         assert loaded == [1]
 
@@ -420,7 +420,7 @@ def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
             return moved.is_set()
 
         live.follow = told
-        with live.followed(0.01):
+        with live.following(0.01):
             publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
             assert moved.wait(30)
         assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)

@@ -56,7 +56,7 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     rows = rng.permutation(len(expected))[: rng.integers(0, len(expected))]
     rows = rng.permutation(np.repeat(rows, rng.integers(1, 4, len(rows))))
     feedback = rng.standard_normal((len(rows), DIMENSION)).astype(np.float32)
-    state = ShardChanges.untouched(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
+    state = ShardChanges.none(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
 
     slots = [(row, view) for row, passage in enumerate(expected) for view in passage]
     for slot, vector in zip(moved, vectors):
@@ -82,7 +82,7 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
 def test_a_state_survives_the_disk_and_later_moves_win(seed):
     rng = np.random.default_rng(seed)
     views = StoredViews(random_blocks(seed))
-    state, expected = ShardChanges.untouched(DIMENSION), {}
+    state, expected = ShardChanges.none(DIMENSION), {}
     for _ in range(3):
         slots = rng.permutation(len(views.keys_N))[: rng.integers(0, 4)]
         vectors = rng.standard_normal((len(slots), DIMENSION)).astype(np.float32)
@@ -98,7 +98,7 @@ def test_a_state_survives_the_disk_and_later_moves_win(seed):
 
 def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
     views = StoredViews(random_blocks(1))
-    state = ShardChanges.untouched(DIMENSION).with_moved(np.array([0]), np.ones((1, DIMENSION), np.float32))
+    state = ShardChanges.none(DIMENSION).with_moved(np.array([0]), np.ones((1, DIMENSION), np.float32))
     current = views.current(state, NUM_VIEWS)
     assert current[0] is not views.blocks[0]
     assert current[1] is views.blocks[1]
@@ -106,14 +106,14 @@ def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
 
 def test_a_move_too_small_for_the_stored_type_makes_nothing_dirty():
     views = StoredViews(random_blocks(2))
-    stored = views.vectors(np.array([0]), ShardChanges.untouched(DIMENSION))
-    state = ShardChanges.untouched(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
+    stored = views.vectors(np.array([0]), ShardChanges.none(DIMENSION))
+    state = ShardChanges.none(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
     assert views.changes(state, NUM_VIEWS) == {}
 
 
 def test_feedback_that_stays_the_same_has_not_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
-    base = ShardChanges.untouched(DIMENSION)
+    base = ShardChanges.none(DIMENSION)
     had = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
     assert had.feedback_changes(had).tolist() == []
     assert had.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
@@ -121,7 +121,7 @@ def test_feedback_that_stays_the_same_has_not_changed():
 
 def test_passages_with_another_number_or_order_of_feedback_views_have_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
-    base = ShardChanges.untouched(DIMENSION)
+    base = ShardChanges.none(DIMENSION)
     had = base.with_feedback(np.array([3, 3, 5, 8, 8]), np.concatenate([one, two, one, one, two]))
     now = base.with_feedback(np.array([8, 5, 5, 3, 8]), np.concatenate([two, one, two, one, one]))
     assert now.feedback_F.tolist() == [3, 5, 5, 8, 8]

@@ -89,16 +89,16 @@ class Journal:
     def labelled_R(self) -> tuple[float, ...]:
         return (self.labelled_before, *(done.labelled for done in self.rounds))
 
-    def begin(self, before: Ranks, labelled: float, heldout: Sequence[float]) -> None:
-        self.before, self.labelled_before, self.heldout_before = before, labelled, tuple(heldout)
+    def begin(self, before: Ranks, labelled_points: float, heldout: Sequence[float]) -> None:
+        self.before, self.labelled_before, self.heldout_before = before, labelled_points, tuple(heldout)
         self._write()
 
-    def commit(self, done: RoundRecord) -> None:
-        self.rounds.append(done)
+    def commit(self, record: RoundRecord) -> None:
+        self.rounds.append(record)
         self._write()
 
-    def commit_weight(self, done: WeightRecord) -> None:
-        self.weights.append(done)
+    def commit_weight(self, record: WeightRecord) -> None:
+        self.weights.append(record)
         self._write()
 
     def _write(self) -> None:

@@ -100,7 +100,7 @@ class RefinementLoop:
 
     def measure_before(self, hits: MergedHits) -> None:
         """Rank every question in the published version, and begin the journal with that."""
-        ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
+        ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.gate_rows(), "gate")
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.other_rows(), "report")
         self.journal.begin(ranks, self.labelled_points(ranks), self.heldout(ranks))
@@ -125,7 +125,7 @@ class RefinementLoop:
             settings = FeedbackSettings(self.weights[number], self.refine.feedback_clusters)
             self.refiners.add_feedback(PUBLISHED, at, by_shard, queries_LD, settings)
             hits = self.search(at, self.labelled, queries_LD, f"refine weight {settings.weight:g}: retrieve")
-            ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
+            ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
             ranks = self.rank_others(at, ranks, self.questions.gate_rows(), "gate")
             heldout = tuple(self.heldout(ranks))
             report = WeightReport(
@@ -256,7 +256,7 @@ class RefinementLoop:
 
     def measure_round(self, number: int, step: "RoundStep", hits: MergedHits) -> None:
         """Measure the state after a round, and make the round count."""
-        ranks = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
+        ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         if self.refine.method in KEEPS_PASSAGES:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
         else:
@@ -288,7 +288,7 @@ class RefinementLoop:
             return self.evaluator.accuracies(self.journal.before, self.journal.before)
         what = f"refine round {number}: final"
         hits = self.search(self.state_id(number), self.labelled, self.queries_at(number), what)
-        after = self.evaluator.rank(self.evaluator.unsearched(), self.labelled, hits)
+        after = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         others = [*self.questions.gate_rows(), *self.questions.other_rows()]
         if self.refine.method in KEEPS_PASSAGES:
             after = self._same_as_before(after, others)

@@ -82,7 +82,7 @@ class Evaluator:
     def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])
 
-    def unsearched(self) -> Ranks:
+    def no_ranks(self) -> Ranks:
         size = len(self.questions.table)
         return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
 
@@ -136,7 +136,7 @@ def gate_sets(evaluator: Evaluator, refine: RefineConfig) -> list[GateSet]:
     nothing held out can change there and they alone tell one round from another.
     """
 
-    def judged(group: QuestionGroup) -> GateSet:
+    def gate_set(group: QuestionGroup) -> GateSet:
         if kind := deciding_kind(evaluator, refine, group):
             return GateSet(group, kind)
         raise ConfigError(
@@ -145,5 +145,5 @@ def gate_sets(evaluator: Evaluator, refine: RefineConfig) -> list[GateSet]:
         )
 
     if refine.method in KEEPS_PASSAGES:
-        judged(evaluator.questions.groups[0])
-    return [judged(group) for group in evaluator.questions.gates]
+        gate_set(evaluator.questions.groups[0])
+    return [gate_set(group) for group in evaluator.questions.gates]

@@ -12,7 +12,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -71,4 +71,4 @@ def save_queries(store: Store, index: str, questions: Sequence[Question], querie
         file = folder / "queries.arrow"
         with EmbeddingWriter(file, queries_LD.shape[1], 1, "fp32") as writer:
             writer.write(block)
-        return manifest.add_refined_queries(store, index, file)
+        return manifests.add_refined_queries(store, index, file)

@@ -114,15 +114,15 @@ def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
 
 def arrange(
     name: str,
-    labelled: Sequence[Question],
+    label_questions: Sequence[Question],
     gates: Sequence[tuple[str, Sequence[Question]]],
     reports: Sequence[tuple[str, Sequence[Question]]],
 ) -> RefineQuestions:
     """One table and its groups. A gate question asked word for word among the labelled is dropped from the gate; a
     reported set is split by protocol, and its labelled or gate members point at the rows that are there already."""
-    if not labelled:
+    if not label_questions:
         raise ConfigError(f"refinement has no labelled question: {name!r} is empty")
-    table = list(labelled)
+    table = list(label_questions)
     row_of_text: dict[str, int] = {}
     for row, question in enumerate(table):
         row_of_text.setdefault(question.text, row)
@@ -170,10 +170,10 @@ def arrange(
             for protocol, members in split.items()
             if members and (report, protocol) not in known
         ]
-    return RefineQuestions(tuple(table), len(labelled), tuple(groups), num_gates)
+    return RefineQuestions(tuple(table), len(label_questions), tuple(groups), num_gates)
 
 
-def read_feedback(path: Path, stored: Sequence[Question]) -> list[tuple[Question, str, bool]]:
+def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Question, str, bool]]:
     """Judgements (question, passage id, positive) of a JSONL file of {question, passage_id, label: 1|-1}.
 
     `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
@@ -181,8 +181,8 @@ def read_feedback(path: Path, stored: Sequence[Question]) -> list[tuple[Question
     """
     if not path.is_file():
         raise ConfigError(f"refine.feedback: file {path} does not exist")
-    by_key = {question.text: question for question in reversed(stored)}
-    by_key.update({question.id: question for question in reversed(stored)})
+    by_key = {question.text: question for question in reversed(questions)}
+    by_key.update({question.id: question for question in reversed(questions)})
     seen: dict[tuple[str, str], bool] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():

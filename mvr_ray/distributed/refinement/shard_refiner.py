@@ -257,7 +257,7 @@ class ShardRefiner:
         norms_F = feedback.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
         labels = labels._replace(passage_L=inverse_L)
         made = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
-        now = ShardChanges.untouched(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
+        now = ShardChanges.none(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
         self._keep(to, shard, now)
         changed = state.feedback_changes(now)
         return ShardStep(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
@@ -300,7 +300,7 @@ class ShardRefiner:
         if held is None or held[0] != at:
             dimension = self.manifest.dimension
             state = (
-                ShardChanges.untouched(dimension)
+                ShardChanges.none(dimension)
                 if at == PUBLISHED
                 else ShardChanges.from_bytes(self.store.read_bytes(at.shard_path(self.task.staging, shard)))
             )

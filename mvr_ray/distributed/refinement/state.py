@@ -49,7 +49,7 @@ class ShardChanges:
     feedback_FD: FloatArray
 
     @classmethod
-    def untouched(cls, dimension: int) -> "ShardChanges":
+    def none(cls, dimension: int) -> "ShardChanges":
         none, empty = np.empty(0, np.int64), np.empty((0, dimension), np.float32)
         return cls(none, empty, none, empty)
 
@@ -132,7 +132,7 @@ class StoredViews:
 
     def drift(self, state: ShardChanges) -> FloatArray:
         """Distance of each moved view from where the version has it, float64 [M]."""
-        stored_MD = self.vectors(state.moved_M, ShardChanges.untouched(state.moved_MD.shape[1]))
+        stored_MD = self.vectors(state.moved_M, ShardChanges.none(state.moved_MD.shape[1]))
         return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
 
     def gather(self, rows_F: IntArray) -> EmbeddingBlock:

@@ -42,14 +42,14 @@ class _Search:
         self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
         self.rows = slice(0, 0)
         self.request = logs.request_id()
-        self.batch: _Batch | None = None
+        self.batch: _SearchBatch | None = None
         self.sent = threading.Event()
 
     def goes_with(self, other: "_Search") -> bool:
         return self.k == other.k and self.shards == other.shards
 
 
-class _Batch:
+class _SearchBatch:
     """Searches asked together, and what has come for them."""
 
     def __init__(self, searches: Sequence[_Search]) -> None:
@@ -123,7 +123,7 @@ class DynamicBatcher:
             try:
                 return self.fleet.fan_out(queries_QD, k, shards, deadline)
             finally:
-                self._ended(began_s)
+                self._finish_call(began_s)
         if not search.sent.wait(self._patience_s(deadline.left_s)):
             self._send_next(search)
             search.sent.wait()
@@ -158,7 +158,7 @@ class DynamicBatcher:
                 self._line.remove(search)
             self._running += 1
             self.calls += 1
-        batch, began_s = _Batch(together), time.monotonic()
+        batch, began_s = _SearchBatch(together), time.monotonic()
         queries_QD = np.concatenate([search.queries_QD for search in together])
         deadline = max(search.deadline for search in together)
         with logs.request_context(first.request):
@@ -167,17 +167,17 @@ class DynamicBatcher:
         batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, deadline)
         for search in together:
             search.sent.set()
-        batch.future.add_done_callback(lambda _: self._ended(began_s))
+        batch.future.add_done_callback(lambda _: self._finish_call(began_s))
 
-    def _ended(self, began_s: float) -> None:
+    def _finish_call(self, began_s: float) -> None:
         with self._lock:
             self._running -= 1
             self._seconds.append(time.monotonic() - began_s)
         self._send_next()
 
 
-def _cut(found: ShardResult, rows: slice) -> ShardResult:
+def _cut(result: ShardResult, rows: slice) -> ShardResult:
     """One search's part of a shard's answer; `ids_R` may name rows of others too."""
-    hits = found.hits
+    hits = result.hits
     own = hits.rows_QK[rows], hits.scores_QK[rows], hits.views_QK[rows], hits.frontier_Q[rows]
-    return found._replace(hits=ShardHits(*own), rescored_Q=found.rescored_Q[rows])
+    return result._replace(hits=ShardHits(*own), rescored_Q=result.rescored_Q[rows])

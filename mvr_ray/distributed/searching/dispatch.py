@@ -118,16 +118,16 @@ class Dispatcher:
         requests: Mapping[int, ShardRequest],
         deadline: Deadline,
         *,
-        admitted: bool = False,
+        is_admitted: bool = False,
         on_partial: Callable[[pa.Buffer], None] | None = None,
     ) -> Responses:
-        """Each group's first answer. `admitted`: a part of a request that was let in before, which no bound refuses.
+        """Each group's first answer. `is_admitted`: a part of a request that was let in before, which no bound refuses.
         `on_partial` is told every group's answer when it comes.
 
         Raises OverloadedError, and what a searcher raised for the request itself.
         """
         began_s = time.monotonic()
-        chosen, silent = self._admit(requests, admitted)
+        chosen, silent = self._admit(requests, is_admitted)
         at = _Request(requests, deadline, {}, silent, {group: [replica] for group, replica in chosen.items()}, {}, {})
         unsent = list(chosen.items())
         try:
@@ -141,10 +141,10 @@ class Dispatcher:
                     if at.waits_for(group):
                         self._call_other(at, group, hedge=True)
                 until_s = min([deadline.due_s, *hedge_s.values()])
-                when = FIRST_COMPLETED if self._replicated or on_partial else ALL_COMPLETED
+                when = FIRST_COMPLETED if self._has_replicas or on_partial else ALL_COMPLETED
                 done, running = wait(at.calls, max(until_s - now_s, 0.0), return_when=when)
                 for future in done:
-                    answer = self._ended(at, future)
+                    answer = self._take_answer(at, future)
                     if on_partial and answer is not None:
                         on_partial(answer)
                 if running and until_s == deadline.due_s and time.monotonic() >= until_s:
@@ -159,7 +159,7 @@ class Dispatcher:
         return Responses(at.answers, at.silent)
 
     @property
-    def _replicated(self) -> bool:
+    def _has_replicas(self) -> bool:
         return any(len(replicas) > 1 for replicas in self.groups)
 
     def counts(self) -> FleetCounts:
@@ -168,11 +168,11 @@ class Dispatcher:
             waiting = [replica.waiting for replicas in self.groups for replica in replicas]
             return FleetCounts(self.budget.hedges, self.hedge_wins, self.refused, sum(waiting), max(waiting, default=0))
 
-    def down(self, replica: Replica, group: int, state: str, killed: str | None = None) -> None:
-        """Ask this replica no more until it has started again; `killed` names the life that must not answer."""
+    def down(self, replica: Replica, group: int, state: str, killed_life: str | None = None) -> None:
+        """Ask this replica no more until it has started again; `killed_life` names the life that must not answer."""
         with self._lock:
             if not replica.state:
-                replica.killed = killed
+                replica.killed = killed_life
                 log.warning("searcher lost: group=%d state=%s", group, state)
                 replica.state = state
                 replica.again = self._restart(group, replica.actor)
@@ -195,7 +195,9 @@ class Dispatcher:
         with self._lock:
             replica.state, replica.again = "", None
 
-    def _admit(self, requests: Mapping[int, ShardRequest], admitted: bool) -> tuple[dict[int, Replica], dict[int, str]]:
+    def _admit(
+        self, requests: Mapping[int, ShardRequest], is_admitted: bool
+    ) -> tuple[dict[int, Replica], dict[int, str]]:
         chosen: dict[int, Replica] = {}
         silent: dict[int, str] = {}
         with self._lock:
@@ -205,15 +207,15 @@ class Dispatcher:
                     silent[group] = self.groups[group][0].state
                     continue
                 least = min(there, key=lambda replica: (replica.waiting, replica.turn))
-                if least.waiting >= self.queue and not admitted:
-                    raise self._overloaded(group, least)
+                if least.waiting >= self.queue and not is_admitted:
+                    raise self._refuse(group, least)
                 chosen[group] = least
             for replica in chosen.values():
                 self._book(replica)
                 self.budget.call()
         return chosen, silent
 
-    def _overloaded(self, group: int, replica: Replica) -> OverloadedError:
+    def _refuse(self, group: int, replica: Replica) -> OverloadedError:
         self.refused += 1
         self._refused_s = time.monotonic()
         retry_s = max(LEAST_RETRY_S, replica.waiting * self.latencies[group].median_s() / 2)
@@ -275,7 +277,7 @@ class Dispatcher:
         replica.turn = self._turns
         replica.book(1)
 
-    def _ended(self, at: _Request, future: "Future[pa.Buffer]") -> pa.Buffer | None:
+    def _take_answer(self, at: _Request, future: "Future[pa.Buffer]") -> pa.Buffer | None:
         """Take an answer, or where its searcher died ask another one; gives the answer if it is its group's first."""
         group, replica, _, began_s = at.calls.pop(future)
         try:

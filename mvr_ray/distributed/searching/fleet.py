@@ -62,11 +62,11 @@ PROBE_TIMEOUT_S = 60.0
 class Searchers(Protocol):
     """Holders of versions of one index."""
 
-    def fleet(self, described: Manifest) -> ExactFleet:
+    def fleet(self, manifest: Manifest) -> ExactFleet:
         """Of a version whose shards are opened when first asked for."""
         ...
 
-    def load(self, described: Manifest) -> Fleet:
+    def load(self, manifest: Manifest) -> Fleet:
         """Of a version whose shards are all open and have answered a probe.
 
         Raises ResourceError where it has no room or a searcher died, StorageError where a file is damaged; then
@@ -89,20 +89,20 @@ class LocalSearchers:
         self.limit_bytes = limit_bytes
         self.searcher = ShardSearcher(task)
 
-    def fleet(self, described: Manifest) -> LocalFleet:
-        shards = tuple(entry.shard for entry in described.shards)
-        return LocalFleet(self.task._replace(manifest=described, shards=shards), self.searcher)
+    def fleet(self, manifest: Manifest) -> LocalFleet:
+        shards = tuple(entry.shard for entry in manifest.shards)
+        return LocalFleet(self.task._replace(manifest=manifest, shards=shards), self.searcher)
 
-    def load(self, described: Manifest) -> LocalFleet:
-        fleet = self.fleet(described)
-        keys = shard_keys(described)
-        bytes_of = {keys[entry.shard]: entry.num_bytes for entry in described.shards}
-        require_memory(version_name(described), [bytes_of], [self.searcher.memory()], self.limit_bytes)
+    def load(self, manifest: Manifest) -> LocalFleet:
+        fleet = self.fleet(manifest)
+        keys = shard_keys(manifest)
+        bytes_of = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards}
+        require_memory(version_name(manifest), [bytes_of], [self.searcher.memory()], self.limit_bytes)
         try:
             fleet.ready()
-            self.searcher.probe(described.version)
+            self.searcher.probe(manifest.version)
         except BaseException:
-            self.drop(described.version)
+            self.drop(manifest.version)
             raise
         return fleet
 
@@ -156,8 +156,8 @@ class RemoteSearchers:
     def actors(self) -> list[Any]:
         return [actor for actors in self.groups for actor in actors]
 
-    def fleet(self, described: Manifest) -> "RemoteFleet":
-        if described.version not in self.placed:
+    def fleet(self, manifest: Manifest) -> "RemoteFleet":
+        if manifest.version not in self.placed:
             held = {
                 entry.digest: group
                 for assignments in list(self.placed.values())
@@ -165,27 +165,25 @@ class RemoteSearchers:
                 for entry in of.shards
                 if entry.shard in shards
             }
-            placed = place(described, held, len(self.groups))
-            self.placed[described.version] = [ShardAssignment(described, shards) for shards in placed]
-        return RemoteFleet(self, self.placed[described.version])
+            placed = place(manifest, held, len(self.groups))
+            self.placed[manifest.version] = [ShardAssignment(manifest, shards) for shards in placed]
+        return RemoteFleet(self, self.placed[manifest.version])
 
-    def load(self, described: Manifest) -> "RemoteFleet":
+    def load(self, manifest: Manifest) -> "RemoteFleet":
         with self.changing:
-            fleet = self.fleet(described)
+            fleet = self.fleet(manifest)
             try:
                 self._undone(PROBE_TIMEOUT_S)
-                usages = self._all(
-                    lambda actor, _: actor.memory.options(concurrency_group="health").remote(), described
-                )
-                keys, bytes_of = shard_keys(described), {entry.shard: entry.num_bytes for entry in described.shards}
+                usages = self._all(lambda actor, _: actor.memory.options(concurrency_group="health").remote(), manifest)
+                keys, bytes_of = shard_keys(manifest), {entry.shard: entry.num_bytes for entry in manifest.shards}
                 wanted = [
                     {keys[shard]: bytes_of[shard] for shard in assignment.shards} for assignment in fleet.of_actors
                 ]
-                require_memory(version_name(described), wanted, [MemoryUsage(*one) for one in usages], self.limit_bytes)
+                require_memory(version_name(manifest), wanted, [MemoryUsage(*one) for one in usages], self.limit_bytes)
                 fleet.open(max_task_retries=0)
-                self._all(lambda actor, _: actor.probe.remote(described.version), described)
+                self._all(lambda actor, _: actor.probe.remote(manifest.version), manifest)
             except BaseException:
-                self.drop(described.version)
+                self.drop(manifest.version)
                 raise
             return fleet
 
@@ -207,15 +205,15 @@ class RemoteSearchers:
         drops = list(self._drops)
         return ray.wait(drops, num_returns=len(drops), timeout=timeout_s)[1] if drops else []
 
-    def _all(self, send: Callable[[Any, int], Any], described: Manifest) -> list[Any]:
+    def _all(self, send: Callable[[Any, int], Any], manifest: Manifest) -> list[Any]:
         """What every searcher answers, which must be soon."""
         try:
-            with translate_ray_errors(f"opening {version_name(described)}"):
+            with translate_ray_errors(f"opening {version_name(manifest)}"):
                 waiting = [send(actor, group) for group, actors in enumerate(self.groups) for actor in actors]
                 return ray.get(waiting, timeout=PROBE_TIMEOUT_S)
         except TimeoutError:
             raise ResourceError(
-                f"{version_name(described)} not opened: not all {len(self.actors)} searchers answered within "
+                f"{version_name(manifest)} not opened: not all {len(self.actors)} searchers answered within "
                 f"{PROBE_TIMEOUT_S:g} s; the live version goes on, try again when they do"
             ) from None
 
@@ -235,7 +233,7 @@ class RemoteFleet:
         self.version = self.assignments[0].manifest.version
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rejoined, (self.searchers.groups, self.searchers.dispatcher.queue, self.assignments)
+        return _restore_fleet, (self.searchers.groups, self.searchers.dispatcher.queue, self.assignments)
 
     @property
     def actors(self) -> list[Any]:
@@ -332,7 +330,7 @@ class RemoteFleet:
     ) -> tuple[list[pa.Buffer], list[ShardFailure]]:
         """The messages of the groups that answered, and which of the shards did not."""
         gather = self.searchers.dispatcher.gather
-        answers, silent = gather(requests, deadline, admitted=again, on_partial=hear)
+        answers, silent = gather(requests, deadline, is_admitted=again, on_partial=hear)
         here = self._by_group(shards)
         failures = [ShardFailure(here[group], state) for group, state in silent.items()]
         return [answers[group] for group in sorted(answers)], failures
@@ -341,7 +339,7 @@ class RemoteFleet:
         """The shards that are open now, as far as their searchers say so in time; asked beside running searches."""
         waiting = [actor.health.options(concurrency_group="health").remote() for actor in self.actors]
         done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
-        digests = {digest for ref in done for digest in _said(ref)}
+        digests = {digest for ref in done for digest in _digests_of(ref)}
         return sorted(entry.shard for entry in self.assignments[0].manifest.shards if entry.digest in digests)
 
 
@@ -354,15 +352,15 @@ def share_out(num_bytes: Mapping[int, int], groups: int) -> list[tuple[int, ...]
     return [tuple(sorted(shards)) for shards in held]
 
 
-def place(described: Manifest, held: Mapping[str, int], groups: int) -> list[tuple[int, ...]]:
-    """A version's shards over the groups: where they are `held` (by digest) already, else to the lightest."""
+def place(manifest: Manifest, holders: Mapping[str, int], groups: int) -> list[tuple[int, ...]]:
+    """A version's shards over the groups: where `holders` has them (by digest) already, else to the lightest."""
     placed: list[list[int]] = [[] for _ in range(groups)]
     loads = [0] * groups
     moving = []
-    for entry in described.shards:
-        if entry.digest in held:
-            placed[held[entry.digest]].append(entry.shard)
-            loads[held[entry.digest]] += entry.num_bytes + 1
+    for entry in manifest.shards:
+        if entry.digest in holders:
+            placed[holders[entry.digest]].append(entry.shard)
+            loads[holders[entry.digest]] += entry.num_bytes + 1
         else:
             moving.append(entry)
     for entry in sorted(moving, key=lambda entry: (-entry.num_bytes, entry.shard)):
@@ -370,23 +368,23 @@ def place(described: Manifest, held: Mapping[str, int], groups: int) -> list[tup
     return [tuple(sorted(shards)) for shards in placed]
 
 
-def version_name(described: Manifest) -> str:
-    return f"index {described.index!r} version {described.version}"
+def version_name(manifest: Manifest) -> str:
+    return f"index {manifest.index!r} version {manifest.version}"
 
 
-def _to_lightest(shard: int, num_bytes: int, held: list[list[int]], loads: list[int]) -> None:
+def _to_lightest(shard: int, num_bytes: int, holders: list[list[int]], loads: list[int]) -> None:
     lightest = loads.index(min(loads))
-    held[lightest].append(shard)
+    holders[lightest].append(shard)
     loads[lightest] += num_bytes + 1
 
 
-def _rejoined(groups: Sequence[Sequence[Any]], queue: int, assignments: Sequence[ShardAssignment]) -> RemoteFleet:
+def _restore_fleet(groups: Sequence[Sequence[Any]], queue: int, assignments: Sequence[ShardAssignment]) -> RemoteFleet:
     searchers = RemoteSearchers(groups, queue)
     searchers.placed[assignments[0].manifest.version] = list(assignments)
     return RemoteFleet(searchers, assignments)
 
 
-def _said(ref: Any) -> list[str]:
+def _digests_of(ref: Any) -> list[str]:
     try:
         return ray.get(ref)
     except ray.exceptions.RayActorError:

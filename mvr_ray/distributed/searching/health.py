@@ -55,7 +55,7 @@ class HealthMonitor:
             ray.wait(list(heartbeats.values()), num_returns=len(heartbeats), timeout=HEARTBEAT_TIMEOUT_S)
         hung = 0
         for group, one in there:
-            heartbeat, lost = _heard(heartbeats[one])
+            heartbeat, lost = _heartbeat_of(heartbeats[one])
             if lost:
                 self._forget(one)
                 self.dispatcher.down(one, group, "died")
@@ -94,7 +94,7 @@ class HealthMonitor:
         self._signs = {other: sign for other, sign in self._signs.items() if other is not one}
 
 
-def _heard(ref: Any) -> tuple[Heartbeat | None, bool]:
+def _heartbeat_of(ref: Any) -> tuple[Heartbeat | None, bool]:
     """A heartbeat, None where none came in time; and whether its searcher is gone."""
     if not ray.wait([ref], timeout=0)[0]:
         return None, False

@@ -22,8 +22,8 @@ ENOUGH = 20
 class Latencies:
     """Seconds of a group's last calls."""
 
-    def __init__(self, kept: int = 256) -> None:
-        self._seconds: deque[float] = deque(maxlen=kept)
+    def __init__(self, window: int = 256) -> None:
+        self._seconds: deque[float] = deque(maxlen=window)
 
     def add(self, seconds: float) -> None:
         self._seconds.append(seconds)

@@ -188,7 +188,7 @@ class Rebalancer:
         after = assign_nodes(self._bytes(), own, self.resources.replicas, before)
         made = []
         for move in rendezvous.moves(before, after):
-            if (move.shard, move.to) not in self._failed and self._moved(move, there[move.shard]):
+            if (move.shard, move.to) not in self._failed and self._move(move, there[move.shard]):
                 made.append(move)
         self._seen = frozenset(own)
         self._failed = {(group, node) for group, node in self._failed if node in own}
@@ -221,11 +221,11 @@ class Rebalancer:
         """What each group holds of all versions that are open, and at least something."""
         total: Counter[int] = Counter(dict.fromkeys(range(len(self.searchers.groups)), 1))
         for assignments in list(self.searchers.placed.values()):
-            for group, (described, shards) in enumerate(assignments):
-                total[group] += sum(entry.num_bytes for entry in described.shards if entry.shard in shards)
+            for group, (manifest, shards) in enumerate(assignments):
+                total[group] += sum(entry.num_bytes for entry in manifest.shards if entry.shard in shards)
         return dict(total)
 
-    def _moved(self, move: rendezvous.Move, nodes: list[str]) -> bool:
+    def _move(self, move: rendezvous.Move, nodes: list[str]) -> bool:
         """Open a group's shards on another node and put that searcher in the place of one of the group's."""
         group, _, target = move
         doubled = [node for node, count in Counter(nodes).items() if count > 1]
@@ -238,9 +238,11 @@ class Rebalancer:
         opened: set[int] = set()
         try:
             with translate_ray_errors("moving a searcher"):
-                while (old := self._replaced(group, number, actor, opened)) is None:
+                while (old := self._replace_searcher(group, number, actor, opened)) is None:
                     placed = dict(self.searchers.placed)
-                    self._opened(actor, [placed[version][group] for version in placed if version not in opened], target)
+                    self._open_shards(
+                        actor, [placed[version][group] for version in placed if version not in opened], target
+                    )
                     opened |= placed.keys()
         except (MvrRayError, RayError) as error:
             log.warning("searcher stays: group=%d node=%s reason=%s", group, leaves[:8], error)
@@ -257,15 +259,15 @@ class Rebalancer:
         _end(old)
         return True
 
-    def _opened(self, actor: Any, assignments: Sequence[ShardAssignment], target: str) -> None:
+    def _open_shards(self, actor: Any, assignments: Sequence[ShardAssignment], target: str) -> None:
         """Return when it is where it shall be, has room for the shards, has opened them and answers a search."""
         node = ray.get(actor.node.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
         if node != target:
             raise MvrRayError(f"Ray started it on node {node[:8]}, not on {target[:8]}")
         bytes_of: dict[str, int] = {}
-        for described, shards in assignments:
-            keys = shard_keys(described)
-            bytes_of |= {keys[entry.shard]: entry.num_bytes for entry in described.shards if entry.shard in shards}
+        for manifest, shards in assignments:
+            keys = shard_keys(manifest)
+            bytes_of |= {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
         room = MemoryUsage(
             *ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
         )
@@ -273,12 +275,12 @@ class Rebalancer:
         ray.get(actor.open.options(concurrency_group="load").remote(list(assignments)), timeout=OPEN_TIMEOUT_S)
         ray.get(actor.probe.remote(), timeout=ANSWER_TIMEOUT_S)
 
-    def _replaced(self, group: int, number: int, actor: Any, opened: set[int]) -> Replica | None:
-        """From now on calls go to the new searcher; gives the old one. None where it has not `opened` every version:
-        others may have come while it opened those.
+    def _replace_searcher(self, group: int, number: int, actor: Any, versions: set[int]) -> Replica | None:
+        """Send calls to the new searcher from now on, and return the old one. None where `versions`, which the new one
+        opened, are not all: others may have come meanwhile.
         """
         with self.searchers.changing:
-            if not opened or not opened.issuperset(self.searchers.placed):
+            if not versions or not versions.issuperset(self.searchers.placed):
                 return None
             self.searchers.groups[group][number] = actor
             return self.searchers.dispatcher.replace(group, number, actor)

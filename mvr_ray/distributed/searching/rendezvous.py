@@ -72,7 +72,7 @@ def place(
     for shard in order:
         if any(load[holder] > limits[holder] for holder in kept[shard]):
             _give_to_newcomers(shard, shard_bytes[shard], choices[shard][:copies], kept[shard], newcomers, load, limits)
-    displaced = _displaced(order, kept, shard_bytes, limits)
+    displaced = _take_over_limit(order, kept, shard_bytes, limits)
     load = _loads(kept, shard_bytes, weights)
     later = _Later(sum(shard_bytes.values()), sum(shard_bytes[s] * (copies - len(kept[s])) for s in order))
     for shard in order:
@@ -127,26 +127,26 @@ def moves(before: Mapping[int, tuple[str, ...]], after: Mapping[int, tuple[str, 
 
 
 def _loads(
-    kept: Mapping[int, list[str]], shard_bytes: Mapping[int, int], weights: Mapping[str, float]
+    current: Mapping[int, list[str]], shard_bytes: Mapping[int, int], weights: Mapping[str, float]
 ) -> dict[str, int]:
     load = dict.fromkeys(weights, 0)
-    for shard, holders in kept.items():
+    for shard, holders in current.items():
         for holder in holders:
             load[holder] += shard_bytes[shard]
     return load
 
 
-def _displaced(
-    order: list[int], kept: dict[int, list[str]], shard_bytes: Mapping[int, int], limits: Mapping[str, float]
+def _take_over_limit(
+    order: list[int], current: dict[int, list[str]], shard_bytes: Mapping[int, int], limits: Mapping[str, float]
 ) -> set[int]:
     """Take from each holder what is over its bound, the smallest first to go; gives the shards that lost a copy."""
     load, found = dict.fromkeys(limits, 0), set()
     for shard in order:
-        for holder in list(kept[shard]):
+        for holder in list(current[shard]):
             if load[holder] + shard_bytes[shard] <= limits[holder]:
                 load[holder] += shard_bytes[shard]
             else:
-                kept[shard].remove(holder)
+                current[shard].remove(holder)
                 found.add(shard)
     return found
 
@@ -154,19 +154,19 @@ def _displaced(
 def _give_to_newcomers(
     shard: int,
     size: int,
-    wanted: list[str],
-    kept: list[str],
+    target: list[str],
+    current: list[str],
     newcomers: set[str],
     load: dict[str, int],
     limits: Mapping[str, float],
 ) -> None:
     """Let newcomers that are among the shard's first choices take the place of holders that are not."""
-    for holder in wanted:
-        outside = [other for other in kept if other not in wanted]
-        if holder in newcomers and holder not in kept and outside and load[holder] + size <= limits[holder]:
-            kept.remove(outside[-1])
+    for holder in target:
+        outside = [other for other in current if other not in target]
+        if holder in newcomers and holder not in current and outside and load[holder] + size <= limits[holder]:
+            current.remove(outside[-1])
             load[outside[-1]] -= size
-            kept.append(holder)
+            current.append(holder)
             load[holder] += size
 
 

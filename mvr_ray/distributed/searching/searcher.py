@@ -28,7 +28,7 @@ from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, Sh
 from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
@@ -80,13 +80,13 @@ class Heartbeat(NamedTuple):
 class _Version(NamedTuple):
     """A manifest, with its entries by shard and what each is when open."""
 
-    described: Manifest
+    manifest: Manifest
     entries: dict[int, ShardEntry]
     keys: dict[int, Key]
 
     @classmethod
-    def of(cls, described: Manifest) -> "_Version":
-        return cls(described, {entry.shard: entry for entry in described.shards}, shard_keys(described))
+    def of(cls, manifest: Manifest) -> "_Version":
+        return cls(manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest))
 
 
 class OpenShard(NamedTuple):
@@ -95,7 +95,7 @@ class OpenShard(NamedTuple):
     ids: pa.Array
     num_bytes: int
 
-    def scanned(self, task: SearcherTask) -> "OpenShard":
+    def as_flat(self, task: SearcherTask) -> "OpenShard":
         """The same shard without its index: every view is scanned."""
         if self.index is None or self.index.exact:
             return self
@@ -125,11 +125,11 @@ class ShardSearcher:
         when all others are open. A shard that was found damaged is read again.
         """
         failed: MvrRayError | None = None
-        for described, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
-            of = _Version.of(described)
+        for manifest, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
+            of = _Version.of(manifest)
             with self._books:
-                self._versions[described.version] = of
-                self._dropped.discard(described.version)
+                self._versions[manifest.version] = of
+                self._dropped.discard(manifest.version)
             for shard in shards:
                 try:
                     self._open(of, shard)
@@ -174,7 +174,7 @@ class ShardSearcher:
             return answer
         of = self._version(version)
         for shard in shards:
-            held = self._opened(of, shard, call)
+            held = self._get_open(of, shard, call)
             if isinstance(held, OpenShard):
                 answer.results.append(_scan(held, shard, queries_QD, k))
             else:
@@ -185,9 +185,9 @@ class ShardSearcher:
     def exact(self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int) -> list[ShardResult]:
         """The true best k of these shards, whatever their index is; those that cannot be opened are left out."""
         of = self._version(version)
-        opened = [(shard, self._opened(of, shard)) for shard in shards]
+        opened = [(shard, self._get_open(of, shard)) for shard in shards]
         return [
-            _scan(held.scanned(self.task), shard, queries_QD, k)
+            _scan(held.as_flat(self.task), shard, queries_QD, k)
             for shard, held in opened
             if isinstance(held, OpenShard)
         ]
@@ -199,7 +199,7 @@ class ShardSearcher:
             return answer
         of = self._version(version)
         for shard, names in ids.items():
-            held = self._opened(of, shard, call)
+            held = self._get_open(of, shard, call)
             if isinstance(held, OpenShard):
                 answer.views.update(held.embedded.find(names))
             else:
@@ -217,7 +217,7 @@ class ShardSearcher:
     def probe(self, version: int | None = None) -> list[int]:
         """A real search for one query in what is open of one version, or of all; gives how many hits a shard found."""
         versions = list(self._versions.values()) if version is None else [self._version(version)]
-        wanted = {key: one.described.dimension for one in versions for key in one.keys.values()}
+        wanted = {key: one.manifest.dimension for one in versions for key in one.keys.values()}
         found = []
         for key, dimension in wanted.items():
             held = self._held.get(key)
@@ -242,11 +242,11 @@ class ShardSearcher:
         if version in self._dropped:
             raise ShardIndexError(f"index {index!r} version {version} was dropped here; ask the live one")
         own = self.task.manifest
-        of = _Version.of(own if version == own.version else manifest.read(Store(self.task.store), index, version))
+        of = _Version.of(own if version == own.version else manifests.read(Store(self.task.store), index, version))
         with self._books:
             return self._versions.setdefault(version, of)
 
-    def _opened(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
+    def _get_open(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
         key = of.keys[shard]
         held = self._held.get(key)
         if held is not None:
@@ -256,7 +256,7 @@ class ShardSearcher:
                 try:
                     return self._open(of, shard)
                 except MvrRayError as error:
-                    log.error("shard damaged: index=%s shard=%d reason=%s", of.described.index, shard, error)
+                    log.error("shard damaged: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
                     self._damaged[key] = str(error)
         return ShardFailure((shard,), "damaged", self._damaged[key])
 
@@ -265,27 +265,27 @@ class ShardSearcher:
         with self._opening:
             held = self._held.get(key)
             if held is None:
-                held = self._read(of.described, of.entries[shard])
+                held = self._read(of.manifest, of.entries[shard])
                 with self._books:
                     self._held[key] = held
                     self._damaged.pop(key, None)
         return held
 
-    def _read(self, described: Manifest, entry: ShardEntry) -> OpenShard:
+    def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
-        folder = manifest.open_shard(Store(self.task.store), described.index, entry)
+        folder = manifests.open_shard(Store(self.task.store), manifest.index, entry)
         embedded = open_embeddings(folder, entry.files)
-        if (embedded.dimension, embedded.num_passages) != (described.dimension, entry.num_passages):
+        if (embedded.dimension, embedded.num_passages) != (manifest.dimension, entry.num_passages):
             raise ManifestError(
-                f"shard {shard} of index {described.index!r} holds {embedded.num_passages} passages in dimension "
-                f"{embedded.dimension}; its manifest says {entry.num_passages} in {described.dimension}. "
+                f"shard {shard} of index {manifest.index!r} holds {embedded.num_passages} passages in dimension "
+                f"{embedded.dimension}; its manifest says {entry.num_passages} in {manifest.dimension}. "
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
             return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes)
-        params, blocks = IndexParams(**described.index_params), embedded.blocks()
+        params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
         index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
-        log.info("shard open: index=%s version=%d shard=%d", described.index, described.version, shard)
+        log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
         ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
         return OpenShard(index, embedded, ids, entry.num_bytes)
 
@@ -354,14 +354,14 @@ class LocalFleet:
         return self.searcher.views(ids, self.task.manifest.version)
 
 
-def shard_keys(described: Manifest) -> dict[int, Key]:
+def shard_keys(manifest: Manifest) -> dict[int, Key]:
     """What each shard of a version is when open. The same files, indexed with other parameters, are another thing."""
-    params = json.dumps(described.index_params, sort_keys=True)
-    return {entry.shard: f"{entry.digest} {params}" for entry in described.shards}
+    params = json.dumps(manifest.index_params, sort_keys=True)
+    return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
-def _scan(held: OpenShard, shard: int, queries_QD: FloatArray, k: int) -> ShardResult:
-    index, _, ids, _ = held
+def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int) -> ShardResult:
+    index, _, ids, _ = open_shard
     if index is None:
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)

@@ -36,8 +36,8 @@ class CachedVersion(NamedTuple):
     called_s: float
 
 
-def evict(wanted: str, guests: Sequence[CachedVersion], why: str, now_s: float, rest_s: float) -> int:
-    """The version that goes for the `wanted` one: of those at rest the one that nobody called for longest.
+def evict(name: str, guests: Sequence[CachedVersion], why: str, now_s: float, rest_s: float) -> int:
+    """The version that goes for `name`: of those at rest the one that nobody called for longest.
 
     Raises OverloadedError where none rests, with `why` one must go and when one may.
     """
@@ -47,7 +47,7 @@ def evict(wanted: str, guests: Sequence[CachedVersion], why: str, now_s: float, 
     retry_s = max(1.0, min(guest.called_s + rest_s - now_s for guest in guests))
     open_here = ", ".join(str(guest.version) for guest in guests)
     raise OverloadedError(
-        f"{wanted} not opened: {why}, and who is open beside the live version (version {open_here}) was called less "
+        f"{name} not opened: {why}, and who is open beside the live version (version {open_here}) was called less "
         f"than {rest_s:g} s ago and stays; ask again in {retry_s:.0f} s",
         retry_s,
     )
@@ -73,7 +73,7 @@ class VersionLoader:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-guest")
 
-    def wait_for(self, described: Manifest, deadline: Deadline, there: Callable[[], T | None]) -> T:
+    def wait_for(self, manifest: Manifest, deadline: Deadline, there: Callable[[], T | None]) -> T:
         """What `there()` gives when the version is open.
 
         Raises what opening it raised; OverloadedError where it is not open by the deadline, or as many wait as may.
@@ -81,14 +81,14 @@ class VersionLoader:
         waits = False
         try:
             while (found := there()) is None:
-                opening = self._started(described)
+                opening = self._start(manifest)
                 if not waits:
-                    waits = self._let_wait(described, opening)
+                    waits = self._let_wait(manifest, opening)
                 try:
                     opening.done.exception(deadline.left_s)
                 except TimeoutError:
-                    raise _later(described, opening, "is not open yet") from None
-                if opening.version == described.version:
+                    raise _later(manifest, opening, "is not open yet") from None
+                if opening.version == manifest.version:
                     opening.done.result()
             return found
         finally:
@@ -96,42 +96,42 @@ class VersionLoader:
                 with self._lock:
                     self._waiting -= 1
 
-    def _let_wait(self, described: Manifest, opening: _Opening) -> bool:
+    def _let_wait(self, manifest: Manifest, opening: _Opening) -> bool:
         with self._lock:
             if self._waiting >= self.most_waiting:
                 told = f"is not open, and {self._waiting} calls wait for versions already, as many as may"
-                raise _later(described, opening, told)
+                raise _later(manifest, opening, told)
             self._waiting += 1
         return True
 
-    def _started(self, described: Manifest) -> _Opening:
+    def _start(self, manifest: Manifest) -> _Opening:
         """The opening that is under way, or else one of this version. Raises StorageError where it was just found
         damaged.
         """
         with self._lock:
             if self._now is not None and not self._now.done.done():
                 return self._now
-            found_s, error = self._damaged.get(described.version, (0.0, None))
+            found_s, error = self._damaged.get(manifest.version, (0.0, None))
             if error is not None and time.monotonic() - found_s < self.rest_s:
                 raise error
-            done = self._thread.submit(self._open, described)
-            self._now = _Opening(described.version, time.monotonic(), done)
+            done = self._thread.submit(self._open, manifest)
+            self._now = _Opening(manifest.version, time.monotonic(), done)
             return self._now
 
-    def _open(self, described: Manifest) -> None:
+    def _open(self, manifest: Manifest) -> None:
         try:
-            self._open_one(described)
+            self._open_one(manifest)
         except StorageError as error:
             with self._lock:
-                self._damaged[described.version] = time.monotonic(), error
+                self._damaged[manifest.version] = time.monotonic(), error
             raise
 
 
-def _later(described: Manifest, opening: _Opening, told: str) -> OverloadedError:
+def _later(manifest: Manifest, opening: _Opening, reason: str) -> OverloadedError:
     """It has taken so long already: it may take as long again."""
     retry_s = min(max(1.0, time.monotonic() - opening.began_s), LONGEST_RETRY_S)
     return OverloadedError(
-        f"index {described.index!r} version {described.version} {told}: version {opening.version} is being opened "
+        f"index {manifest.index!r} version {manifest.version} {reason}: version {opening.version} is being opened "
         f"beside the live one; ask again in {retry_s:.0f} s",
         retry_s,
     )

@@ -115,7 +115,7 @@ class Checkpoints:
             if entry.startswith(("step-", "best-")):
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
-    def finished(self) -> bytes | None:
+    def result(self) -> bytes | None:
         path = f"{self._folder}/{FINISHED}"
         return self._store.read_bytes(path) if self._store.exists(path) else None
 

@@ -47,18 +47,18 @@ class QuestionExamples:
     """Questions whose first positive is in the corpus; hard negatives come from the questions or a mined set."""
 
     def __init__(
-        self, corpus: Corpus, questions: Sequence[Question], mined: Sequence[Question], cfg: TrainConfig
+        self, corpus: Corpus, questions: Sequence[Question], negatives: Sequence[Question], cfg: TrainConfig
     ) -> None:
         self._corpus = corpus
         self._cfg = cfg
-        negatives = {question.id: question for question in mined}
+        negatives_of = {question.id: question for question in negatives}
         row_of: dict[str, int] = {}
         articles: dict[str, int] = {}
         passages, titles = [], []
         self._kept: list[Question] = []
         found = _with_passages(corpus, questions)
         for question, passage in _few_a_passage(found, cfg.max_passage_questions):
-            self._kept.append(_with_negatives(question, negatives.get(question.id)))
+            self._kept.append(_with_negatives(question, negatives_of.get(question.id)))
             passages.append(row_of.setdefault(passage.id, len(row_of)))
             titles.append(articles.setdefault(passage.title, len(articles)))
         lost = len(questions) - len(found)
@@ -112,12 +112,12 @@ class QuestionExamples:
         return tuple(found)
 
 
-def _with_negatives(question: Question, mined: Question | None) -> Question:
+def _with_negatives(question: Question, negatives: Question | None) -> Question:
     """The question with the mined one's negatives, and with its teacher's scores where both have the same positive."""
-    if mined is None:
+    if negatives is None:
         return question
-    taught = mined.teacher_scores if mined.positive_ids[:1] == question.positive_ids[:1] else ()
-    return question._replace(hard_negative_ids=mined.hard_negative_ids, teacher_scores=taught)
+    taught = negatives.teacher_scores if negatives.positive_ids[:1] == question.positive_ids[:1] else ()
+    return question._replace(hard_negative_ids=negatives.hard_negative_ids, teacher_scores=taught)
 
 
 class ClozeExamples:
@@ -265,15 +265,15 @@ def open_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
     return DevSet(texts, passages, np.array(positives, np.int64))
 
 
-def _few_a_passage(found: list[tuple[Question, Passage]], most: int) -> list[tuple[Question, Passage]]:
+def _few_a_passage(pairs: list[tuple[Question, Passage]], most: int) -> list[tuple[Question, Passage]]:
     """At most so many questions of a passage, the same ones in any order of the set; all where `most` is 0."""
     if not most:
-        return found
+        return pairs
     lots: dict[str, list[tuple[int, str]]] = {}
-    for question, passage in found:
+    for question, passage in pairs:
         lots.setdefault(passage.id, []).append((hash_rank(question.id, "train"), question.id))
     drawn = {question for own in lots.values() for _, question in sorted(own)[:most]}
-    return [(question, passage) for question, passage in found if question.id in drawn]
+    return [(question, passage) for question, passage in pairs if question.id in drawn]
 
 
 def _place(question: Question, passage: Passage) -> Question | None:

@@ -68,7 +68,7 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
     store, workers, name = Store(run.store.path), run.resources.train_workers, task.name(run)
     with threads(run.resources.torch_threads):
         job = task.open_job(run)
-        finished = job.checkpoints.finished()
+        finished = job.checkpoints.result()
         if finished and store.exists(paths.model_dir(task.kind.room, name, json.loads(finished)["fingerprint"])):
             return _announce(task, store, name, finished)
         log.info("training: %s examples=%d workers=%d", task.kind.model.what, len(job.examples), workers)
