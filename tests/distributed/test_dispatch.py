@@ -102,7 +102,7 @@ def stopped_in_a_search(actor) -> int:
             searcher.begun.set()
             threading.Event().wait()
 
-        searcher._opened = stop
+        searcher._get_open = stop
         return os.getpid()
 
     return ray.get(actor.__ray_call__.remote(hold))
@@ -112,13 +112,13 @@ def note_searched(actor) -> None:
     """Note from now on which shards are searched there."""
 
     def note(searcher) -> None:
-        real, searcher.searched = searcher._opened, []
+        real, searcher.searched = searcher._get_open, []
 
         def noted(of, shard, call=""):
             searcher.searched.append(shard)
             return real(of, shard, call)
 
-        searcher._opened = noted
+        searcher._get_open = noted
 
     ray.get(beside(actor, note))
 

@@ -189,8 +189,8 @@ class Interrupted(Rebalancer):
 
     meanwhile = staticmethod(lambda: None)
 
-    def _opened(self, actor, assignments, target) -> None:
-        super()._opened(actor, assignments, target)
+    def _open_shards(self, actor, assignments, target) -> None:
+        super()._open_shards(actor, assignments, target)
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
 
@@ -206,7 +206,7 @@ def test_a_version_that_is_opened_while_a_searcher_moves_is_open_on_the_new_one(
         rebalancer.meanwhile = live.move_to
         [here] = {node for node, _ in places(live).values()}
         before = places(live)[0]
-        assert rebalancer._moved(Move(0, here, here), [here])
+        assert rebalancer._move(Move(0, here, here), [here])
         assert live.state.version == 2 and places(live)[0] != before
         own = [entry.digest for entry in second.shards if entry.shard in live.searchers.placed[2][0].shards]
         [moved] = live.searchers.groups[0]
