@@ -17,12 +17,19 @@ from in_memory_index import PASSAGES, InMemoryIndex
 from server import listening
 from version_store import version_catalog
 
-from mvr_ray.client import AsyncClient, Client, ClientError, RefusedError, UnavailableError, UnreachableError
+from mvr_ray.client import (
+    AsyncClient,
+    Client,
+    ClientError,
+    RefusedError,
+    UnavailableError,
+    UnreachableError,
+    next_pause_s,
+)
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.transports import next_pause_s
 from mvr_ray.types import Passage
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20

@@ -6,9 +6,9 @@ from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.explanation import ExplainedView, Winner, stands_for
-from mvr_ray.serving.explain import ExplainRequest, explain, passages_by_rank
-from mvr_ray.serving.schemas import SearchRequest, Snippet
-from mvr_ray.serving.service import RequestError, SearchService
+from mvr_ray.serving.explain import explain, passages_by_rank
+from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, Snippet
+from mvr_ray.serving.service import SearchService
 
 
 def told(library: InMemoryIndex | None = None, **request):

@@ -15,14 +15,14 @@ from in_memory_index import InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import MissingInputError
-from mvr_ray.serving import static
+from mvr_ray.serving import app as app_module
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens
 from mvr_ray.serving.schemas import VersionInfo
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness, Passage
 
-PAGE = Path(static.__file__).parent / "page"
+PAGE = Path(app_module.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
 
 
@@ -253,7 +253,7 @@ def test_text_is_readable_in_light_and_dark():
 def test_the_page_and_its_files_need_no_token_and_load_nothing_from_elsewhere():
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
     with served(Named(3), tokens) as address:
-        for path in static.PATHS:
+        for path in app_module.PAGE:
             with urlopen(address + path[1:]) as reply:
                 assert "default-src 'self'" in reply.headers["content-security-policy"]
                 assert reply.read() == (PAGE / (path.split("/")[-1] or "index.html")).read_bytes()
