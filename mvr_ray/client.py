@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from urllib.parse import quote
 
 import httpx2
@@ -132,14 +132,6 @@ class Endpoint(Generic[P, A]):
         return functools.update_wrapper(method, self._build)
 
 
-class Transport(Protocol):
-    """A way to a service. `send` gives the response to a request, and raises ClientError where there is none."""
-
-    async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A: ...
-
-    async def close(self) -> None: ...
-
-
 class HttpTransport:
     """The way to a server at an address."""
 
@@ -198,12 +190,12 @@ class HttpTransport:
         return await self._http.request(request.method, self.address + request.path, headers=headers, content=content)
 
 
+@dataclass
 class InProcessTransport:
     """The way to a service in this process; `resources` are closed with it."""
 
-    def __init__(self, service: SearchService, resources: ExitStack) -> None:
-        self.service = service
-        self._resources = resources
+    service: SearchService
+    resources: ExitStack
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
         """Execute a request once. A search ends by its deadline; other work goes on in its thread, without a result."""
@@ -215,7 +207,7 @@ class InProcessTransport:
             raise UnreachableError(0, "timeout", "", message, "allow more time (timeout_s)") from None
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._resources.close)
+        await asyncio.to_thread(self.resources.close)
 
 
 class LoopThread:
@@ -238,6 +230,9 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+Transport = HttpTransport | InProcessTransport
 
 
 class _Endpoints:

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 Role = Literal["read", "admin"]
 ROLES: tuple[Role, ...] = ("read", "admin")
 VARIABLES: dict[Role, str] = {"read": "MVR_RAY_READ_TOKEN", "admin": "MVR_RAY_ADMIN_TOKEN"}
+REALM = 'Bearer realm="mvr_ray"'
 MIN_CHARS = 20
 """A hexadecimal token of so many characters has 80 random bits."""
 

@@ -78,13 +78,9 @@ class VersionCatalog:
         manifest = manifests.read(self.store, self.index, version)
         shards = [
             ShardContent(
-                shard=entry.shard,
-                digest=entry.digest,
-                passages=entry.num_passages,
-                vectors=entry.num_vectors,
-                bytes=entry.num_bytes,
+                shard=e.shard, digest=e.digest, passages=e.num_passages, vectors=e.num_vectors, bytes=e.num_bytes
             )
-            for entry in manifest.shards
+            for e in manifest.shards
         ]
         fields = vars(manifest) | version_line(manifest, version == live)._asdict()
         return VersionDetail.model_validate(fields | {"shard_list": shards})

@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.admission import Admission, Deadline, Slot
-from mvr_ray.serving.auth import VARIABLES, Role, TokenStore
+from mvr_ray.serving.auth import REALM, Role, TokenStore
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.schemas import RequestError
 
@@ -30,29 +31,19 @@ SLOT_PATHS = "/v1/"
 """Requests below it take a slot."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_REALM = 'Bearer realm="mvr_ray"'
 
 
+@dataclass
 class RequestMiddleware:
     """ASGI middleware around the app."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        limits: ServeConfig,
-        tokens: TokenStore,
-        open_paths: Collection[str],
-        admission: Admission,
-        metrics: Metrics,
-    ) -> None:
-        """`open_paths` need no token: they say nothing about the passages."""
-        self.app = app
-        self.limits = limits
-        self.tokens = tokens
-        self.open_paths = open_paths
-        self.admission = admission
-        self.metrics = metrics
+    app: ASGIApp
+    limits: ServeConfig
+    tokens: TokenStore
+    open_paths: Collection[str]
+    """They need no token: they say nothing about the passages."""
+    admission: Admission
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -131,23 +122,13 @@ def authenticate(headers: Headers, tokens: TokenStore) -> Role | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     hint = "send the header `Authorization: Bearer TOKEN` with a token of this server"
     if scheme.lower() != "bearer" or not token.strip():
-        challenge = {"www-authenticate": _REALM}
+        challenge = {"www-authenticate": REALM}
         raise RequestError(401, "no_token", "", "this server answers to bearer tokens", hint, challenge)
     role = tokens.role(token.strip().encode("latin-1"))
     if role is None:
-        challenge = {"www-authenticate": f'{_REALM}, error="invalid_token"'}
+        challenge = {"www-authenticate": f'{REALM}, error="invalid_token"'}
         raise RequestError(401, "wrong_token", "", "this server does not know the token", hint, challenge)
     return role
-
-
-def require_admin(role: Role | None) -> None:
-    """Raises RequestError (403) unless an admin token was sent: a page in a browser reaches a loopback, too."""
-    if role == "admin":
-        return
-    message = "the token may only read" if role else "this server has no tokens, so nobody may change anything"
-    hint = f"send an admin token; a server has those of serve.tokens_file and {VARIABLES['admin']}"
-    challenge = {"www-authenticate": f'{_REALM}, error="insufficient_scope"'}
-    raise RequestError(403, "admin_needed", "", message, hint, challenge)
 
 
 def error_response(error: RequestError) -> Response:

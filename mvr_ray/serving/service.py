@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,7 @@ MAX_NORM = 1e16
 """Of a query vector: its square, and its product with any fp16 view of 65,504 dimensions, stay finite in float32."""
 
 
+@dataclass
 class SearchService:
     """Answers requests from one router, within the limits of the run file's `serve` section.
 
@@ -61,22 +63,14 @@ class SearchService:
     that cannot be answered.
     """
 
-    def __init__(
-        self,
-        router: "Router | HotSwapRouter",
-        limits: ServeConfig,
-        catalog: VersionCatalog | None = None,
-        switcher: "HotSwapRouter | None" = None,
-        recall_monitor: RecallMonitor | None = None,
-    ) -> None:
-        """Without a catalog no other version than the router's is known; without `switcher` no other one can be
-        searched. `recall_monitor` gets every answer.
-        """
-        self.router = router
-        self.limits = limits
-        self.catalog = catalog
-        self.switcher = switcher
-        self.recall_monitor = recall_monitor
+    router: "Router | HotSwapRouter"
+    limits: ServeConfig
+    catalog: VersionCatalog | None = None
+    """Without it no other version than the router's is known."""
+    switcher: "HotSwapRouter | None" = None
+    """Opens other versions; without it no other one can be searched."""
+    recall_monitor: RecallMonitor | None = None
+    """Gets every answer."""
 
     def search(self, request: SearchRequest, deadline: Deadline | None = None) -> SearchResponse:
         """What the limits forbid is refused before anything is searched."""
