@@ -210,28 +210,6 @@ class InProcessTransport:
         await asyncio.to_thread(self.resources.close)
 
 
-class LoopThread:
-    """An event loop on a thread of its own, for code that waits."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 Transport = HttpTransport | InProcessTransport
 
 
@@ -252,8 +230,15 @@ class _Endpoints:
     @classmethod
     def in_process(cls, run: RunConfig, version: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Self:
         """A client of an index opened in this process, without a cluster; closing the client closes it."""
+        from mvr_ray.distributed.hot_swap import open_hot_swap_router
+
         client = cls.__new__(cls)
-        client._open(_open_in_process(run, version), timeout_s)
+        with ExitStack() as stack:
+            follow_s = run.serve.follow_s or None
+            router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
+            catalog = VersionCatalog(Store(run.store.path), run.index.name)
+            service = SearchService(router, run.serve, catalog, router)
+            client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
@@ -267,9 +252,11 @@ class _Endpoints:
             return await self._transport.send(request, deadline)
         except ClientError:
             raise
-        except (RequestError, MvrRayError) as error:  # of the arguments, or of a service in this process
-            known = error if isinstance(error, RequestError) else schemas.to_request_error(error)
-        raise _typed_error(known.status, known.code, known.field, known.message, known.hint)
+        except RequestError as error:  # of the arguments, or of a service in this process
+            refusal = error
+        except MvrRayError as error:
+            refusal = schemas.to_request_error(error)
+        raise _typed_error(refusal.status, refusal.code, refusal.field, refusal.message, refusal.hint)
 
     @Endpoint
     @staticmethod
@@ -396,17 +383,30 @@ class AsyncClient(_Endpoints):
 
 
 class Client(_Endpoints):
-    """A client whose methods wait. Also where an event loop is running already, as in a notebook."""
+    """A client whose methods wait. Also where an event loop is running already, as in a notebook: the client has one of
+    its own, on a thread."""
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
-        self._loop = LoopThread()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
+        self._thread.start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
-        return self._loop.run(self._send(build, *args, **options))
+        return self._wait(self._send(build, *args, **options))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
-        self._loop.run(self._transport.close())
+        self._wait(self._transport.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     def __enter__(self) -> Self:
@@ -464,13 +464,3 @@ def _response_error(response: httpx2.Response) -> ClientError:
 def _typed_error(status: int, code: str, field: str, message: str, hint: str) -> ClientError:
     kind = RefusedError if 400 <= status < 500 else UnavailableError
     return kind(status, code, field, message, hint)
-
-
-def _open_in_process(run: RunConfig, version: int | None) -> InProcessTransport:
-    from mvr_ray.distributed.hot_swap import open_hot_swap_router
-
-    with ExitStack() as stack:
-        follow_s = run.serve.follow_s or None
-        router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
-        catalog = VersionCatalog(Store(run.store.path), run.index.name)
-        return InProcessTransport(SearchService(router, run.serve, catalog, router), stack.pop_all())

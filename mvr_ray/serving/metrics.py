@@ -42,7 +42,7 @@ class Metrics:
         self.second_rounds = Counter("mvr_ray_second_rounds", "Searches that asked shards again.", registry=own)
         self.coverage = Gauge("mvr_ray_coverage_share", "Passages searched for the newest answer.", registry=own)
         self.version = Gauge("mvr_ray_index_version", "Version of the newest answer.", ("index",), registry=own)
-        self.sampled = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
+        self.samples = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
         self.recall = Counter("mvr_ray_sampled_recall", "Sum of their recalls.", registry=own)
         for value in ("true", "false"):
             self.answers.labels(value)
@@ -52,7 +52,7 @@ class Metrics:
         self.registry.register(_Searchers(router))
 
     def note_recall(self, recall: float) -> None:
-        self.sampled.inc()
+        self.samples.inc()
         self.recall.inc(recall)
 
     def note_stage(self, stage: str, seconds: float) -> None:
