@@ -43,19 +43,7 @@ from mvr_ray.serving.auth import REALM, VARIABLES, TokenStore
 from mvr_ray.serving.catalog import PublishRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
 from mvr_ray.serving.middleware import RequestMiddleware, error_response
-from mvr_ray.serving.schemas import (
-    ErrorResponse,
-    ExplainRequest,
-    Liveness,
-    PassageResponse,
-    Readiness,
-    RequestError,
-    SearchRequest,
-    SearchResponse,
-    VersionDetail,
-    VersionInfo,
-    VersionList,
-)
+from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
 
 T = TypeVar("T")
@@ -146,29 +134,29 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return await workers.run(request.state.slot, work_with_metrics, deadline)
 
     @post("/v1/search", 415)
-    async def search(request: Request, query: SearchRequest) -> SearchResponse:
+    async def search(request: Request, query: schemas.SearchRequest) -> schemas.SearchResponse:
         """The best passages of each query. Coverage and exactness are always part of the answer."""
         answer = await run(request, lambda deadline: service.search(query, deadline), query.timeout_s)
         metrics.note_answer(answer)
         return answer
 
     @post("/v1/explain", 415)
-    async def explain(request: Request, query: ExplainRequest) -> Explanation:
+    async def explain(request: Request, query: schemas.ExplainRequest) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
         return await run(request, lambda deadline: service.explain(query, deadline))
 
     @get("/v1/passages/{id:path}", 404)
-    async def passage(request: Request, id: str) -> PassageResponse:
+    async def passage(request: Request, id: str) -> schemas.PassageResponse:
         """One passage as it was indexed, and the parts of its text that its views stand for."""
         return await run(request, lambda _: service.passage(id))
 
     @get("/v1/versions", 404)
-    async def versions(request: Request) -> VersionList:
+    async def versions(request: Request) -> schemas.VersionList:
         """All published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
 
     @post("/v1/versions", 415, admin=True)
-    async def publish(request: Request, offer: PublishRequest) -> VersionInfo:
+    async def publish(request: Request, offer: PublishRequest) -> schemas.VersionInfo:
         """Publish a manifest whose files are all in the store, once each has been read and its digest matches. Sent
         again, it is published once. Needs an admin token.
         """
@@ -177,26 +165,28 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return version
 
     @get("/v1/versions/{n}", 404, 422)
-    async def version(request: Request, n: int) -> VersionDetail:
+    async def version(request: Request, n: int) -> schemas.VersionDetail:
         """One version, and what its manifest says about how it was made."""
         return await run(request, lambda _: service.version(n))
 
     @post("/v1/versions/{n}/rollback", admin=True)
-    async def rollback(request: Request, n: int) -> VersionInfo:
+    async def rollback(request: Request, n: int) -> schemas.VersionInfo:
         """Publish the content of version `n` as a new version. Needs an admin token."""
         version = await run(request, lambda _: service.rollback(n))
         log.info("rolled back: request=%s to=%d published=%d", logs.request_id(), n, version.version)
         return version
 
     @post("/v1/versions/{n}/promote", admin=True)
-    async def promote(request: Request, n: int) -> Readiness:
+    async def promote(request: Request, n: int) -> schemas.Readiness:
         """Answer from version `n`, the newest one, as soon as it is open. Needs an admin token."""
         return await run(request, lambda _: service.promote(n))
 
-    not_ready = {503: {"model": Readiness | ErrorResponse, "description": "Not every passage was searched."}}
+    not_ready = {
+        503: {"model": schemas.Readiness | schemas.ErrorResponse, "description": "Not every passage was searched."}
+    }
 
     @api.get("/readyz", responses=_errors(504) | not_ready)
-    async def ready(request: Request, response: Response) -> Readiness:
+    async def ready(request: Request, response: Response) -> schemas.Readiness:
         """Whether a real search has just covered every passage. Open to all."""
         readiness = await probe.readiness(request.state.deadline)
         metrics.note_served(readiness.index, readiness.version, readiness.coverage)
@@ -204,9 +194,9 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return readiness
 
     @api.get("/livez", responses=_errors())
-    async def live() -> Liveness:
+    async def live() -> schemas.Liveness:
         """Whether the process answers. Open to all."""
-        return Liveness(live=True, version=__version__)
+        return schemas.Liveness(live=True, version=__version__)
 
     @api.get("/metrics", response_class=Response, dependencies=bearer, responses=_errors(401))
     async def prometheus() -> Response:
@@ -225,9 +215,9 @@ class _Probe:
 
     def __init__(self, service: SearchService) -> None:
         self._service = service
-        self._search: asyncio.Task[Readiness] | None = None
+        self._search: asyncio.Task[schemas.Readiness] | None = None
 
-    async def readiness(self, deadline: Deadline) -> Readiness:
+    async def readiness(self, deadline: Deadline) -> schemas.Readiness:
         search = self._search
         if search is None or search.done() or search.get_loop() is not asyncio.get_running_loop():
             search = self._search = asyncio.create_task(asyncio.to_thread(self._service.readiness))
@@ -317,7 +307,8 @@ def _methods(api: FastAPI, scope: Scope) -> set[str]:
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The descriptions of these errors, and of those that any body may have."""
     return {
-        status: {"model": ErrorResponse, "description": MEANINGS[status]} for status in sorted({*statuses, *ANY_BODY})
+        status: {"model": schemas.ErrorResponse, "description": MEANINGS[status]}
+        for status in sorted({*statuses, *ANY_BODY})
     }
 
 

@@ -19,28 +19,12 @@ from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
+from mvr_ray.serving import schemas
 from mvr_ray.serving.admission import Deadline
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
-from mvr_ray.serving.schemas import (
-    Coverage,
-    Exact,
-    ExplainRequest,
-    PassageHit,
-    PassageResponse,
-    PassageView,
-    Readiness,
-    RequestError,
-    SearchRequest,
-    SearchResponse,
-    Shard,
-    Snippet,
-    VersionDetail,
-    VersionInfo,
-    VersionList,
-    is_text,
-)
+from mvr_ray.serving.schemas import RequestError
 from mvr_ray.types import Answer, FloatArray, Hit, Passage
 
 if TYPE_CHECKING:
@@ -72,7 +56,7 @@ class SearchService:
     recall_monitor: RecallMonitor | None = None
     """Gets every answer."""
 
-    def search(self, request: SearchRequest, deadline: Deadline | None = None) -> SearchResponse:
+    def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
         """What the limits forbid is refused before anything is searched."""
         began = time.perf_counter()
         request.check(self.limits)
@@ -101,60 +85,60 @@ class SearchService:
             *(answer.index, answer.version, len(request.queries), request.k),
             *(answer.coverage_share, answer.exact.certified, took_ms),
         )
-        return SearchResponse(
+        return schemas.SearchResponse(
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
-            exact=Exact(**answer.exact._asdict()),
+            exact=schemas.Exact(**answer.exact._asdict()),
             took_ms=round(took_ms, 3),
             results=results,
         )
 
-    def explain(self, request: ExplainRequest, deadline: Deadline | None = None) -> Explanation:
+    def explain(self, request: schemas.ExplainRequest, deadline: Deadline | None = None) -> Explanation:
         """Every view of some passages with every question."""
         with self._pin(request.version, self._search_deadline(deadline)) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
             return explain(router, request, self.limits)
 
-    def passage(self, passage_id: str) -> PassageResponse:
+    def passage(self, passage_id: str) -> schemas.PassageResponse:
         """One passage as it was indexed."""
         with self._pin(None) as router:
             current = current_version(router)
-            passages = router.passages([passage_id]) if is_text(passage_id) else {}
+            passages = router.passages([passage_id]) if schemas.is_text(passage_id) else {}
             if passage_id not in passages:
                 message = f"index {current.index!r} version {current.version} holds no passage of this id"
                 hint = "give an id as a search shows it, percent-encoded as a part of the path"
                 raise RequestError(404, "unknown_passage", "id", message, hint)
             passage = passages[passage_id]
             views = [
-                PassageView(view=view, **snippet_of(passage, span).model_dump())
+                schemas.PassageView(view=view, **snippet_of(passage, span).model_dump())
                 for view, span in enumerate(router.view_spans(passage))
                 if span is not None
             ]
-        return PassageResponse(index=current.index, version=current.version, **passage._asdict(), views=views)
+        return schemas.PassageResponse(index=current.index, version=current.version, **passage._asdict(), views=views)
 
-    def versions(self) -> VersionList:
+    def versions(self) -> schemas.VersionList:
         """The published versions, and the one that answers."""
         current, versions = self.current_version(), self._catalog().all()
         live = max((one.version for one in versions), default=0)
-        return VersionList(index=current.index, live=live, serving=current.version, versions=versions)
+        return schemas.VersionList(index=current.index, live=live, serving=current.version, versions=versions)
 
-    def version(self, number: int) -> VersionDetail:
+    def version(self, number: int) -> schemas.VersionDetail:
         return self._catalog().one(number)
 
-    def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> VersionInfo:
+    def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> schemas.VersionInfo:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
         return self._catalog().publish(request, self._search_deadline(deadline).left_s())
 
-    def rollback(self, number: int) -> VersionInfo:
+    def rollback(self, number: int) -> schemas.VersionInfo:
         """Publish the content of a version as a new one, and answer from it at once."""
         version = self._catalog().rollback(number)
         if self.switcher is not None:
             self.switcher.follow()
         return version
 
-    def promote(self, number: int) -> Readiness:
+    def promote(self, number: int) -> schemas.Readiness:
         """Answer from the newest version now, which `number` names: other servers of it come to it by themselves."""
         if not self._catalog().one(number).live:
             message = f"version {number} is not the newest one of its index"
@@ -176,10 +160,10 @@ class SearchService:
         probe_QD[0, 0] = 1.0
         return self.router.search(probe_QD, 1, min_coverage=0.0)
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> schemas.Readiness:
         """Whether that search covered every passage."""
         answer = self.ready()
-        return Readiness(
+        return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total,
             index=answer.index,
             version=answer.version,
@@ -261,25 +245,25 @@ def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatAr
     return queries_QD
 
 
-def coverage(answer: Answer) -> Coverage:
-    return Coverage(
+def coverage(answer: Answer) -> schemas.Coverage:
+    return schemas.Coverage(
         share=answer.coverage_share,
         passages_searched=answer.passages_searched,
         passages_total=answer.passages_total,
-        shards=[Shard(**shard._asdict()) for shard in answer.shards],
+        shards=[schemas.Shard(**shard._asdict()) for shard in answer.shards],
     )
 
 
-def passage_hit(hit: Hit, num_views: int) -> PassageHit:
+def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
-    return PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+    return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
 
 
-def add_text(hit: PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> PassageHit:
+def add_text(hit: schemas.PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> schemas.PassageHit:
     span = spans[hit.view] if hit.view < len(spans) and not hit.feedback else None
     snippet = snippet_of(passage, span) if span else None
     return hit.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
 
 
-def snippet_of(passage: Passage, span: tuple[int, int]) -> Snippet:
-    return Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span))
+def snippet_of(passage: Passage, span: tuple[int, int]) -> schemas.Snippet:
+    return schemas.Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span))
