@@ -19,7 +19,8 @@ from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.evaluate import EvaluationRow
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.session import connect
-from mvr_ray.serving.service import SearchRequest, SearchService
+from mvr_ray.serving.schemas import SearchRequest
+from mvr_ray.serving.service import SearchService
 from mvr_ray.stages import STAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import record, to_plain

@@ -106,28 +106,28 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
     on_gpu = resources.gpus_per_searcher > 0
     index_file = index_bytes(run.index, vectors, model.hidden, on_gpu)
-    added = math.ceil(feedback_views / shards)
-    refined_index = index_bytes(run.index, vectors + added, model.hidden, on_gpu)
-    refined_file = at_rest + added * (model.hidden * item + 2) + refined_index
+    num_added = math.ceil(feedback_views / shards)
+    refined_index = index_bytes(run.index, vectors + num_added, model.hidden, on_gpu)
+    refined_file = at_rest + num_added * (model.hidden * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
-    unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
-    length = 0 if unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
-    encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=unpadded)
-    encode += 2 * model.parameters * unpadded
+    is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
+    length = 0 if is_unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
+    encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
+    encode += 2 * model.parameters * is_unpadded
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
-    changed = min(added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
-    copied = math.ceil(touched_share(on_shard, changed) * vectors * model.hidden * item)
-    held = math.ceil(shards / searchers) * (refined_file + copied)
+    num_changed = min(num_added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
+    copied_bytes = math.ceil(touched_share(on_shard, num_changed) * vectors * model.hidden * item)
+    held_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
     refiners = min(resources.refiners, shards)
-    laid_over = touched_share(on_shard, added) if run.refine.method == "feedback_views" else 1.0
-    moving = added if run.refine.method == "feedback_views" else vectors
-    refined = math.ceil(shards / refiners) * (
-        at_rest + model.hidden * (4 * moving + math.ceil(item * (laid_over * vectors + added)))
+    block_share = touched_share(on_shard, num_added) if run.refine.method == "feedback_views" else 1.0
+    moving = num_added if run.refine.method == "feedback_views" else vectors
+    refined_bytes = math.ceil(shards / refiners) * (
+        at_rest + model.hidden * (4 * moving + math.ceil(item * (block_share * vectors + num_added)))
     )
     workspace = 32_768 * (256 + model.hidden) * 4  # vectors of a step in fp32, and their scores
-    compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
-    searching = COMPILED_BYTES if compiled else SEARCHER_BYTES + workspace
+    is_compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
+    searching = COMPILED_BYTES if is_compiled else SEARCHER_BYTES + workspace
     rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
     rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
@@ -152,27 +152,27 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher",
-            searching + held + rows_held,
+            searching + held_bytes + rows_held,
             searchers * resources.replicas,
             "its shards, mapped or loaded"
-            + "; at most: blocks with a changed passage once more" * bool(copied)
-            + "; compiled loops, as on this machine" * compiled,
+            + "; at most: blocks with a changed passage once more" * bool(copied_bytes)
+            + "; compiled loops, as on this machine" * is_compiled,
         ),
         PlanLine(
             "memory",
             "refiner",
-            SEARCHER_BYTES + refined + rows_refined + workspace,
+            SEARCHER_BYTES + refined_bytes + rows_refined + workspace,
             refiners,
             "at most: all that its labels can change",
         ),
     ]
     if per_gpu_encoder:
-        note = "weights, again in bf16, and one batch" if unpadded else "weights and one batch"
+        note = "weights, again in bf16, and one batch" if is_unpadded else "weights and one batch"
         lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, note))
     if per_gpu_trainer:
         lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
     if resources.gpus_per_searcher > 0:
-        on_gpu = math.ceil(shards / searchers) * (vectors + added) * model.hidden * item + workspace
+        on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * model.hidden * item + workspace
         lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
     return Plan(passages, passages * views, model.hidden, views, shards, lines)
 
@@ -221,10 +221,10 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
     if refine.questions is None or refine.feedback is not None or not (first or refine.labels == "gold"):
         return most
     try:
-        asked = read_questions(Store(run.store.path), refine.questions)
+        questions = read_questions(Store(run.store.path), refine.questions)
     except (MissingInputError, StorageError):
         return most
-    return min(most, len(asked) if first else sum(len(question.positive_ids) for question in asked))
+    return min(most, len(questions) if first else sum(len(question.positive_ids) for question in questions))
 
 
 def effective_views(encoder: EncoderConfig) -> int:
@@ -268,8 +268,8 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     )
     if not run.train.gradient_checkpointing:
         return layer * model.layers
-    kept = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
-    return layer + kept * model.layers
+    kept_bytes = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
+    return layer + kept_bytes * model.layers
 
 
 def index_bytes(index: IndexConfig, vectors: int, dimension: int, on_gpu: bool = False) -> int:
@@ -297,32 +297,32 @@ _CODES = [
 
 def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
     """Bytes of a Faiss index made by this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
-    width, each, fixed, stored = dimension, 0.0, 0.0, False
+    width, each, fixed_bytes, has_storage = dimension, 0.0, 0.0, False
     for part in factory.replace("_HNSW", ",#HNSW").split(","):
         if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):
-            fixed += 4 * width * int(match[1])
+            fixed_bytes += 4 * width * int(match[1])
             width = int(match[1])
         elif re.fullmatch(r"OPQ\d+|L2norm|#HNSW\d+(_\w+)?", part):
-            fixed += 4 * width * width if part.startswith("OPQ") else 0
+            fixed_bytes += 4 * width * width if part.startswith("OPQ") else 0
         elif match := re.fullmatch(r"(?:IVF|IMI\dx)(\d+)", part):
-            each, fixed = each + 8, fixed + 4 * int(match[1]) * width
+            each, fixed_bytes = each + 8, fixed_bytes + 4 * int(match[1]) * width
         elif match := re.fullmatch(r"HNSW(\d+)?(?:_(\w+))?", part):
             each += links_bytes(int(match[1] or 32))
             if match[2]:
-                each, stored = each + _code(match[2], width, factory), True
+                each, has_storage = each + _code(match[2], width, factory), True
             elif part == factory.split(",")[-1]:
-                each, stored = each + 4 * width, True
+                each, has_storage = each + 4 * width, True
         elif re.fullmatch(r"IDMap2?", part):
             each += 8
         elif match := re.fullmatch(r"R(?:efine\()?(\w+)\)?", part):
             each += _code(match[1], dimension, factory)
         else:
-            each, stored = each + _code(part, width, factory), True
+            each, has_storage = each + _code(part, width, factory), True
             if match := re.match(r"PQ\d+(?:x(\d+))?", part):
-                fixed += 4 * width * 2 ** int(match[1] or 8)
-    if not stored:
+                fixed_bytes += 4 * width * 2 ** int(match[1] or 8)
+    if not has_storage:
         raise ConfigError(f"index.factory {factory!r} names no storage; end it with Flat, SQ8, SQfp16 or PQ96")
-    return math.ceil(vectors * each + fixed)
+    return math.ceil(vectors * each + fixed_bytes)
 
 
 def _code(part: str, width: int, factory: str) -> float:

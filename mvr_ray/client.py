@@ -8,49 +8,113 @@
     ├── UnavailableError       5xx: the server cannot answer now
     └── UnreachableError       no answer came: no connection, or the time was over
 
-`timeout_s` is one deadline over connecting, waiting and every attempt; absent, it is that of the client. What never
-arrived (no connection) and what the server could not do at that time (502, 503, 504) is sent again, after the server's
-Retry-After or growing pauses; never a 4xx, and a rollback only where the server certainly did not begin it. Imports
-without Ray and torch.
+`timeout_s` is one deadline over connecting, waiting and every attempt; absent, it is that of the client. Each attempt
+has the time that is left, and the server is told so (X-Timeout-Ms). What never arrived (no connection) and what the
+server could not do at that time (502, 503, 504) is sent again, after the server's Retry-After or growing pauses; never
+a 4xx, and a rollback only where the server certainly did not begin it. Imports without Ray and torch.
 
 To publish, give as much time as reading every file of the version once may take: `client.publish(manifest,
 timeout_s=3600)`.
 """
 
+import asyncio
+import dataclasses
 import functools
-from collections.abc import Callable, Coroutine
+import random
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from urllib.parse import quote
 
-from pydantic import BaseModel
+import httpx2
+from pydantic import BaseModel, ValidationError
 
 from mvr_ray.config import RunConfig
-from mvr_ray.serving import endpoints
-from mvr_ray.serving.catalog import VersionCatalog
-from mvr_ray.serving.endpoints import EndpointRequest
-from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.transports import (
-    ClientError,
-    HttpTransport,
-    InProcessTransport,
-    LoopThread,
-    RefusedError,
-    Transport,
-    UnavailableError,
-    UnreachableError,
-    client_errors,
+from mvr_ray.deadline import Deadline
+from mvr_ray.errors import MvrRayError
+from mvr_ray.explanation import Explanation
+from mvr_ray.serving import schemas
+from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
+from mvr_ray.serving.schemas import (
+    ErrorResponse,
+    ExplainRequest,
+    PassageResponse,
+    Readiness,
+    RequestError,
+    SearchRequest,
+    SearchResponse,
+    VersionDetail,
+    VersionInfo,
+    VersionList,
 )
+from mvr_ray.serving.service import SearchService
 from mvr_ray.store.files import Store
-
-__all__ = ["AsyncClient", "Client", "ClientError", "RefusedError", "UnavailableError", "UnreachableError"]
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray
 
 A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
+T = TypeVar("T")
+Queries = Sequence[str] | Sequence[Sequence[float]] | FloatArray
+
 TIMEOUT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_SPREAD = 0.25
+"""Pauses are up to this share longer, by chance: clients that were sent away together come back apart."""
+_SERVER_SHARE = 0.95
+"""Of the time left, what the server is told that it has; the rest is for the way back."""
+_KEEPALIVE_S = 2.0
+"""Shorter than servers keep a connection: it is not used again in the moment in which it is closed."""
+_RETRY_STATUSES = (502, 503, 504)
+
+
+class ClientError(MvrRayError):
+    """A request that has no result. `status` is 0 where there was no answer."""
+
+    def __init__(self, status: int, code: str, field: str, message: str, hint: str) -> None:
+        super().__init__(f"{code}: {field + ': ' if field else ''}{message}; {hint}")
+        self.status = status
+        self.code = code
+        self.field = field
+        self.message = message
+        self.hint = hint
+
+
+class RefusedError(ClientError):
+    """The request, the token or the id is wrong."""
+
+
+class UnavailableError(ClientError):
+    """The server cannot answer now."""
+
+
+class UnreachableError(ClientError):
+    """No answer came."""
+
+
+@dataclass(frozen=True)
+class EndpointRequest(Generic[A]):
+    """One request. `work(service, deadline)` is the same as method, path and body over HTTP."""
+
+    method: str
+    path: str
+    response: type[A]
+    work: Callable[[SearchService, Deadline], A]
+    body: BaseModel | None = None
+    timeout_s: float | None = None
+    """Time for all attempts; None: the client's."""
+    statuses: tuple[int, ...] = (200,)
+    """Those that carry a response of this type."""
+    repeatable: bool = True
+    """Sending it twice does what sending it once does."""
 
 
 class Endpoint(Generic[P, A]):
-    """A method of both clients, written once as a function from its arguments to the request."""
+    """A method of both clients, written once: a function from its arguments, without the client, to the request."""
 
     def __init__(self, build: Callable[P, EndpointRequest[A]]) -> None:
         self._build = build
@@ -66,6 +130,87 @@ class Endpoint(Generic[P, A]):
             return self._build
         method = functools.partial(client._call, self._build)
         return functools.update_wrapper(method, self._build)
+
+
+class HttpTransport:
+    """The way to a server at an address."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        """Raises ValueError for what is no address of HTTP, or no token."""
+        if httpx2.URL(address).scheme not in ("http", "https"):
+            raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
+        self.address = address.rstrip("/")
+        headers = {"accept": "application/json"}
+        if token is not None:
+            word = token.strip()
+            if not (word and word.isascii() and word.isprintable() and " " not in word):
+                raise ValueError(
+                    "the token is not one word of printable ASCII characters; give it as the server has it"
+                )
+            headers["authorization"] = f"Bearer {word}"
+        limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
+        self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
+
+    async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
+        """Try until there is a response, an error that stays, or no time."""
+        tries = 0
+        last: ClientError | None = None
+        while (left_s := deadline.left_s) > 0:
+            retry_after, tries = "", tries + 1
+            try:
+                async with asyncio.timeout(left_s):
+                    response = await self._send_once(request, left_s)
+                if (answer := _parse(request, response)) is not None:
+                    return answer
+                last, retry_after = _response_error(response), response.headers.get("retry-after", "")
+                again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code == "overloaded")
+            except TimeoutError:
+                break
+            except httpx2.HTTPError as error:
+                message = f"{self.address} was not reached ({str(error) or type(error).__name__})"
+                last = UnreachableError(0, "unreachable", "", message, "see whether the server runs at this address")
+                again = isinstance(error, httpx2.ConnectError)
+            pause_s = next_pause_s(tries, retry_after, random.random())
+            if not again or pause_s >= deadline.left_s:
+                raise last
+            await asyncio.sleep(pause_s)
+        before = f"; before that: {last.message}" if last else ""
+        message = f"{self.address} gave no answer within {deadline.timeout_s:g} s in {tries} tries{before}"
+        raise UnreachableError(0, "timeout", "", message, "allow more time (timeout_s), or see GET /readyz")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _send_once(self, request: EndpointRequest[A], left_s: float) -> httpx2.Response:
+        headers = {"x-timeout-ms": str(max(1, int(1000 * _SERVER_SHARE * left_s)))}
+        content = None
+        if request.body is not None:
+            headers["content-type"] = "application/json"
+            content = request.body.model_dump_json(exclude_none=True)
+        return await self._http.request(request.method, self.address + request.path, headers=headers, content=content)
+
+
+@dataclass
+class InProcessTransport:
+    """The way to a service in this process; `resources` are closed with it."""
+
+    service: SearchService
+    resources: ExitStack
+
+    async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
+        """Execute a request once. A search ends by its deadline; other work goes on in its thread, without a result."""
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                return await asyncio.to_thread(request.work, self.service, deadline)
+        except TimeoutError:
+            message = f"no answer within {deadline.timeout_s:g} s"
+            raise UnreachableError(0, "timeout", "", message, "allow more time (timeout_s)") from None
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.resources.close)
+
+
+Transport = HttpTransport | InProcessTransport
 
 
 class _Endpoints:
@@ -85,8 +230,15 @@ class _Endpoints:
     @classmethod
     def in_process(cls, run: RunConfig, version: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Self:
         """A client of an index opened in this process, without a cluster; closing the client closes it."""
+        from mvr_ray.distributed.hot_swap import open_hot_swap_router
+
         client = cls.__new__(cls)
-        client._open(_open_in_process(run, version), timeout_s)
+        with ExitStack() as stack:
+            follow_s = run.serve.follow_s or None
+            router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
+            catalog = VersionCatalog(Store(run.store.path), run.index.name)
+            service = SearchService(router, run.serve, catalog, router)
+            client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
@@ -94,19 +246,125 @@ class _Endpoints:
         self.timeout_s = timeout_s
 
     async def _send(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
-        with client_errors():
+        try:
             request = build(*args, **options)
-        return await self._transport.send(request, self.timeout_s if request.timeout_s is None else request.timeout_s)
+            deadline = Deadline.after(self.timeout_s if request.timeout_s is None else request.timeout_s)
+            return await self._transport.send(request, deadline)
+        except ClientError:
+            raise
+        except RequestError as error:  # of the arguments, or of a service in this process
+            refusal = error
+        except MvrRayError as error:
+            refusal = schemas.to_request_error(error)
+        raise _typed_error(refusal.status, refusal.code, refusal.field, refusal.message, refusal.hint)
 
-    search = Endpoint(endpoints.search_request)
-    explain = Endpoint(endpoints.explain_request)
-    passage = Endpoint(endpoints.passage_request)
-    versions = Endpoint(endpoints.versions_request)
-    version = Endpoint(endpoints.version_request)
-    publish = Endpoint(endpoints.publish_request)
-    rollback = Endpoint(endpoints.rollback_request)
-    promote = Endpoint(endpoints.promote_request)
-    ready = Endpoint(endpoints.readiness_request)
+    @Endpoint
+    @staticmethod
+    def search(
+        queries: Queries,
+        k: int = 10,
+        *,
+        text: bool = True,
+        min_coverage: float = 1.0,
+        version: int | None = None,
+        encoder_fingerprint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EndpointRequest[SearchResponse]:
+        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder."""
+        body = schemas.validate(
+            SearchRequest,
+            queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
+            k=k,
+            text=text,
+            min_coverage=min_coverage,
+            version=version,
+            encoder_fingerprint=encoder_fingerprint,
+        )
+        return EndpointRequest(
+            "POST", "/v1/search", SearchResponse, lambda s, deadline: s.search(body, deadline), body, timeout_s
+        )
+
+    @Endpoint
+    @staticmethod
+    def explain(
+        questions: Sequence[str],
+        passages: Sequence[str] = (),
+        k: int = 3,
+        *,
+        version: int | None = None,
+        encoder_fingerprint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EndpointRequest[Explanation]:
+        """Every view of the named passages, or of each question's best `k`, with every question."""
+        body = schemas.validate(
+            ExplainRequest,
+            questions=questions,
+            passages=passages,
+            k=k,
+            version=version,
+            encoder_fingerprint=encoder_fingerprint,
+        )
+        return EndpointRequest(
+            "POST", "/v1/explain", Explanation, lambda s, deadline: s.explain(body, deadline), body, timeout_s
+        )
+
+    @Endpoint
+    @staticmethod
+    def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[PassageResponse]:
+        """One passage as it was indexed."""
+        # Dots too: as a part of a path, `.` and `..` would mean folders.
+        path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
+        return EndpointRequest("GET", path, PassageResponse, lambda s, _: s.passage(passage_id), timeout_s=timeout_s)
+
+    @Endpoint
+    @staticmethod
+    def versions(*, timeout_s: float | None = None) -> EndpointRequest[VersionList]:
+        """The published versions, the live one, and the one that answers."""
+        return EndpointRequest("GET", "/v1/versions", VersionList, lambda s, _: s.versions(), timeout_s=timeout_s)
+
+    @Endpoint
+    @staticmethod
+    def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionDetail]:
+        """One version, and how it was made."""
+        path = f"/v1/versions/{number}"
+        return EndpointRequest("GET", path, VersionDetail, lambda s, _: s.version(number), timeout_s=timeout_s)
+
+    @Endpoint
+    @staticmethod
+    def publish(
+        manifest: Manifest | Mapping[str, Any], *, parent: int | None = None, timeout_s: float | None = None
+    ) -> EndpointRequest[VersionInfo]:
+        """Publish a manifest (or its JSON) whose files are all in the server's store. Needs an admin token.
+
+        `parent` must be the newest version there (0: there is none); absent: the manifest's own parent. Sent twice, it
+        is published once, so it may be sent again while the server reads files.
+        """
+        fields = dataclasses.asdict(manifest) if isinstance(manifest, Manifest) else dict(manifest)
+        body = schemas.validate(PublishRequest, manifest=fields, parent=parent)
+        return EndpointRequest(
+            "POST", "/v1/versions", VersionInfo, lambda s, deadline: s.publish(body, deadline), body, timeout_s
+        )
+
+    @Endpoint
+    @staticmethod
+    def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
+        """Publish the content of a version as a new one. Needs an admin token."""
+        path, more = f"/v1/versions/{number}/rollback", {"timeout_s": timeout_s, "repeatable": False}
+        return EndpointRequest("POST", path, VersionInfo, lambda s, _: s.rollback(number), **more)
+
+    @Endpoint
+    @staticmethod
+    def promote(number: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
+        """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
+        path = f"/v1/versions/{number}/promote"
+        return EndpointRequest("POST", path, Readiness, lambda s, _: s.promote(number), timeout_s=timeout_s)
+
+    @Endpoint
+    @staticmethod
+    def ready(*, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
+        """Whether a real search has just covered every passage; `ready` false is an answer, not an error."""
+        more = {"timeout_s": timeout_s, "statuses": (200, 503)}
+        return EndpointRequest("GET", "/readyz", Readiness, lambda s, _: s.readiness(), **more)
 
 
 class AsyncClient(_Endpoints):
@@ -125,17 +383,30 @@ class AsyncClient(_Endpoints):
 
 
 class Client(_Endpoints):
-    """A client whose methods wait. Also where an event loop is running already, as in a notebook."""
+    """A client whose methods wait. Also where an event loop is running already, as in a notebook: the client has one of
+    its own, on a thread."""
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
-        self._loop = LoopThread()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
+        self._thread.start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
-        return self._loop.run(self._send(build, *args, **options))
+        return self._wait(self._send(build, *args, **options))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
-        self._loop.run(self._transport.close())
+        self._wait(self._transport.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     def __enter__(self) -> Self:
@@ -145,11 +416,51 @@ class Client(_Endpoints):
         self.close()
 
 
-def _open_in_process(run: RunConfig, version: int | None) -> InProcessTransport:
-    from mvr_ray.distributed.hot_swap import open_hot_swap_router
+def next_pause_s(tries: int, retry_after: str, spread: float) -> float:
+    """Seconds to wait after `tries` tries; `spread` in 0..1 is chance. A server's Retry-After is the least."""
+    wait_s = _retry_after_s(retry_after)
+    if wait_s is None:
+        wait_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))
+    return wait_s * (1 + _SPREAD * spread)
 
-    with ExitStack() as stack:
-        opened = open_hot_swap_router(run, version, local=True, follow_s=run.serve.follow_s or None)
-        router = stack.enter_context(opened)
-        catalog = VersionCatalog(Store(run.store.path), run.index.name)
-        return InProcessTransport(SearchService(router, run.serve, catalog, router), stack.pop_all())
+
+def _retry_after_s(retry_after: str) -> float | None:
+    """Seconds, or until an HTTP date; None where it says neither."""
+    value = retry_after.strip()
+    if value.isascii() and value.isdigit() and len(value) < 10:
+        return float(value)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+def _parse(request: EndpointRequest[A], response: httpx2.Response) -> A | None:
+    """None where the server answered with an error. Raises UnavailableError for what is no answer of ours."""
+    if response.status_code not in request.statuses:
+        return None
+    try:
+        return request.response.model_validate_json(response.content)
+    except ValidationError as error:
+        if response.status_code != 200:
+            return None
+        first = error.errors(include_url=False, include_input=False)[0]["msg"]
+        message, hint = f"the answer is not a {request.response.__name__} ({first})", "is this a server of mvr_ray?"
+        raise UnavailableError(response.status_code, "bad_answer", "", message, hint) from None
+
+
+def _response_error(response: httpx2.Response) -> ClientError:
+    status = response.status_code
+    try:
+        error = ErrorResponse.model_validate_json(response.content).error
+    except ValidationError:
+        message = f"status {status} without a word of mvr_ray"
+        return _typed_error(status, f"http_{status}", "", message, "is there a proxy in between?")
+    return _typed_error(status, error.code, error.field, error.message, error.hint)
+
+
+def _typed_error(status: int, code: str, field: str, message: str, hint: str) -> ClientError:
+    kind = RefusedError if 400 <= status < 500 else UnavailableError
+    return kind(status, code, field, message, hint)

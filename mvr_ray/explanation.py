@@ -60,7 +60,7 @@ class Scale(NamedTuple):
     low: float
     high: float
 
-    def left(self, score: float) -> float:
+    def start(self, score: float) -> float:
         """Where the bar of a score begins, in percent of the width."""
         return 100 * (min(score, 0.0) - self.low) / (self.high - self.low)
 
@@ -95,7 +95,7 @@ def page(explanation: Explanation) -> str:
     """The whole page as HTML; every text of passages and questions is escaped."""
     scores = [score for passage in explanation.passages for view in passage.views for score in view.scores]
     scale = Scale(min([0.0, *scores]), max([0.0, *scores]) or 1.0)
-    told = (
+    legend = (
         f"index {explanation.index} version {explanation.version}, encoder {explanation.encoder_fingerprint}; "
         f"a score is the inner product of question and view, a passage scores as its best view (bold); "
         f"bars run from {scale.low:.3g} to {scale.high:.3g}"
@@ -109,7 +109,7 @@ def page(explanation: Explanation) -> str:
             f"<title>{escape('; '.join(explanation.questions))}</title>",
             f"<style>{_STYLE}</style></head><body>",
             "<h1>Which view answers?</h1>",
-            f'<p class="soft">{escape(told)}</p>',
+            f'<p class="soft">{escape(legend)}</p>',
             *(_passage(passage, explanation.questions, scale) for passage in explanation.passages),
             "</body></html>",
             "",
@@ -141,7 +141,7 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) 
 def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
     cells = "".join(
         f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {_mark(number)}">{score:.4f}'
-        f'<span class="bar"><i style="left: {scale.left(score):.2f}%; width: {scale.width(score):.2f}%"></i>'
+        f'<span class="bar"><i style="left: {scale.start(score):.2f}%; width: {scale.width(score):.2f}%"></i>'
         "</span></td>"
         for number, (score, winner) in enumerate(zip(view.scores, winners))
     )

@@ -1,4 +1,4 @@
-"""Log lines of processes that serve: one JSON object each, with the request that it was written for.
+"""Writes the log lines of processes that serve: one JSON object each, with the request that it was written for.
 
     {"time": "2026-01-31T12:00:00.123+00:00", "level": "INFO", "logger": "mvr_ray.serving.middleware",
      "request": "4f1c...", "message": "request: method=POST route=/v1/search status=200 took_ms=8.1"}
@@ -18,13 +18,13 @@ _request: ContextVar[str] = ContextVar("mvr_ray_request", default="")
 
 
 def request_id() -> str:
-    """The request that this thread or task works for; empty where there is none."""
+    """The id of the request that this thread or task works for; empty where there is none."""
     return _request.get()
 
 
 @contextmanager
 def request_context(request: str) -> Iterator[None]:
-    """Lines written in the block are this request's. A thread that is started in it must be told anew."""
+    """Lines written in the block are this request's. A thread that is started in it needs a context of its own."""
     before = _request.set(request)
     try:
         yield
@@ -33,7 +33,7 @@ def request_context(request: str) -> Iterator[None]:
 
 
 class JsonLines(logging.Formatter):
-    """`request` and `exception` are there where there is one."""
+    """Formats a record as one JSON object; `request` and `exception` stand in it where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mvr_ray.cli.progress import Reporter, duration, progress_line
 from mvr_ray.cli.tables import exactness, hit_text, print_json, print_shown, report_tables, results_only, size, write
-from mvr_ray.serving.service import Exact, PassageHit, Snippet
+from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
 
 
 @pytest.mark.parametrize(

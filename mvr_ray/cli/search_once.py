@@ -7,19 +7,24 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.explanation import Explanation, page
-from mvr_ray.serving.explain import Explainable, ExplainRequest, check_explain, explain
-from mvr_ray.serving.service import RequestError, SearchRequest, SearchResponse, SearchService, check_request
+from mvr_ray.serving.explain import explain
+from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse
+from mvr_ray.serving.service import SearchService
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.router import Router
 
 
 def search(run: RunConfig, version: int | None, question: str, k: int) -> SearchResponse:
     """The best k passages of one question, from a version (None: the live one)."""
     request = SearchRequest(queries=[question], k=k)
     with _told_as("search"):
-        check_request(request, run.serve)
+        request.check(run.serve)
         with _router(run, version) as router:
             return SearchService(router, run.serve).search(request)
 
@@ -27,7 +32,7 @@ def search(run: RunConfig, version: int | None, question: str, k: int) -> Search
 def explained(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
     """Every view of some passages with every question; also as a page in the file `html`."""
     with _told_as("explain"):
-        check_explain(request, run.serve)
+        request.check(run.serve)
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
         with _router(run, version) as router:
@@ -46,7 +51,7 @@ def _told_as(command: str) -> Iterator[None]:
 
 
 @contextmanager
-def _router(run: RunConfig, version: int | None) -> Iterator[Explainable]:
+def _router(run: RunConfig, version: int | None) -> "Iterator[Router]":
     from mvr_ray.distributed.router import open_router
 
     alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))

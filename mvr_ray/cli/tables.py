@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mvr_ray.capacity import Plan
 from mvr_ray.explanation import ExplainedPassage, Explanation, stands_for
-from mvr_ray.serving.service import Exact, PassageHit
+from mvr_ray.serving.schemas import Exact, PassageHit
 
 _results: list[TextIO] = []
 

@@ -178,9 +178,10 @@ class Router:
             return self._answer([], {}, 0, 0)
         exact = self.manifest.index_params["kind"] == "flat"
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
-        kept_s = SECOND_ROUND_SHARE * deadline.left_s if first < k and min_coverage < 1 else 0.0
+        keeps_time = first < k and min_coverage < 1
+        first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, deadline.earlier(kept_s))
+            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1

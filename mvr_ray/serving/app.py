@@ -19,8 +19,9 @@ Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 5xx sta
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response, Security
@@ -33,42 +34,62 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mvr_ray import __version__, logs
+from mvr_ray.config import ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MvrRayError
 from mvr_ray.explanation import Explanation
-from mvr_ray.serving import middleware, schemas
-from mvr_ray.serving.admission import Admission, Workers, late
-from mvr_ray.serving.auth import TokenStore
-from mvr_ray.serving.explain import ExplainRequest
-from mvr_ray.serving.manifest_payload import PublishRequest
+from mvr_ray.serving import schemas
+from mvr_ray.serving.admission import Admission, Workers, late_error
+from mvr_ray.serving.auth import REALM, VARIABLES, TokenStore
+from mvr_ray.serving.catalog import PublishRequest
 from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
-from mvr_ray.serving.openapi import describe_limits, error_responses, readiness_responses
-from mvr_ray.serving.schemas import (
-    Liveness,
-    PassageResponse,
-    Readiness,
-    RequestError,
-    SearchRequest,
-    SearchResponse,
-    VersionDetail,
-    VersionInfo,
-    VersionList,
-)
+from mvr_ray.serving.middleware import RequestMiddleware, error_response
+from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.static import add_page
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+"""The search page: files of this package. It calls the same routes as every client, so it needs a token where the
+server does; its own files do not."""
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+MEANINGS = {
+    401: "No token, or one that this server does not know.",
+    403: "The token may only read.",
+    404: "There is no such passage or version.",
+    408: "The body did not come in time.",
+    409: "Another encoder made the index, or another publisher was first.",
+    413: "The body is larger than serve.max_body_bytes.",
+    415: "The body is not declared to be JSON.",
+    422: "The request is wrong: `code` and `field` say where.",
+    503: "Too busy, or too few passages could be searched; Retry-After says when to ask again.",
+    504: "No answer in the time that was given.",
+}
+ANY_BODY = (408, 413)
+IN_SLOT = (401, 503, 504)
+"""The errors of any request below /v1/, beside those of its body."""
+
 
 def create_app(service: SearchService, tokens: TokenStore | None = None, metrics: Metrics | None = None) -> FastAPI:
     """The ASGI app over one service. Without tokens everyone may read, and nobody change anything."""
-    limits, metrics = service.limits, metrics or Metrics()
-    timeout_s = limits.timeout_ms / 1000
-    admission = Admission(limits.max_waiting, timeout_s)
-    workers = Workers(limits.max_running, lambda waited_s: metrics.note_stage("queue", waited_s))
+    limits, tokens, metrics = service.limits, tokens or TokenStore(), metrics or Metrics()
+    admission = Admission(limits.max_waiting)
+    workers = Workers(limits.max_running, lambda waiting_s: metrics.note_stage("queue", waiting_s))
     metrics.in_flight.set_function(lambda: admission.inside)
-    probe = _Probe(service, timeout_s)
+    probe = _Probe(service)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,116 +107,125 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
     )
     api.router.route_class = _JsonRoute
     api.add_middleware(
-        middleware.RequestMiddleware, limits=limits, tokens=tokens or TokenStore(), admission=admission, metrics=metrics
+        RequestMiddleware,
+        limits=limits,
+        tokens=tokens,
+        open_paths=("/livez", "/readyz", *PAGE),
+        admission=admission,
+        metrics=metrics,
     )
     _answer_errors(api)
     bearer = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))] if tokens else []
 
     def get(path: str, *statuses: int) -> Callable[[F], F]:
-        return api.get(path, dependencies=bearer, responses=error_responses(*statuses))
+        return api.get(path, dependencies=bearer, responses=_errors(*statuses, *IN_SLOT))
 
-    def post(path: str, *statuses: int) -> Callable[[F], F]:
-        return api.post(path, dependencies=bearer, responses=error_responses(*statuses, 404, 409, 422))
-
-    def admin_post(path: str, *statuses: int) -> Callable[[F], F]:
-        dependencies, responses = [*bearer, Depends(_require_admin)], error_responses(*statuses, 403, 404, 409, 422)
+    def post(path: str, *statuses: int, admin: bool = False) -> Callable[[F], F]:
+        responses = _errors(*statuses, 404, 409, 422, *IN_SLOT, *((403,) if admin else ()))
+        dependencies = [*bearer, Depends(_require_admin)] if admin else bearer
         return api.post(path, dependencies=dependencies, responses=responses)
 
-    async def run(request: Request, work: Callable[[float], T], own_s: float | None = None) -> T:
-        def timed(left_s: float) -> T:
-            with metrics.stage_s.labels("service").time(), logs.request_context(request.state.request_id):
-                return work(left_s)
+    async def run(request: Request, work: Callable[[Deadline], T], timeout_s: float | None = None) -> T:
+        deadline = request.state.deadline.within(timeout_s)
 
-        return await workers.run(request.state.slot, timed, own_s)
+        def work_with_metrics() -> T:
+            with metrics.stage_s.labels("service").time():
+                return work(deadline)
+
+        return await workers.run(request.state.slot, work_with_metrics, deadline)
 
     @post("/v1/search", 415)
-    async def search(request: Request, query: SearchRequest) -> SearchResponse:
+    async def search(request: Request, query: schemas.SearchRequest) -> schemas.SearchResponse:
         """The best passages of each query. Coverage and exactness are always part of the answer."""
-        own_s = query.timeout_ms / 1000 if query.timeout_ms is not None and query.timeout_ms > 0 else None
-        answer = await run(request, lambda left_s: service.search(query, left_s), own_s)
+        answer = await run(request, lambda deadline: service.search(query, deadline), query.timeout_s)
         metrics.note_answer(answer)
         return answer
 
     @post("/v1/explain", 415)
-    async def explain(request: Request, query: ExplainRequest) -> Explanation:
+    async def explain(request: Request, query: schemas.ExplainRequest) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
-        return await run(request, lambda left_s: service.explain(query, left_s))
+        return await run(request, lambda deadline: service.explain(query, deadline))
 
     @get("/v1/passages/{id:path}", 404)
-    async def passage(request: Request, id: str) -> PassageResponse:
+    async def passage(request: Request, id: str) -> schemas.PassageResponse:
         """One passage as it was indexed, and the parts of its text that its views stand for."""
         return await run(request, lambda _: service.passage(id))
 
     @get("/v1/versions", 404)
-    async def versions(request: Request) -> VersionList:
+    async def versions(request: Request) -> schemas.VersionList:
         """All published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
 
-    @admin_post("/v1/versions", 415)
-    async def publish(request: Request, offer: PublishRequest) -> VersionInfo:
+    @post("/v1/versions", 415, admin=True)
+    async def publish(request: Request, offer: PublishRequest) -> schemas.VersionInfo:
         """Publish a manifest whose files are all in the store, once each has been read and its digest matches. Sent
         again, it is published once. Needs an admin token.
         """
-        published = await run(request, lambda left_s: service.publish(offer, left_s))
-        log.info("published: request=%s version=%d", request.state.request_id, published.version)
-        return published
+        version = await run(request, lambda deadline: service.publish(offer, deadline))
+        log.info("published: request=%s version=%d", logs.request_id(), version.version)
+        return version
 
     @get("/v1/versions/{n}", 404, 422)
-    async def version(request: Request, n: int) -> VersionDetail:
+    async def version(request: Request, n: int) -> schemas.VersionDetail:
         """One version, and what its manifest says about how it was made."""
         return await run(request, lambda _: service.version(n))
 
-    @admin_post("/v1/versions/{n}/rollback")
-    async def rollback(request: Request, n: int) -> VersionInfo:
+    @post("/v1/versions/{n}/rollback", admin=True)
+    async def rollback(request: Request, n: int) -> schemas.VersionInfo:
         """Publish the content of version `n` as a new version. Needs an admin token."""
-        published = await run(request, lambda _: service.rollback(n))
-        log.info("rolled back: request=%s to=%d published=%d", request.state.request_id, n, published.version)
-        return published
+        version = await run(request, lambda _: service.rollback(n))
+        log.info("rolled back: request=%s to=%d published=%d", logs.request_id(), n, version.version)
+        return version
 
-    @admin_post("/v1/versions/{n}/promote")
-    async def promote(request: Request, n: int) -> Readiness:
+    @post("/v1/versions/{n}/promote", admin=True)
+    async def promote(request: Request, n: int) -> schemas.Readiness:
         """Answer from version `n`, the newest one, as soon as it is open. Needs an admin token."""
         return await run(request, lambda _: service.promote(n))
 
-    @api.get("/readyz", responses=readiness_responses())
-    async def ready(response: Response) -> Readiness:
+    not_ready = {
+        503: {"model": schemas.Readiness | schemas.ErrorResponse, "description": "Not every passage was searched."}
+    }
+
+    @api.get("/readyz", responses=_errors(504) | not_ready)
+    async def ready(request: Request, response: Response) -> schemas.Readiness:
         """Whether a real search has just covered every passage. Open to all."""
-        readiness = await probe.readiness()
+        readiness = await probe.readiness(request.state.deadline)
         metrics.note_served(readiness.index, readiness.version, readiness.coverage)
         response.status_code = 200 if readiness.ready else 503
         return readiness
 
-    @api.get("/livez", responses=error_responses(in_slot=False))
-    async def live() -> Liveness:
+    @api.get("/livez", responses=_errors())
+    async def live() -> schemas.Liveness:
         """Whether the process answers. Open to all."""
-        return Liveness(live=True, version=__version__)
+        return schemas.Liveness(live=True, version=__version__)
 
-    @api.get("/metrics", response_class=Response, dependencies=bearer, responses=error_responses(401, in_slot=False))
+    @api.get("/metrics", response_class=Response, dependencies=bearer, responses=_errors(401))
     async def prometheus() -> Response:
         """Counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
-    add_page(api)
-    describe_limits(api, limits)
+    for path, (name, media_type) in PAGE.items():
+        content = (files("mvr_ray.serving") / "page" / name).read_bytes()
+        api.add_api_route(path, _page_sender(content, media_type), include_in_schema=False)
+    _describe_limits(api, limits)
     return api
 
 
 class _Probe:
     """Runs one readiness search at a time, however many requests wait for it: a flood of probes is one search."""
 
-    def __init__(self, service: SearchService, timeout_s: float) -> None:
+    def __init__(self, service: SearchService) -> None:
         self._service = service
-        self._timeout_s = timeout_s
-        self._search: asyncio.Task[Readiness] | None = None
+        self._search: asyncio.Task[schemas.Readiness] | None = None
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self, deadline: Deadline) -> schemas.Readiness:
         search = self._search
         if search is None or search.done() or search.get_loop() is not asyncio.get_running_loop():
             search = self._search = asyncio.create_task(asyncio.to_thread(self._service.readiness))
         try:
-            return await asyncio.wait_for(asyncio.shield(search), self._timeout_s)
+            return await asyncio.wait_for(asyncio.shield(search), deadline.left_s)
         except TimeoutError:
-            raise late(self._timeout_s) from None
+            raise late_error(deadline) from None
 
 
 class _JsonRequest(Request):
@@ -225,21 +255,34 @@ class _JsonRoute(APIRoute):
 
 
 def _require_admin(request: Request) -> None:
-    middleware.require_admin(request.state.role)
+    """Raises RequestError (403) unless an admin token was sent: a page in a browser reaches a loopback, too."""
+    role = request.state.role
+    if role != "admin":
+        message = "the token may only read" if role else "this server has no tokens, so nobody may change anything"
+        hint = f"send an admin token; a server has those of serve.tokens_file and {VARIABLES['admin']}"
+        challenge = {"www-authenticate": f'{REALM}, error="insufficient_scope"'}
+        raise RequestError(403, "admin_needed", "", message, hint, challenge)
+
+
+def _page_sender(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def send() -> Response:
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+
+    return send
 
 
 def _answer_errors(api: FastAPI) -> None:
-    """Gives everything that is raised the one shape of errors; the middleware does so for what is not expected."""
+    """Give every error the one shape; the middleware does so for unexpected ones."""
 
     @api.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:
-        return _response(error)
+        return error_response(error)
 
     @api.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
         """A wrong parameter in the path; bodies are validated by the route."""
         problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-        return _response(schemas.first_problem(problems, ()))
+        return error_response(schemas.first_problem(problems, ()))
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -248,12 +291,12 @@ def _answer_errors(api: FastAPI) -> None:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # raised by one route of this path, which knows its own methods only
             headers["allow"] = ", ".join(sorted(_methods(api, request.scope)))
-        return _response(RequestError(error.status_code, code, "", message, "see GET /openapi.json", headers))
+        return error_response(RequestError(error.status_code, code, "", message, "see GET /openapi.json", headers))
 
     @api.exception_handler(MvrRayError)
-    async def package_error(request: Request, error: MvrRayError) -> Response:
-        log.warning("request failed: id=%s", request.state.request_id, exc_info=error)
-        return _response(schemas.to_request_error(error))
+    async def package_error(_: Request, error: MvrRayError) -> Response:
+        log.warning("request failed: id=%s", logs.request_id(), exc_info=error)
+        return error_response(schemas.to_request_error(error))
 
 
 def _methods(api: FastAPI, scope: Scope) -> set[str]:
@@ -262,5 +305,30 @@ def _methods(api: FastAPI, scope: Scope) -> set[str]:
     return {method for route in routes for method in route.methods or ()}
 
 
-def _response(error: RequestError) -> Response:
-    return Response(error.encoded(), status_code=error.status, headers=error.headers, media_type="application/json")
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The descriptions of these errors, and of those that any body may have."""
+    return {
+        status: {"model": schemas.ErrorResponse, "description": MEANINGS[status]}
+        for status in sorted({*statuses, *ANY_BODY})
+    }
+
+
+def _describe_limits(api: FastAPI, limits: ServeConfig) -> None:
+    """Put the limits of this very server into the app's description, where a schema can say them."""
+    describe = api.openapi
+
+    def describe_with_limits() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            models = describe()["components"]["schemas"]
+            search, explain = models["SearchRequest"]["properties"], models["ExplainRequest"]["properties"]
+            for k in (search["k"], explain["k"]):
+                k.update(minimum=1, maximum=limits.max_k)
+            search["min_coverage"].update(minimum=0, maximum=1)
+            for alternative in search["timeout_ms"]["anyOf"]:
+                if alternative["type"] == "integer":
+                    alternative.update(minimum=1, maximum=limits.timeout_ms)
+            search["queries"]["maxItems"] = explain["questions"]["maxItems"] = limits.max_batch
+            explain["passages"]["maxItems"] = limits.max_k
+        return describe()
+
+    api.openapi = describe_with_limits

@@ -1,6 +1,6 @@
-"""Reads bearer tokens and looks up the role, `read` or `admin`, that each allows.
+"""Reads bearer tokens and looks up the role, `read` or `admin`, of each.
 
-A token is known by its SHA-256 only: what leaves this module, for a replica on another node or a log, is no secret.
+A token is kept as its SHA-256 only: what leaves this module, for a replica on another node or a log, is no secret.
 
     serve.tokens_file            one `ROLE TOKEN` a line; empty lines and lines from `#` on are left out
     MVR_RAY_READ_TOKEN           one token, and
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 Role = Literal["read", "admin"]
 ROLES: tuple[Role, ...] = ("read", "admin")
 VARIABLES: dict[Role, str] = {"read": "MVR_RAY_READ_TOKEN", "admin": "MVR_RAY_ADMIN_TOKEN"}
+REALM = 'Bearer realm="mvr_ray"'
 MIN_CHARS = 20
 """A hexadecimal token of so many characters has 80 random bits."""
 
@@ -40,30 +41,27 @@ class KnownToken(NamedTuple):
 
 
 class TokenStore:
-    """The tokens that a server takes; with none, whoever reaches it may read and nobody may do more."""
+    """The tokens that a server accepts; without any, every client may read and none may do more."""
 
-    def __init__(self, known: tuple[KnownToken, ...] = ()) -> None:
-        self.known = known
+    def __init__(self, tokens: tuple[KnownToken, ...] = ()) -> None:
+        self.tokens = tokens
 
     def __bool__(self) -> bool:
-        return bool(self.known)
+        return bool(self.tokens)
 
     def role(self, token: bytes) -> Role | None:
-        """What this token allows, None if it is not known. Takes as long whichever it is."""
-        given = hashlib.sha256(token).hexdigest()
-        found: Role | None = None
-        for one in self.known:
-            if hmac.compare_digest(given, one.sha256):
-                found = one.role
-        return found
+        """The role of this token, None for an unknown one, in a time that does not depend on the token."""
+        digest = hashlib.sha256(token).hexdigest()
+        matches = [one.role for one in self.tokens if hmac.compare_digest(digest, one.sha256)]
+        return matches[0] if matches else None
 
 
 def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
     """Tokens of the file and the environment. Raises ConfigError naming the line or variable, never the token."""
-    found: dict[str, Role] = {}
+    roles: dict[str, Role] = {}
     for role in ROLES:
         if environ.get(VARIABLES[role]):
-            _add(found, role, environ[VARIABLES[role]].strip(), VARIABLES[role])
+            _add(roles, role, environ[VARIABLES[role]].strip(), VARIABLES[role])
     for number, line in enumerate(_lines(file) if file is not None else (), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -71,12 +69,12 @@ def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
         role = next((one for one in ROLES if one == words[0]), None)
         if role is None or len(words) != 2:
             raise ConfigError(f"serve.tokens_file {file} line {number} is not `read TOKEN` or `admin TOKEN`; {_HOW}")
-        _add(found, role, words[1], f"serve.tokens_file {file} line {number}")
-    return TokenStore(tuple(KnownToken(digest, role) for digest, role in sorted(found.items())))
+        _add(roles, role, words[1], f"serve.tokens_file {file} line {number}")
+    return TokenStore(tuple(KnownToken(digest, role) for digest, role in sorted(roles.items())))
 
 
 def require_tokens(host: str, tokens: TokenStore) -> None:
-    """ConfigError where a server without tokens would be reached from other machines."""
+    """Raises ConfigError where other machines would reach a server without tokens."""
     if not tokens and not is_loopback(host):
         raise ConfigError(f"serve.host {host} is reached from other machines, and there is no token to ask for; {_HOW}")
 
@@ -101,9 +99,9 @@ def _lines(file: str) -> list[str]:
     return text.splitlines()
 
 
-def _add(found: dict[str, Role], role: Role, token: str, where: str) -> None:
+def _add(roles: dict[str, Role], role: Role, token: str, where: str) -> None:
     if len(token) < MIN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"the token of {where} is not {MIN_CHARS} or more printable ASCII characters; {_HOW}")
     digest = hashlib.sha256(token.encode()).hexdigest()
-    if found.setdefault(digest, role) != role:
+    if roles.setdefault(digest, role) != role:
         raise ConfigError(f"the token of {where} is given for both read and admin; one token has one role")

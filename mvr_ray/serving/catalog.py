@@ -1,91 +1,272 @@
 """Lists, publishes and rolls back the versions of one index.
 
-Reads manifests. Rolling back publishes, and so does an offer, when its files are whole; of two who publish on the same
-version one wins and the other is told.
+    manifest  ->  every file has its digest  ->  the parent is the newest version  ->  published, and live
+
+Reading an index takes longer than a request may. So it goes on when the request's time is over, and the same request
+sent again waits for it, or gets its result: a manifest that is published already is answered by its version, and never
+published twice. Of two publishers that follow the same version one wins, and the other gets an error.
 """
 
 import dataclasses
-from typing import Any
+import json
+import logging
+import math
+import threading
+import time
+from concurrent.futures import Future, wait
+from typing import Annotated
 
-from mvr_ray.serving.manifest_payload import PublishRequest, manifest_from_payload
-from mvr_ray.serving.publish_jobs import PublishJobs
-from mvr_ray.serving.schemas import RequestError, ShardContent, VersionDetail, VersionInfo
-from mvr_ray.store import manifest
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from mvr_ray.errors import MissingInputError, MvrRayError, PublishConflictError, StorageError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params
+from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail, VersionInfo
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import DIGEST_HEX, Manifest, Number, ShardEntry, Word, digest_of
 from mvr_ray.versions import version_line
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 2
+MEMORY_S = 60.0
+"""The result of a job is kept so long for a request that is sent again; after that the files are read anew."""
+_SOURCE = "send a manifest as it lies in the store, indexes/<name>/versions/<n>.json"
+
+
+@dataclass(frozen=True, config=RequestModel.model_config)
+class ManifestPayload(Manifest):
+    """`version`, `created` and `token` are those of where it was published before; here it gets others."""
+
+    shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
+    digest: Word | None = None
+    """Over all other fields, as the store's file has it; absent: not looked at."""
+
+    def manifest(self) -> Manifest:
+        return Manifest(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Manifest)})
+
+
+class PublishRequest(RequestModel):
+    manifest: ManifestPayload
+    parent: Number | None = None
+    """The version that must be the newest one now (0: there is none yet); absent: the manifest's own parent. Of two who
+    publish on the same one, the first wins."""
 
 
 class VersionCatalog:
-    """The versions of `index` in a store."""
+    """The versions of `index` in a store. Safe to use from several threads."""
 
     def __init__(self, store: Store, index: str) -> None:
         self.store = store
         self.index = index
-        self._publish_jobs = PublishJobs(store, index)
+        self._lock = threading.Lock()
+        self._job: _PublishJob | None = None
 
     def all(self) -> list[VersionInfo]:
         """Every version, ascending; the last is live."""
-        numbers = manifest.list_versions(self.store, self.index)
-        lines = [version_line(manifest.read(self.store, self.index, n), n == numbers[-1]) for n in numbers]
-        return [VersionInfo(**line._asdict()) for line in lines]
+        numbers = manifests.list_versions(self.store, self.index)
+        return [version_info(manifests.read(self.store, self.index, n), n == numbers[-1]) for n in numbers]
 
     def one(self, version: int) -> VersionDetail:
         """Raises RequestError (404) for a version that is not there."""
-        live = self._known(version)
-        described = manifest.read(self.store, self.index, version)
-        told: dict[str, Any] = version_line(described, version == live)._asdict()
+        live = self._require(version)
+        manifest = manifests.read(self.store, self.index, version)
         shards = [
             ShardContent(
-                shard=entry.shard,
-                digest=entry.digest,
-                passages=entry.num_passages,
-                vectors=entry.num_vectors,
-                bytes=entry.num_bytes,
+                shard=e.shard, digest=e.digest, passages=e.num_passages, vectors=e.num_vectors, bytes=e.num_bytes
             )
-            for entry in described.shards
+            for e in manifest.shards
         ]
-        return VersionDetail(
-            **told,
-            similarity=described.similarity,
-            num_views=described.num_views,
-            dimension=described.dimension,
-            dtype=described.dtype,
-            corpus=described.corpus,
-            index_params=described.index_params,
-            recall=described.recall,
-            metrics=described.metrics,
-            dirty_share=described.dirty_share,
-            shard_list=shards,
-        )
-
-    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo:
-        """Publish a manifest whose files are in the store, or give the version that it is already.
-
-        Raises RequestError (422 where something is not what it says, 503 while files are read still),
-        PublishConflictError where its parent is not the newest version.
-        """
-        described = manifest_from_payload(request, self.index)
-        if request.parent is not None:
-            described = dataclasses.replace(described, parent=request.parent)
-        published = self._publish_jobs.publish(described, timeout_s)
-        live = published.version == manifest.latest_version(self.store, self.index)
-        return VersionInfo(**version_line(published, live)._asdict())
+        fields = vars(manifest) | version_line(manifest, version == live)._asdict()
+        return VersionDetail.model_validate(fields | {"shard_list": shards})
 
     def rollback(self, version: int) -> VersionInfo:
         """Publish that version's content as a new version, which is then live.
 
         Raises RequestError (404) for a version that is not there, PublishConflictError if another was first.
         """
-        self._known(version)
-        published = manifest.rollback(self.store, self.index, version)
-        return VersionInfo(**version_line(published, live=True)._asdict())
+        self._require(version)
+        return version_info(manifests.rollback(self.store, self.index, version), live=True)
 
-    def _known(self, version: int) -> int:
-        """The live version's number, where `version` is there."""
-        numbers = manifest.list_versions(self.store, self.index)
+    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo:
+        """Publish a manifest whose files are in the store, or give the version that it is already.
+
+        Raises RequestError: 422 where a file, the corpus or the encoder is not what the manifest says, 503 while files
+        are read still. PublishConflictError where its parent is not the newest version.
+        """
+        manifest = check_payload(request.manifest, self.index)
+        if request.parent is not None:
+            manifest = dataclasses.replace(manifest, parent=request.parent)
+        version = published_version(self.store, manifest) or self._wait(manifest, timeout_s)
+        return version_info(version, version.version == manifests.latest_version(self.store, self.index))
+
+    def _wait(self, manifest: Manifest, timeout_s: float) -> Manifest:
+        live = manifests.latest_version(self.store, self.index)
+        if live != manifest.parent:
+            raise PublishConflictError(
+                f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
+                f"{manifest.parent}; look at it, then send the request with parent {live} if it shall follow that one"
+            )
+        job = self._start(manifest)
+        wait([job.result], timeout=max(timeout_s, 0.0))
+        if not job.result.done():
+            progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
+            raise _busy(f"the files of this version are being read; {progress}", "send the same request again")
+        with self._lock:
+            if self._job is job:  # a third request reads the files anew
+                self._job = None
+        return job.result.result()
+
+    def _start(self, manifest: Manifest) -> "_PublishJob":
+        """The job of this manifest, which may run already. Raises RequestError (503) while another one runs."""
+        job = _PublishJob(self.store, manifest)
+        with self._lock:
+            if self._job is not None and not self._job.is_over():
+                if self._job.key == job.key:
+                    return self._job
+                if not self._job.result.done():
+                    raise _busy("another version is being published here", "ask again when it is done")
+            self._job = job
+            threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
+            return job
+
+    def _require(self, version: int) -> int:
+        """The live version's number. Raises RequestError (404) where `version` is not there."""
+        numbers = manifests.list_versions(self.store, self.index)
         if version not in numbers:
-            shown = f"{version}" if abs(version) < 10**12 else "of that number"
+            number = f"{version}" if abs(version) < 10**12 else "of that number"
             have = f"there are {', '.join(map(str, numbers[-20:]))}" if numbers else "there is none yet"
-            message = f"index {self.index!r} has no version {shown}"
+            message = f"index {self.index!r} has no version {number}"
             raise RequestError(404, "unknown_version", "n", message, f"{have}; see GET /v1/versions")
         return numbers[-1]
+
+
+class _PublishJob:
+    """Reads every file that one manifest names, then publishes it."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.key = (manifest.content_digest(), manifest.parent)
+        self.result: Future[Manifest] = Future()
+        self.num_whole = 0
+        """Shards that were found whole so far."""
+        self._end_s = math.inf
+
+    def is_over(self) -> bool:
+        return time.monotonic() - self._end_s > MEMORY_S
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self._check_and_publish())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the job is waited for
+            self.result.set_exception(error)
+        self._end_s = time.monotonic()
+
+    def _check_and_publish(self) -> Manifest:
+        for number, entry in enumerate(self.manifest.shards):
+            self._check_shard(entry, f"manifest.shards.{number}")
+            self.num_whole += 1
+        self._check_files(dataclasses.replace(self.manifest, shards=()), "manifest.refined_queries")
+        self._check_sources()
+        try:
+            version = manifests.publish(self.store, self.manifest)
+        except PublishConflictError:
+            if version := published_version(self.store, self.manifest):
+                return version
+            raise
+        log.info("published by request: index=%s version=%d", version.index, version.version)
+        return version
+
+    def _check_shard(self, entry: ShardEntry, field: str) -> None:
+        folder = paths.shard_dir(self.manifest.index, entry.digest)
+        if not self.store.exists(folder):
+            raise _not_whole(field, f"{folder} is missing")
+        self.store.touch(folder)  # or a collection that runs meanwhile would take it for forgotten
+        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}), field)
+        try:
+            shard = open_embeddings(self.store.local_path(folder), entry.files)
+        except StorageError as error:
+            raise _not_whole(field, str(error)) from None
+        counts = (shard.dimension, shard.num_passages, shard.num_vectors)
+        expected = (self.manifest.dimension, entry.num_passages, entry.num_vectors)
+        if counts != expected:
+            says = "dimension {}, {} passages and {} views"
+            raise _not_whole(field, f"its embeddings have {says.format(*counts)}, not {says.format(*expected)}")
+
+    def _check_files(self, part: Manifest, field: str) -> None:
+        for problem in manifests.verify(self.store, part).problems:
+            raise _not_whole(field, f"{problem.path} {problem.reason}")
+
+    def _check_sources(self) -> None:
+        """Texts are embedded with the version's encoder, and shown from its corpus: both must be in this store."""
+        manifest, hint = self.manifest, "copy its folder there, too"
+        name, fingerprint = manifest.encoder_name, manifest.encoder_fingerprint
+        if not self.store.exists(f"{paths.encoder_dir(name, fingerprint)}/{paths.ENCODER_JSON}"):
+            message = f"encoder {name}/{fingerprint} is not in the store"
+            raise RequestError(422, "no_encoder", "manifest.encoder_fingerprint", message, hint)
+        try:
+            digest = Corpus.open(self.store, manifest.corpus).digest
+        except (MissingInputError, StorageError) as error:
+            raise RequestError(422, "no_corpus", "manifest.corpus", str(error), hint) from None
+        if digest != manifest.corpus_digest:
+            message = f"corpus {manifest.corpus!r} of the store has digest {digest}, not {manifest.corpus_digest}"
+            raise RequestError(422, "no_corpus", "manifest.corpus_digest", message, "copy the right one there")
+
+
+def published_version(store: Store, manifest: Manifest) -> Manifest | None:
+    """The version after the manifest's parent, where that has its content: the publisher got no answer."""
+    number = manifest.parent + 1
+    if number not in manifests.list_versions(store, manifest.index):
+        return None
+    version = manifests.read(store, manifest.index, number)
+    return version if version.content_digest() == manifest.content_digest() else None
+
+
+def version_info(manifest: Manifest, live: bool) -> VersionInfo:
+    return VersionInfo(**version_line(manifest, live)._asdict())
+
+
+def check_payload(payload: ManifestPayload, index: str) -> Manifest:
+    """The manifest to publish in `index`. Raises RequestError for one that no builder has written."""
+    manifest = payload.manifest()
+    if payload.digest is not None and json.loads(manifest.to_json())["digest"] != payload.digest:
+        message = "the manifest's digest is not that of its fields: it is damaged, or was changed"
+        raise RequestError(422, "wrong_digest", "manifest.digest", message, _SOURCE)
+    if manifest.index != index:
+        message = f"the manifest is of index {manifest.index!r}, this server answers from index {index!r}"
+        raise RequestError(422, "wrong_index", "manifest.index", message, "send it to a server of that index")
+    for place, entry in enumerate(manifest.shards):
+        _check_entry(entry, place)
+    try:
+        check_params(IndexParams(**manifest.index_params), manifest.dimension)
+    except (MvrRayError, TypeError) as error:
+        raise RequestError(422, "wrong_value", "manifest.index_params", str(error), _SOURCE) from None
+    return manifest
+
+
+def _check_entry(entry: ShardEntry, place: int) -> None:
+    field = f"manifest.shards.{place}"
+    if entry.shard != place:
+        message = f"shard {entry.shard} stands at place {place}"
+        raise RequestError(422, "wrong_value", f"{field}.shard", message, "name every shard once, from 0 on, in order")
+    if paths.EMBEDDINGS not in entry.files:
+        raise RequestError(422, "wrong_value", f"{field}.files", f"the shard has no {paths.EMBEDDINGS}", _SOURCE)
+    content = {name: value for name, value in dataclasses.asdict(entry).items() if name != "digest"}
+    if digest_of(content)[:DIGEST_HEX] != entry.digest:
+        message = f"{entry.digest} is not the digest of the shard's counts and files"
+        raise RequestError(422, "wrong_digest", f"{field}.digest", message, _SOURCE)
+
+
+def _not_whole(field: str, message: str) -> RequestError:
+    hint = "copy the shard's folder into the store again, then send the same request"
+    return RequestError(422, "not_whole", field, message, hint)
+
+
+def _busy(message: str, hint: str) -> RequestError:
+    return RequestError(503, "publishing", "", message, hint, retry_after_s=RETRY_S)

@@ -1,20 +1,23 @@
 """Counts requests, stages and answers of one replica in Prometheus' text format.
 
 Stages: `queue` from arrival to a free thread, `service` all that follows; of that, `encode` the questions, `search` the
-shards (each round), `merge` their answers, as the router tells them.
+shards (each round), `merge` their answers, as the router reports them.
 Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share, and
-rate(sampled_recall) / rate(sampled_queries) the recall of an approximate index. What searchers are asked, and the share
-of passages that the version changed, is looked up when Prometheus asks.
+rate(sampled_recall) / rate(sampled_queries) the recall of an approximate index. Calls to searchers, and the share of
+passages that the version changed, are read when Prometheus scrapes.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mvr_ray.serving.protocols import SearchStats
 from mvr_ray.serving.schemas import SearchResponse
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.diagnostics import RouterDiagnostics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -39,17 +42,17 @@ class Metrics:
         self.second_rounds = Counter("mvr_ray_second_rounds", "Searches that asked shards again.", registry=own)
         self.coverage = Gauge("mvr_ray_coverage_share", "Passages searched for the newest answer.", registry=own)
         self.version = Gauge("mvr_ray_index_version", "Version of the newest answer.", ("index",), registry=own)
-        self.sampled = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
+        self.samples = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
         self.recall = Counter("mvr_ray_sampled_recall", "Sum of their recalls.", registry=own)
-        for certified in ("true", "false"):
-            self.answers.labels(certified)
+        for value in ("true", "false"):
+            self.answers.labels(value)
 
-    def watch(self, router: SearchStats) -> None:
-        """Tell from now on what this router knows of its searchers and its version."""
+    def watch(self, router: "RouterDiagnostics") -> None:
+        """Export this router's own counts, too."""
         self.registry.register(_Searchers(router))
 
     def note_recall(self, recall: float) -> None:
-        self.sampled.inc()
+        self.samples.inc()
         self.recall.inc(recall)
 
     def note_stage(self, stage: str, seconds: float) -> None:
@@ -79,19 +82,19 @@ class Metrics:
 class _Searchers(Collector):
     """A router's own counts."""
 
-    def __init__(self, router: SearchStats) -> None:
+    def __init__(self, router: "RouterDiagnostics") -> None:
         self.router = router
 
     def collect(self) -> Iterator[Metric]:
-        hedges, wins, refused, waiting, most = self.router.counts()
-        for name, told, count in (
-            ("hedged_calls", "Calls made because another replica was slow.", hedges),
-            ("hedge_wins", "Hedged calls that answered first.", wins),
-            ("refused_searches", "Searches that found every queue of a searcher's group full.", refused),
+        counts = self.router.counts()
+        for family, name, meaning, value in (
+            (CounterMetricFamily, "hedged_calls", "Calls made because another replica was slow.", counts.hedges),
+            (CounterMetricFamily, "hedge_wins", "Hedged calls that answered first.", counts.hedge_wins),
+            (CounterMetricFamily, "refused_searches", "Searches that a group's full queues refused.", counts.refused),
+            (GaugeMetricFamily, "calls_waiting", "Calls that wait or run at all searchers.", counts.waiting),
+            (GaugeMetricFamily, "most_calls_waiting", "Calls that wait or run at one searcher.", counts.most_waiting),
         ):
-            yield CounterMetricFamily(f"mvr_ray_{name}", told, value=count)
-        yield GaugeMetricFamily("mvr_ray_calls_waiting", "Calls that wait or run at all searchers.", value=waiting)
-        yield GaugeMetricFamily("mvr_ray_most_calls_waiting", "Calls that wait or run at one searcher.", value=most)
+            yield family(f"mvr_ray_{name}", meaning, value=value)
         dirty = GaugeMetricFamily("mvr_ray_dirty_share", "Passages that the live version changed.", labels=["index"])
         if self.router.dirty_share is not None:
             dirty.add_metric([self.router.index], self.router.dirty_share)

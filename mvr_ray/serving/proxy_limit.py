@@ -15,11 +15,13 @@ import os
 from collections.abc import MutableMapping
 
 from ray.util.metrics import Counter
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.admission import Admission, Slot, late
-from mvr_ray.serving.middleware import BOUNDED, App, Message, Receive, Send, request_id, requested_s, respond
+from mvr_ray.serving.admission import Admission, Slot
+from mvr_ray.serving.middleware import SLOT_PATHS, ResponseSender, error_response, request_deadline, request_id
 from mvr_ray.serving.schemas import RequestError
 
 MAX_WAITING = "MVR_RAY_PROXY_MAX_WAITING"
@@ -48,58 +50,54 @@ def middlewares() -> list[Middleware]:
 class ProxyLimiter:
     """ASGI middleware: 503 with Retry-After beyond `max_waiting` requests, 504 after the time of one.
 
-    A request is inside until its answer has gone: what a proxy still does after that keeps nobody out.
+    A request is inside until its answer has gone: what a proxy still does after that takes no slot.
     """
 
-    def __init__(self, app: App, max_waiting: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_waiting: int, timeout_s: float) -> None:
         self.app = app
-        self.admission = Admission(max_waiting, timeout_s)
-        self._refused = Counter("mvr_ray_refused_at_proxy_total", "Requests turned away before they reached a replica.")
+        self.admission = Admission(max_waiting)
+        self.timeout_s = timeout_s
+        self._refusals = Counter(
+            "mvr_ray_refused_at_proxy_total", "Requests turned away before they reached a replica."
+        )
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request = request_id(scope).encode()
-        others = [header for header in scope["headers"] if header[0].lower() != b"x-request-id"]
-        scope = {**scope, "headers": [*others, (b"x-request-id", request)]}
-        timeout_s = self.admission.shorter(requested_s(scope))
+        headers, scope = Headers(scope=scope), dict(scope)
+        deadline, response = request_deadline(headers, self.timeout_s), ResponseSender(send, request_id(headers))
+        MutableHeaders(scope=scope)["x-request-id"] = response.request_id
         slot: Slot | None = None
-        started = False
 
         async def forward(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
+            await response(message)
             if slot and message["type"] == "http.response.body" and not message.get("more_body", False):
                 slot.leave()
 
-        async def answer(error: RequestError) -> None:
-            error.headers["x-request-id"] = request.decode()
-            await respond(error, send)
-
-        if scope["path"].startswith(BOUNDED):
+        if scope["path"].startswith(SLOT_PATHS):
             try:
                 slot = self.admission.enter()
             except RequestError as error:
-                self._refused.inc()
-                await answer(error)
+                self._refusals.inc()
+                await error_response(error)(scope, receive, response)
                 return
-        deadline = asyncio.timeout(timeout_s + GRACE_S)
+        timeout = asyncio.timeout(deadline.left_s + GRACE_S)
         try:
-            async with deadline:
+            async with timeout:
                 await self.app(scope, receive, forward)
         except TimeoutError:
-            if not deadline.expired():
+            if not timeout.expired():
                 raise
         finally:
             if slot:
                 slot.leave()
-        if not started:
-            await answer(late(timeout_s) if deadline.expired() else replica_ended())
+        if not response.status:
+            error = late_error(deadline) if timeout.expired() else replica_ended()
+            await error_response(error)(scope, receive, response)
 
 
 def replica_ended() -> RequestError:
     """The error for a request whose replica ended, or could not be reached."""
     message, hint = "the replica ended before it had answered", "try again; see GET /readyz"
-    return RequestError(503, "unavailable", "", message, hint, {"retry-after": "1"})
+    return RequestError(503, "unavailable", "", message, hint, retry_after_s=1)

@@ -4,7 +4,7 @@
     recall    of the exact best k, the share whose score the answer reached; scores are exact on both sides, so a
               passage tied with the k-th counts as well as the one that took its place
 
-The exact answer is computed beside the queues, in a thread of its own, and nobody waits for it.
+The exact answer is computed beside the queues, in a thread of its own, and no request waits for it.
 
 Shapes: Q queries, D dimension.
 """
@@ -13,12 +13,15 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mvr_ray.errors import MvrRayError
-from mvr_ray.serving.protocols import ExactSearch
 from mvr_ray.types import Answer
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.diagnostics import RouterDiagnostics
 
 log = logging.getLogger(__name__)
 
@@ -27,44 +30,46 @@ Query = str | Sequence[float]
 
 
 class RecallMonitor:
-    """Tells the recall of some queries. Safe to use from several threads."""
+    """Measures the recall of some queries. Safe to use from several threads."""
 
-    def __init__(self, live: ExactSearch, tell: Callable[[float], None], every: int = EVERY) -> None:
-        """`tell` is called by the recall_monitor's own thread."""
-        self.live = live
-        self.tell = tell
+    def __init__(self, router: "RouterDiagnostics", report: Callable[[float], None], every: int = EVERY) -> None:
+        """The monitor's own thread calls `report` with each recall."""
+        self.router = router
+        self.report = report
         self.every = every
-        self._seen = 0
-        self._busy = self._closed = False
+        self._count = 0
+        self._busy = self._is_closed = False
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-recall")
 
     def note(self, queries: Sequence[Query], k: int, answer: Answer) -> None:
-        """An answer was given to these queries. One that is exact, or of less than every passage, says nothing."""
+        """Count the queries of an answer, and measure one of every so many. An exact answer, or one of less than every
+        passage, counts for nothing.
+        """
         if answer.exact.certified or answer.coverage_share < 1:
             return
         with self._lock:
-            before, self._seen = self._seen, self._seen + len(queries)
+            before, self._count = self._count, self._count + len(queries)
             at = self.every - 1 - before % self.every
-            if self._busy or self._closed or at >= len(queries):
+            if self._busy or self._is_closed or at >= len(queries):
                 return
             self._busy = True
-            reached = [hit.score for hit in answer.hits[at]]
-            self._thread.submit(self._measure, queries[at], k, answer.version, reached)
+            scores = [hit.score for hit in answer.hits[at]]
+            self._thread.submit(self._measure, queries[at], k, answer.version, scores)
 
     def close(self) -> None:
         """Take no more queries. A measurement under way ends by itself."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _measure(self, query: Query, k: int, version: int, reached: Sequence[float]) -> None:
+    def _measure(self, query: Query, k: int, version: int, scores: Sequence[float]) -> None:
         try:
-            with self.live.pinned(version) as router:
+            with self.router.pinned(version) as router:
                 query_1D = router.embed([query]) if isinstance(query, str) else np.array([query], np.float32)
-                [truth] = self.live.exact(query_1D, k, version) or [[]]
+                [truth] = self.router.exact(query_1D, k, version) or [[]]
             if truth:
-                self.tell(sum(score >= truth[-1].score for score in reached) / len(truth))
+                self.report(sum(score >= truth[-1].score for score in scores) / len(truth))
         except (MvrRayError, TimeoutError) as error:
             log.warning("recall not sampled: version=%d reason=%s", version, str(error).partition("\n")[0])
         finally:

@@ -1,4 +1,8 @@
-"""Runs the app on Ray Serve: one replica over the live version, and a command that stays with it."""
+"""Runs the app on Ray Serve: one replica over the live version, started by a command or by a declarative Serve file.
+
+A Serve file imports `mvr_ray.serving.replica:app`. Serve's own HTTP options and replica counts stand in that file; the
+run file says what is searched. Such a Serve is reached from other machines, so there must be a token.
+"""
 
 import logging
 import os
@@ -9,11 +13,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.context import _get_global_client
 
 from mvr_ray import logs
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
@@ -31,8 +36,9 @@ _NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
 """Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
 SERVE_GRACE_S = 1.0
 """Serve itself ends a request so long after `serve.timeout_ms`, where its proxies run without our limiter."""
+ANYWHERE = "0.0.0.0"
 _REFUSALS = 1024
-"""Requests that a replica may be turning away while its places are taken: refusing is the app's, not Serve's."""
+"""Requests that a replica may be turning away while its slots are taken: refusing is the app's, not Serve's."""
 
 
 class SearchIngress:
@@ -45,18 +51,19 @@ class SearchIngress:
         logs.to_stderr()
         log.info("replica started: pid=%d", os.getpid())
         config = RunConfig.model_validate(run)
-        self._held = ExitStack()
+        self._resources = ExitStack()
         timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None
         self._metrics = Metrics()
-        opened = open_hot_swap_router(
-            config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
+        router = self._resources.enter_context(
+            open_hot_swap_router(
+                config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
+            )
         )
-        router = self._held.enter_context(opened)
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
-        insight = RouterDiagnostics(router)
-        recall_monitor = RecallMonitor(insight, self._metrics.note_recall)
-        self._held.callback(recall_monitor.close)
-        self._metrics.watch(insight)
+        diagnostics = RouterDiagnostics(router)
+        recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
+        self._resources.callback(recall_monitor.close)
+        self._metrics.watch(diagnostics)
         self.service = SearchService(router, config.serve, catalog, router, recall_monitor)
         self._tokens = TokenStore(tuple(tokens))
 
@@ -81,6 +88,27 @@ def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") ->
     return f"http://{run.serve.host}:{run.serve.port}"
 
 
+class AppArgs(BaseModel):
+    """The `args` of the application in a declarative Serve file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: str
+    """The run file, as every node finds it."""
+    overrides: list[str] = []
+    """`section.key=value` each, laid over the run file."""
+    version: int | None = None
+    """An index version to stay with; absent: the newest one, followed."""
+
+
+def app(args: AppArgs) -> serve.Application:
+    """Build the application of a Serve file. Raises ConfigError where the run file is wrong, or without a token."""
+    run = load_run(args.config, args.overrides)
+    tokens = validated_tokens(run)
+    require_tokens(ANYWHERE, tokens)
+    return application(run, args.version, tokens)
+
+
 def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serve.Application:
     """What Ray Serve runs."""
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
@@ -89,7 +117,7 @@ def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serv
         max_ongoing_requests=run.serve.max_waiting + _REFUSALS,
         health_check_period_s=10,
     )
-    return replica.bind(run.model_dump(mode="json"), version, tokens.known)
+    return replica.bind(run.model_dump(mode="json"), version, tokens.tokens)
 
 
 def validated_tokens(run: RunConfig) -> TokenStore:
@@ -102,7 +130,7 @@ def validated_tokens(run: RunConfig) -> TokenStore:
 
 
 def _require_address(host: str, port: int) -> None:
-    """ConfigError where Serve was running before and keeps its own address, which may be open to other machines."""
+    """Raises ConfigError where Serve ran before and keeps its own address, which may be open to other machines."""
     client = _get_global_client()
     assert client is not None, "serve.start has just been called"
     options = client.http_config
@@ -120,14 +148,14 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     validated_tokens(run)
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
-    asked: list[int] = []
+    signals: list[int] = []
     before: dict[int, Any] = {}
     with connect(run.resources):
         try:
             say(f"serving on {deploy(run, version)}: POST /v1/search, GET /readyz, GET /openapi.json; Ctrl-C stops")
             for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, lambda got, _: asked.append(got))
-            while not asked:
+                before[number] = signal.signal(number, lambda number, _: signals.append(number))
+            while not signals:
                 time.sleep(_POLL_S)
             say("stopping")
         finally:

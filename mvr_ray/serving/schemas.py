@@ -1,20 +1,23 @@
-"""Defines the requests, responses and errors of the HTTP API and of the in-process client.
+"""Defines the requests, their limits, the responses and the errors of the HTTP API and of the in-process client.
 
-A request is read from bytes strictly: UTF-8, finite numbers, no field that is not known. What is wrong with one is told
-as {"error": {"code", "field", "message", "hint"}}, the code for programs, the field by its dotted place.
+A request is read from bytes strictly: UTF-8, finite numbers, no unknown field. What is wrong with one is answered as
+{"error": {"code", "field", "message", "hint"}}, the code for programs, the field by its dotted place.
 """
 
 import json
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mvr_ray.config import ServeConfig
 from mvr_ray.errors import CoverageError, MvrRayError, OverloadedError, PublishConflictError
 
 M = TypeVar("M", bound=BaseModel)
 
+LONGEST_RETRY_S = 60
 _CODES = {
     "missing": "missing_field",
     "extra_forbidden": "unknown_field",
@@ -50,6 +53,85 @@ class SearchRequest(RequestModel):
     """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The request's own time; None where it has none, or none that can be kept."""
+        return None if self.timeout_ms is None or self.timeout_ms < 1 else self.timeout_ms / 1000
+
+    def check(self, limits: ServeConfig) -> None:
+        """Refuse what the run file forbids, before any index is open. Raises RequestError."""
+        _check_range("k", "k", self.k, limits.max_k, f"ask for 1 to {limits.max_k} passages (serve.max_k)")
+        if self.timeout_ms is not None:
+            hint = f"give 1 to {limits.timeout_ms} ms (serve.timeout_ms), or leave it out"
+            _check_range("timeout", "timeout_ms", self.timeout_ms, limits.timeout_ms, hint)
+        if not 0 <= self.min_coverage <= 1:
+            message = f"min_coverage is {self.min_coverage:g}"
+            hint = "give a share from 0 to 1"
+            raise RequestError(422, "coverage_out_of_range", "min_coverage", message, hint)
+        _check_count("queries", self.queries, limits)
+        _check_texts("query", "queries", self.queries, limits)
+
+
+class ExplainRequest(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"questions": ["Who built it?", "When was it built?"], "k": 3},
+                {"questions": ["Who built it?"], "passages": ["tower_4"]},
+            ]
+        }
+    )
+
+    questions: Annotated[list[str], Field(min_length=1)]
+    passages: list[str] = Field(default_factory=list)
+    """Passage ids; where there are none, the questions are searched and the best `k` hits of each explained."""
+    k: int = 3
+    """Hits a question that are explained, where no passages are named."""
+    encoder_fingerprint: str | None = None
+    """The encoder that the questions are meant for; another index encoder is a 409."""
+    version: Annotated[int, Field(ge=1)] | None = None
+    """An index version; absent: the one that the server answers from. Another one is opened beside it."""
+
+    def check(self, limits: ServeConfig) -> None:
+        """Refuse what the run file forbids, before any index is open. Raises RequestError."""
+        _check_texts("question", "questions", self.questions, limits)
+        _check_count("questions", self.questions, limits)
+        hint = f"ask for 1 to {limits.max_k} passages (serve.max_k)"
+        _check_range("k", "k", self.k, limits.max_k, hint)
+        if len(self.passages) > limits.max_k:
+            message = f"{len(self.passages)} passages in one request"
+            raise RequestError(422, "passages_out_of_range", "passages", message, hint)
+
+
+def _check_range(name: str, field: str, value: int, highest: int, hint: str) -> None:
+    if not 1 <= value <= highest:
+        raise RequestError(422, f"{name}_out_of_range", field, f"{field} is {value}", hint)
+
+
+def _check_count(field: str, values: Sequence[object], limits: ServeConfig) -> None:
+    if len(values) > limits.max_batch:
+        message, hint = f"{len(values)} {field} in one request", f"send at most {limits.max_batch} (serve.max_batch)"
+        raise RequestError(422, f"too_many_{field}", field, message, hint)
+
+
+def _check_texts(name: str, field: str, values: Sequence[object], limits: ServeConfig) -> None:
+    """Raises RequestError for the first text that cannot be embedded within the limits."""
+    for place, text in enumerate(values):
+        if not isinstance(text, str):
+            continue
+        at = f"{field}.{place}"
+        if len(text) > limits.max_query_chars:
+            hint = f"send at most {limits.max_query_chars} (serve.max_query_chars)"
+            raise RequestError(422, f"{name}_too_long", at, f"the {name} has {len(text)} characters", hint)
+        check_is_text(text, at)
+        if not any(_is_readable(char) for char in text):
+            raise RequestError(422, f"empty_{name}", at, f"the {name} is empty", "send a text with words in it")
+
+
+def _is_readable(char: str) -> bool:
+    """Letter, number, punctuation or symbol: tokenizers of BERT's kind drop the rest, and the replacement character."""
+    return unicodedata.category(char)[0] in "LNPS" and char != "\ufffd"
 
 
 class Snippet(BaseModel):
@@ -207,7 +289,7 @@ class ErrorResponse(BaseModel):
 
 
 class RequestError(Exception):
-    """A request that cannot be answered as asked: HTTP status, a code for programs, the field, and what to do."""
+    """A request that cannot be answered: HTTP status, a code for programs, the field, and what to do."""
 
     def __init__(
         self,
@@ -217,7 +299,10 @@ class RequestError(Exception):
         message: str,
         hint: str,
         headers: Mapping[str, str] | None = None,
+        *,
+        retry_after_s: float | None = None,
     ) -> None:
+        """`retry_after_s` gives the header Retry-After."""
         super().__init__(f"{field}: {message}; {hint}" if field else f"{message}; {hint}")
         self.status = status
         self.code = code
@@ -225,25 +310,29 @@ class RequestError(Exception):
         self.message = message
         self.hint = hint
         self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_seconds(retry_after_s))
 
-    def body(self) -> dict[str, dict[str, str]]:
-        told = ErrorDetail(code=self.code, field=self.field, message=self.message, hint=self.hint)
-        return ErrorResponse(error=told).model_dump()
+    def body(self) -> bytes:
+        """JSON, escaped to ASCII: a message that quotes half a surrogate pair is still written."""
+        detail = ErrorDetail(code=self.code, field=self.field, message=self.message, hint=self.hint)
+        return json.dumps(ErrorResponse(error=detail).model_dump()).encode("ascii")
 
-    def encoded(self) -> bytes:
-        """The body as JSON, escaped to ASCII: a message that quotes half a surrogate pair is still written."""
-        return json.dumps(self.body()).encode("ascii")
+
+def retry_seconds(wait_s: float) -> int:
+    """Whole seconds of a Retry-After header: an expected wait, at least 1 s and at most a minute."""
+    return max(1, min(LONGEST_RETRY_S, math.ceil(wait_s)))
 
 
 def to_request_error(error: MvrRayError) -> RequestError:
-    """A request that failed in our hands: what it means for the one who asked."""
+    """The answer to a request that failed with an error of this package."""
     if isinstance(error, PublishConflictError):
         return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
     if isinstance(error, OverloadedError):
-        headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-        return RequestError(503, "overloaded", "", str(error), "ask again after Retry-After", headers)
+        hint = "ask again after Retry-After"
+        return RequestError(503, "overloaded", "", str(error), hint, retry_after_s=error.retry_after_s)
     code = "not_covered" if isinstance(error, CoverageError) else "unavailable"
-    return RequestError(503, code, "", str(error), "try again; see GET /readyz", {"retry-after": "1"})
+    return RequestError(503, code, "", str(error), "try again; see GET /readyz", retry_after_s=1)
 
 
 def parse_json(model: type[M], body: bytes, content_type: str) -> M:

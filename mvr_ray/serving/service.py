@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,174 +20,138 @@ from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MissingInputError
 from mvr_ray.explanation import Explanation
-from mvr_ray.serving import explain as explaining
-from mvr_ray.serving.catalog import VersionCatalog
-from mvr_ray.serving.explain import ExplainRequest
-from mvr_ray.serving.limits import check_request as check_request
-from mvr_ray.serving.limits import parse_vectors
-from mvr_ray.serving.manifest_payload import PublishRequest
-from mvr_ray.serving.protocols import Explainable, VersionSwitcher
+from mvr_ray.serving import schemas
+from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
+from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
-from mvr_ray.serving.schemas import (
-    Coverage,
-    Exact,
-    PassageHit,
-    PassageResponse,
-    PassageView,
-    Readiness,
-    RequestError,
-    SearchRequest,
-    SearchResponse,
-    Shard,
-    Snippet,
-    VersionDetail,
-    VersionInfo,
-    VersionList,
-    is_text,
-)
-from mvr_ray.types import Answer, Hit, Passage
+from mvr_ray.serving.schemas import RequestError
+from mvr_ray.types import Answer, FloatArray, Hit, Passage
 
-__all__ = ["PassageHit", "RequestError", "SearchRequest", "SearchResponse", "SearchService", "Snippet"]
+if TYPE_CHECKING:
+    from mvr_ray.distributed.hot_swap import HotSwapRouter
+    from mvr_ray.distributed.router import Router
 
 log = logging.getLogger(__name__)
 
 SEARCH_SHARE = 0.9
 """Of a request's time; the rest is for texts and the way back, so that a partial answer is not cut off as late."""
+MAX_NORM = 1e16
+"""Of a query vector: its square, and its product with any fp16 view of 65,504 dimensions, stay finite in float32."""
 
 
+@dataclass
 class SearchService:
     """Answers requests from one router, within the limits of the run file's `serve` section.
 
-    Every method may be given `timeout_s`, the seconds that are left for it. All raise RequestError for what cannot be
-    answered as asked.
+    `deadline` is that of the request; absent, one begins with the call. All methods raise RequestError for a request
+    that cannot be answered.
     """
 
-    def __init__(
-        self,
-        router: Explainable,
-        limits: ServeConfig,
-        catalog: VersionCatalog | None = None,
-        switcher: VersionSwitcher | None = None,
-        recall_monitor: RecallMonitor | None = None,
-    ) -> None:
-        """Without a catalog nothing is known about other versions than the router's; without `switcher` there is no
-        other one to ask. `recall_monitor` is shown every answer.
-        """
-        self.router = router
-        self.limits = limits
-        self.catalog = catalog
-        self.switcher = switcher
-        self.recall_monitor = recall_monitor
+    router: "Router | HotSwapRouter"
+    limits: ServeConfig
+    catalog: VersionCatalog | None = None
+    """Without it no other version than the router's is known."""
+    switcher: "HotSwapRouter | None" = None
+    """Opens other versions; without it no other one can be searched."""
+    recall_monitor: RecallMonitor | None = None
+    """Gets every answer."""
 
-    def search(self, request: SearchRequest, timeout_s: float | None = None) -> SearchResponse:
+    def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
         """What the limits forbid is refused before anything is searched."""
         began = time.perf_counter()
-        check_request(request, self.limits)
+        request.check(self.limits)
+        deadline = self._search_deadline(deadline, request.timeout_s)
         texts = [query for query in request.queries if isinstance(query, str)]
         vectors = [query for query in request.queries if not isinstance(query, str)]
-        own_ms = self.limits.timeout_ms if request.timeout_ms is None else request.timeout_ms
-        own_s, least = own_ms / 1000, request.min_coverage
-        allowed_s = SEARCH_SHARE * (own_s if timeout_s is None else min(timeout_s, own_s))
-        with self._at(request.version, allowed_s) as router:
+        with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            deadline = Deadline.after(allowed_s - (time.perf_counter() - began))
-            answer = (
-                router.search_text(texts, request.k, deadline=deadline, min_coverage=least)
-                if texts
-                else router.search(
-                    parse_vectors(vectors, router.dimension),
-                    request.k,
-                    deadline=deadline,
-                    min_coverage=least,
-                )
-            )
+            k, least = request.k, request.min_coverage
+            if texts:
+                answer = router.search_text(texts, k, deadline=deadline, min_coverage=least)
+            else:
+                queries_QD = parse_vectors(vectors, router.dimension)
+                answer = router.search(queries_QD, k, deadline=deadline, min_coverage=least)
             require_encoder(request.encoder_fingerprint, answer)
             if self.recall_monitor is not None:
                 self.recall_monitor.note(request.queries, request.k, answer)
-            results = [[bare(hit, router.num_views) for hit in hits] for hits in answer.hits]
+            results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
             if request.text:
-                wanted = sorted({hit.passage_id for hits in answer.hits for hit in hits})
-                passages = router.passages(wanted)
-                spans = {i: router.view_spans(passages[i]) for i in wanted}
-                results = [[with_text(found, passages[found.id], spans[found.id]) for found in row] for row in results]
+                passages = router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
+                spans = {id: router.view_spans(passage) for id, passage in passages.items()}
+                results = [[add_text(hit, passages[hit.id], spans[hit.id]) for hit in hits] for hits in results]
         took_ms = 1000 * (time.perf_counter() - began)
         log.info(
             "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
             *(answer.index, answer.version, len(request.queries), request.k),
             *(answer.coverage_share, answer.exact.certified, took_ms),
         )
-        return SearchResponse(
+        return schemas.SearchResponse(
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
-            exact=Exact(**answer.exact._asdict()),
+            exact=schemas.Exact(**answer.exact._asdict()),
             took_ms=round(took_ms, 3),
             results=results,
         )
 
-    def explain(self, request: ExplainRequest, timeout_s: float | None = None) -> Explanation:
+    def explain(self, request: schemas.ExplainRequest, deadline: Deadline | None = None) -> Explanation:
         """Every view of some passages with every question."""
-        allowed_s = self.limits.timeout_ms / 1000
-        left_s = SEARCH_SHARE * (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
-        with self._at(request.version, left_s) as router:
+        with self._pin(request.version, self._search_deadline(deadline)) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            return explaining.explain(router, request, self.limits)
+            return explain(router, request, self.limits)
 
-    def passage(self, passage_id: str) -> PassageResponse:
+    def passage(self, passage_id: str) -> schemas.PassageResponse:
         """One passage as it was indexed."""
-        with self._at(None) as router:
-            of = current_version(router)
-            found = router.passages([passage_id]) if is_text(passage_id) else {}
-            if passage_id not in found:
-                message = f"index {of.index!r} version {of.version} holds no passage of this id"
+        with self._pin(None) as router:
+            current = current_version(router)
+            passages = router.passages([passage_id]) if schemas.is_text(passage_id) else {}
+            if passage_id not in passages:
+                message = f"index {current.index!r} version {current.version} holds no passage of this id"
                 hint = "give an id as a search shows it, percent-encoded as a part of the path"
                 raise RequestError(404, "unknown_passage", "id", message, hint)
-            passage = found[passage_id]
+            passage = passages[passage_id]
             views = [
-                PassageView(view=view, start=span[0], stop=span[1], text=snippet_text(passage, span))
+                schemas.PassageView(view=view, **snippet_of(passage, span).model_dump())
                 for view, span in enumerate(router.view_spans(passage))
                 if span is not None
             ]
-        return PassageResponse(index=of.index, version=of.version, **passage._asdict(), views=views)
+        return schemas.PassageResponse(index=current.index, version=current.version, **passage._asdict(), views=views)
 
-    def versions(self) -> VersionList:
-        """The versions that are published, and the one that is answered from."""
-        of, known = self.current_version(), self._catalog().all()
-        live = max((one.version for one in known), default=0)
-        return VersionList(index=of.index, live=live, serving=of.version, versions=known)
+    def versions(self) -> schemas.VersionList:
+        """The published versions, and the one that answers."""
+        current, versions = self.current_version(), self._catalog().all()
+        live = max((one.version for one in versions), default=0)
+        return schemas.VersionList(index=current.index, live=live, serving=current.version, versions=versions)
 
-    def version(self, number: int) -> VersionDetail:
+    def version(self, number: int) -> schemas.VersionDetail:
         return self._catalog().one(number)
 
-    def publish(self, request: PublishRequest, timeout_s: float | None = None) -> VersionInfo:
+    def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> schemas.VersionInfo:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
-        allowed_s = self.limits.timeout_ms / 1000
-        left_s = allowed_s if timeout_s is None else min(timeout_s, allowed_s)
-        return self._catalog().publish(request, SEARCH_SHARE * left_s)
+        return self._catalog().publish(request, self._search_deadline(deadline).left_s)
 
-    def rollback(self, number: int) -> VersionInfo:
+    def rollback(self, number: int) -> schemas.VersionInfo:
         """Publish the content of a version as a new one, and answer from it at once."""
-        done = self._catalog().rollback(number)
+        version = self._catalog().rollback(number)
         if self.switcher is not None:
             self.switcher.follow()
-        return done
+        return version
 
-    def promote(self, number: int) -> Readiness:
+    def promote(self, number: int) -> schemas.Readiness:
         """Answer from the newest version now, which `number` names: other servers of it come to it by themselves."""
-        of = self._catalog().one(number)
-        if not of.live:
-            told = f"version {number} is not the newest one of its index"
+        if not self._catalog().one(number).live:
+            message = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
-            raise RequestError(409, "not_newest", "n", told, hint)
+            raise RequestError(409, "not_newest", "n", message, hint)
         if self.switcher is not None:
             self.switcher.follow()
         serving = self.current_version().version
         if serving != number:
             failure = self.switcher.failure if self.switcher is not None else ""
             why = failure or "it stays with the version that it was started with"
-            told = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
-            raise RequestError(503, "not_opened", "n", told, "see `mvr-ray versions CONFIG verify`")
+            message = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
+            raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
         return self.readiness()
 
     def ready(self) -> Answer:
@@ -194,10 +160,10 @@ class SearchService:
         probe_QD[0, 0] = 1.0
         return self.router.search(probe_QD, 1, min_coverage=0.0)
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> schemas.Readiness:
         """Whether that search covered every passage."""
         answer = self.ready()
-        return Readiness(
+        return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total,
             index=answer.index,
             version=answer.version,
@@ -206,32 +172,34 @@ class SearchService:
         )
 
     def current_version(self) -> Answer:
-        """What is answered from now."""
+        """The version that answers now."""
         return current_version(self.router)
 
+    def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
+        """The end of the search: a share of the time that the sender, the request and the limits leave for it."""
+        most_s = self.limits.timeout_ms / 1000
+        return (deadline or Deadline.after(most_s)).within(most_s).within(timeout_s).share(SEARCH_SHARE)
+
     @contextmanager
-    def _at(self, version: int | None, timeout_s: float | None = None) -> Iterator[Explainable]:
-        """The router of one version, for all that one request asks of it; `timeout_s` to wait for that version."""
+    def _pin(self, version: int | None, deadline: Deadline | None = None) -> "Iterator[Router | HotSwapRouter]":
+        """The router of one version, for all calls of one request; it is waited for until the deadline."""
         if self.switcher is None:
-            of = current_version(self.router)
-            if version not in (None, of.version):
-                raise RequestError(
-                    404,
-                    "unknown_version",
-                    "version",
-                    f"this service answers from version {of.version} of index {of.index!r} alone, not from {version}",
-                    "leave version out",
+            current = current_version(self.router)
+            if version not in (None, current.version):
+                message = (
+                    f"this service answers from version {current.version} of index {current.index!r} alone, "
+                    f"not from {version}"
                 )
+                raise RequestError(404, "unknown_version", "version", message, "leave version out")
             yield self.router
             return
         with ExitStack() as stack:
             try:
-                router = stack.enter_context(
-                    self.switcher.pinned(version, None if timeout_s is None else Deadline.after(timeout_s))
-                )
+                pin = self.switcher.pinned(version, deadline)
+                router = stack.enter_context(pin)
             except MissingInputError as error:
-                told, _, hint = str(error).partition("; ")
-                raise RequestError(404, "unknown_version", "version", told, hint or "see GET /v1/versions") from None
+                message, _, hint = str(error).partition("; ")
+                raise RequestError(404, "unknown_version", "version", message, hint or "see GET /v1/versions") from None
             yield router
 
     def _catalog(self) -> VersionCatalog:
@@ -241,37 +209,61 @@ class SearchService:
         return self.catalog
 
 
-def current_version(router: Explainable) -> Answer:
+def current_version(router: "Router | HotSwapRouter") -> Answer:
     """The answer to no query at all: index, version and encoder, and no shard is asked."""
     return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
 
 
-def require_encoder(wanted: str | None, of: Answer) -> None:
+def require_encoder(fingerprint: str | None, version: Answer) -> None:
     """Raises RequestError (409) where a request is meant for another encoder than the version's."""
-    if wanted is not None and wanted != of.encoder_fingerprint:
+    if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (
-            f"the request is for encoder {wanted[:80]!r}, index {of.index!r} version {of.version} was made by encoder "
-            f"{of.encoder_fingerprint!r}"
+            f"the request is for encoder {fingerprint[:80]!r}, index {version.index!r} version {version.version} was "
+            f"made by encoder {version.encoder_fingerprint!r}"
         )
         hint = "embed with the index's encoder, or send texts and leave encoder_fingerprint out"
         raise RequestError(409, "encoder_mismatch", "encoder_fingerprint", message, hint)
 
 
-def coverage(answer: Answer) -> Coverage:
-    return Coverage(
+def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatArray:
+    """queries_QD float32. Raises RequestError naming the first vector that cannot be searched with."""
+    for i, query in enumerate(queries):
+        if len(query) != dimension:
+            message = f"the vector has {len(query)} numbers, the index {dimension} dimensions"
+            hint = "send vectors of the index's own encoder"
+            raise RequestError(422, "wrong_dimension", f"queries.{i}", message, hint)
+    with np.errstate(over="ignore"):
+        queries_QD = np.asarray(queries, dtype=np.float64).astype(np.float32)
+        norms_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1)
+    for code, bad_Q, message, hint in (
+        ("not_finite", ~np.isfinite(norms_Q), "the vector holds a number that is not finite", "send float32"),
+        ("zero_vector", norms_Q == 0, "the vector is zero", "it scores all passages alike; send another"),
+        ("vector_too_long", norms_Q > MAX_NORM, f"the vector's norm is above {MAX_NORM:g}", "scale it down"),
+    ):
+        if bad_Q.any():
+            raise RequestError(422, code, f"queries.{int(bad_Q.argmax())}", message, hint)
+    return queries_QD
+
+
+def coverage(answer: Answer) -> schemas.Coverage:
+    return schemas.Coverage(
         share=answer.coverage_share,
         passages_searched=answer.passages_searched,
         passages_total=answer.passages_total,
-        shards=[Shard(**shard._asdict()) for shard in answer.shards],
+        shards=[schemas.Shard(**shard._asdict()) for shard in answer.shards],
     )
 
 
-def bare(hit: Hit, num_views: int) -> PassageHit:
+def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
-    return PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+    return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
 
 
-def with_text(found: PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> PassageHit:
-    span = spans[found.view] if found.view < len(spans) and not found.feedback else None
-    snippet = Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span)) if span else None
-    return found.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
+def add_text(hit: schemas.PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> schemas.PassageHit:
+    span = spans[hit.view] if hit.view < len(spans) and not hit.feedback else None
+    snippet = snippet_of(passage, span) if span else None
+    return hit.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
+
+
+def snippet_of(passage: Passage, span: tuple[int, int]) -> schemas.Snippet:
+    return schemas.Snippet(start=span[0], stop=span[1], text=snippet_text(passage, span))

@@ -26,7 +26,7 @@ from mvr_ray.distributed.refinement.report import RoundReport
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.metrics import Metrics
-from mvr_ray.serving.serve_app import AppArgs, app
+from mvr_ray.serving.replica import AppArgs, app
 from mvr_ray.types import FleetCounts, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent

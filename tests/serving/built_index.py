@@ -20,13 +20,13 @@ from mvr_ray.types import EmbeddingBlock
 SHARDS = 2
 
 
-def built(root: Path, scale: float = 1.0) -> Manifest:
+def build(root: Path, scale: float = 1.0) -> Manifest:
     """Version 1 of index `library` in the store at `root`: the passages of the library, their views times `scale`."""
     store = Store(str(root))
     store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
     digest = corpus(store)
     entries = tuple(shard(store, number, scale) for number in range(SHARDS))
-    described = Manifest(
+    version = Manifest(
         index="library",
         operation="index",
         encoder_name="words",
@@ -41,7 +41,7 @@ def built(root: Path, scale: float = 1.0) -> Manifest:
         shards=entries,
         metrics={"lv": 0.25, "collapsed": 0},
     )
-    return manifest.publish(store, described)
+    return manifest.publish(store, version)
 
 
 def corpus(store: Store) -> str:
@@ -77,22 +77,22 @@ def shard(store: Store, number: int, scale: float) -> manifest.ShardEntry:
         return manifest.add_shard(store, "library", folder, ShardMeta(number, len(views), 2 * len(views)))
 
 
-def refined(root: Path) -> Manifest:
+def refine(root: Path) -> Manifest:
     """Version 2 there: the first passage of shard 0 has one view more, in a file over that of version 1."""
     store, before = Store(str(root)), manifest.read(Store(str(root)), "library", 1)
     entry = before.shards[0]
-    held = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
+    embeddings = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
     now = np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32)
     with store.scratch() as scratch:
         folder = scratch / "shard"
         folder.mkdir()
-        assert write_changed(held, folder, {0: now}), "the first file was written anew"
+        assert write_changed(embeddings, folder, {0: now}), "the first file was written anew"
         meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
         laid_over = manifest.add_shard(store, "library", folder, meta)
     return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))
 
 
-def copied(root: Path, to: Path) -> Path:
+def copy_files(root: Path, to: Path) -> Path:
     """All but the manifests: what a copying tool brings to another store."""
     shutil.copytree(root, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("versions", ".scratch"))
     return to

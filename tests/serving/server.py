@@ -11,17 +11,18 @@ from fastapi import FastAPI
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a uvicorn server over the app."""
-    server, began = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", ws="none")), threading.Event()
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", ws="none"))
+    has_begun = threading.Event()
     startup = server.startup
 
-    async def told(sockets=None) -> None:
+    async def start_and_tell(sockets=None) -> None:
         await startup(sockets)
-        began.set()
+        has_begun.set()
 
-    server.startup = told
+    server.startup = start_and_tell
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert began.wait(20)
+    assert has_begun.wait(20)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:

@@ -41,14 +41,14 @@ likely = {
 
 
 @pytest.fixture(scope="module")
-def served():
+def api():
     with tempfile.TemporaryDirectory() as folder:
         service = SearchService(InMemoryIndex(), LIMITS, version_catalog(Path(folder)))
         yield create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
 
 
-def check(reply: Reply, described: dict, sent: object) -> None:
-    assert str(reply.status) in described["responses"], (sent, reply)
+def check(reply: Reply, operation: dict, body: object) -> None:
+    assert str(reply.status) in operation["responses"], (body, reply)
     assert reply.status < 500 or reply.status in (503, 504)
     if reply.status != 200:
         assert reply.body["error"].keys() == {"code", "field", "message", "hint"}
@@ -57,42 +57,42 @@ def check(reply: Reply, described: dict, sent: object) -> None:
 
 @given(data=st.data())
 @settings(once, max_examples=200)
-def test_every_request_gets_a_documented_status(served, data) -> None:
-    told = served.openapi()
+def test_every_request_gets_a_documented_status(api, data) -> None:
+    told = api.openapi()
     path, methods = data.draw(st.sampled_from(sorted(told["paths"].items())))
-    method, described = data.draw(st.sampled_from(sorted(methods.items())))
+    method, operation = data.draw(st.sampled_from(sorted(methods.items())))
     parts = {
         "id": data.draw(st.text() | st.sampled_from(["p1", "..", "a/b"])),
         "n": data.draw((st.text() | st.integers().map(str) | st.just("1")).filter(lambda n: "/" not in n)),
     }
     for name, value in parts.items():
         path = path.replace(f"{{{name}}}", quote(value, safe="", errors="surrogatepass"))
-    sent = data.draw(values.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=5000))
+    body = data.draw(values.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=5000))
     token = data.draw(st.sampled_from([READ, ADMIN, ADMIN, "wrong", None]))
     names = st.sampled_from([b"x-timeout-ms", b"x-request-id", b"accept", b"content-type"])
     headers = data.draw(st.lists(st.tuples(names, st.binary(max_size=9)), max_size=2))
-    chunks = [sent[:7], sent[7:]] if data.draw(st.booleans()) else None
-    check(call(served, method.upper(), path, raw=sent, token=token, headers=headers, chunks=chunks), described, path)
+    chunks = [body[:7], body[7:]] if data.draw(st.booleans()) else None
+    check(call(api, method.upper(), path, raw=body, token=token, headers=headers, chunks=chunks), operation, path)
 
 
 @pytest.mark.parametrize("path", ["/v1/search", "/v1/explain"])
 @given(data=st.data())
 @settings(once, max_examples=200)
-def test_every_body_made_of_the_described_fields_gets_a_documented_status(served, path, data) -> None:
-    told = served.openapi()
-    described = told["paths"][path]["post"]
-    name = described["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+def test_every_body_made_of_the_described_fields_gets_a_documented_status(api, path, data) -> None:
+    told = api.openapi()
+    operation = told["paths"][path]["post"]
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
     schema = told["components"]["schemas"][name]
     fields = {field: st.one_of(*[likely[field]] * 12, values) for field in schema["properties"]}
     needed = {field: fields.pop(field) for field in schema["required"]}
     body = data.draw(st.fixed_dictionaries(needed, optional=fields))
-    reply = call(served, "POST", path, raw=json.dumps(body).encode(), token=READ)
-    check(reply, described, body)
+    reply = call(api, "POST", path, raw=json.dumps(body).encode(), token=READ)
+    check(reply, operation, body)
     if reply.status == 200 and path == "/v1/search":
         assert [len(row) for row in reply.body["results"]] == [min(int(body.get("k", 10)), 3)] * len(body["queries"])
 
 
-def test_a_search_of_a_version_that_is_not_served_is_documented(served) -> None:
-    reply = call(served, "POST", "/v1/search", {"queries": ["nile"], "version": 10**30}, token=READ)
+def test_a_search_of_a_version_that_is_not_served_is_documented(api) -> None:
+    reply = call(api, "POST", "/v1/search", {"queries": ["nile"], "version": 10**30}, token=READ)
     assert reply.status == 404
-    check(reply, served.openapi()["paths"]["/v1/search"]["post"], "version 10**30")
+    check(reply, api.openapi()["paths"]["/v1/search"]["post"], "version 10**30")

@@ -19,11 +19,11 @@ def test_tokens_of_the_file_and_of_the_environment_have_their_roles(tmp_path) ->
 
 def test_what_is_kept_of_a_token_is_not_the_token(tmp_path) -> None:
     tokens = read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
-    assert ADMIN not in repr(tokens.known) and ADMIN not in repr(vars(tokens))
+    assert ADMIN not in repr(tokens.tokens) and ADMIN not in repr(vars(tokens))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (f"write {READ}", "line 1 is not `read TOKEN`"),
         (f"\n{READ}", "line 2 is not `read TOKEN`"),
@@ -33,12 +33,12 @@ def test_what_is_kept_of_a_token_is_not_the_token(tmp_path) -> None:
         (f"read {READ}\nadmin {READ}", "line 2 is given for both"),
     ],
 )
-def test_a_wrong_line_is_named_and_its_token_is_not(tmp_path, text, told) -> None:
+def test_a_wrong_line_is_named_and_its_token_is_not(tmp_path, text, message) -> None:
     file = tmp_path / "tokens"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=message) as error:
         read_tokens(str(file), {})
-    assert not any(word in str(refused.value) for word in (READ[:19], ADMIN, "ü" * 30))
+    assert not any(word in str(error.value) for word in (READ[:19], ADMIN, "ü" * 30))
 
 
 def test_a_file_that_is_not_there_is_an_error_and_not_an_open_door(tmp_path) -> None:

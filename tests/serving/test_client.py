@@ -17,12 +17,19 @@ from in_memory_index import PASSAGES, InMemoryIndex
 from server import listening
 from version_store import version_catalog
 
-from mvr_ray.client import AsyncClient, Client, ClientError, RefusedError, UnavailableError, UnreachableError
+from mvr_ray.client import (
+    AsyncClient,
+    Client,
+    ClientError,
+    RefusedError,
+    UnavailableError,
+    UnreachableError,
+    next_pause_s,
+)
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.serving.transports import next_pause_s
 from mvr_ray.types import Passage
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -54,24 +61,24 @@ def service(tmp_path_factory) -> SearchService:
 
 @pytest.fixture(scope="module")
 def address(service) -> Iterator[str]:
-    with running(service) as found:
-        yield found
+    with running(service) as url:
+        yield url
 
 
 @pytest.fixture(scope="module", params=["http", "inside"])
 def client(request, service, address) -> Iterator[Client]:
-    made = Client(address, token=ADMIN) if request.param == "http" else Client.over(service)
-    with made:
-        yield made
+    client = Client(address, token=ADMIN) if request.param == "http" else Client.over(service)
+    with client:
+        yield client
 
 
-def untimed(answer) -> dict:
+def without_time(answer) -> dict:
     return answer.model_dump(exclude={"took_ms"})
 
 
 def test_a_search_gives_what_the_service_gives(client, service) -> None:
     answer = client.search(["Where is the Rhine?", "hill"], k=2)
-    assert untimed(answer) == untimed(Client.over(service).search(["Where is the Rhine?", "hill"], k=2))
+    assert without_time(answer) == without_time(Client.over(service).search(["Where is the Rhine?", "hill"], k=2))
     assert answer.exact.certified and answer.results[0][0].snippet.text == "The Rhine is shorter."
     vectors = np.array([[0, 1, 0], [0, 0, 1]], dtype=np.float32)
     for queries in (vectors, vectors.tolist(), vectors.astype(np.float64)):
@@ -86,11 +93,11 @@ def test_a_passage_is_found_by_its_id_whatever_it_holds(client, passage_id) -> N
 def test_explain_versions_and_readiness_are_the_models_of_the_server(client) -> None:
     [passage] = client.explain(["nile"], ["p1"]).passages
     assert [view.scores for view in passage.views] == [[1.0], [0.0]]
-    listed = client.versions()
-    assert (listed.serving, listed.versions[0].version) == (3, 1)
+    versions = client.versions()
+    assert (versions.serving, versions.versions[0].version) == (3, 1)
     assert client.version(1).vectors == 5
     assert client.ready().ready
-    before = listed.live
+    before = versions.live
     assert client.rollback(1).version == before + 1
 
 
@@ -111,28 +118,28 @@ REFUSED = [
 
 @pytest.mark.parametrize(("ask", "status", "code", "field"), REFUSED, ids=[f"{c}-{f}" for _, _, c, f in REFUSED])
 def test_a_refusal_is_the_same_error_inside_and_over_http(client, ask, status, code, field) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedError) as refusal:
         ask(client)
-    error = refused.value
+    error = refusal.value
     assert (error.status, error.code, error.field) == (status, code, field)
     assert error.hint and error.message in str(error)
 
 
 def test_tokens_are_sent_and_their_refusals_told(address) -> None:
     for token, status, code in ((None, 401, "no_token"), (READ[1:], 401, "wrong_token"), (READ, 403, "admin_needed")):
-        with Client(address, token=token) as client, pytest.raises(RefusedError) as refused:
+        with Client(address, token=token) as client, pytest.raises(RefusedError) as refusal:
             client.rollback(1)
-        assert (refused.value.status, refused.value.code) == (status, code)
-        assert token is None or token not in str(refused.value)
+        assert (refusal.value.status, refusal.value.code) == (status, code)
+        assert token is None or token not in str(refusal.value)
 
 
 def test_too_few_passages_searched_is_asked_again_until_the_time_is_over() -> None:
     short = SearchService(InMemoryIndex(missing=1), ServeConfig())
     with running(short) as at, Client(at, token=READ) as client:
         began = time.monotonic()
-        with pytest.raises(UnavailableError) as failed:
+        with pytest.raises(UnavailableError) as failure:
             client.search(["nile"], timeout_s=1.9)
-        assert (failed.value.status, failed.value.code) == (503, "not_covered")
+        assert (failure.value.status, failure.value.code) == (503, "not_covered")
         assert 1.0 <= time.monotonic() - began < 1.9
         assert client.search(["nile"], min_coverage=0.5).coverage.passages_searched == 2
         assert not client.ready().ready
@@ -163,7 +170,7 @@ def test_an_inner_search_that_hangs_ends_with_the_callers_time() -> None:
         stuck.gate.set()
 
 
-class Scripted(ThreadingHTTPServer):
+class ScriptedServer(ThreadingHTTPServer):
     """Answers every request with the next line of a script: (status, headers, body)."""
 
     def __init__(self, script: list[tuple[int, dict[str, str], bytes]]) -> None:
@@ -213,7 +220,7 @@ ROLLED = (
 
 def test_what_a_server_could_not_do_then_is_asked_again() -> None:
     script = [(503, {}, error("overloaded")), (502, {}, b"<html>"), (504, {}, error("timeout")), (200, {}, FINE)]
-    with closing(Scripted(script)) as server, Client(server.address) as client:
+    with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         assert client.search(["nile"]).version == 3
         assert len(server.asked) == 4
 
@@ -221,32 +228,32 @@ def test_what_a_server_could_not_do_then_is_asked_again() -> None:
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 429, 500, 501, 302])
 def test_no_other_status_is_asked_again(status) -> None:
     script = [(status, {"retry-after": "0"}, error("no")), (200, {}, FINE)]
-    with closing(Scripted(script)) as server, Client(server.address) as client:
-        with pytest.raises(RefusedError if 400 <= status < 500 else UnavailableError) as refused:
+    with closing(ScriptedServer(script)) as server, Client(server.address) as client:
+        with pytest.raises(RefusedError if 400 <= status < 500 else UnavailableError) as refusal:
             client.search(["nile"])
-        assert (refused.value.status, len(server.asked)) == (status, 1)
+        assert (refusal.value.status, len(server.asked)) == (status, 1)
 
 
 def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
     script = [(503, {"retry-after": "1"}, error("overloaded")), (200, {}, FINE)]
-    with closing(Scripted(script)) as server, Client(server.address) as client:
+    with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         began = time.monotonic()
         client.search(["nile"], timeout_s=5)
         assert time.monotonic() - began >= 1
-    with closing(Scripted([(503, {"retry-after": "30"}, error("overloaded"))])) as server:
-        with Client(server.address) as client, pytest.raises(UnavailableError) as refused:
+    with closing(ScriptedServer([(503, {"retry-after": "30"}, error("overloaded"))])) as server:
+        with Client(server.address) as client, pytest.raises(UnavailableError) as refusal:
             began = time.monotonic()
             client.search(["nile"], timeout_s=5)
         assert time.monotonic() - began < 1
-        assert (refused.value.code, len(server.asked)) == ("overloaded", 1)
+        assert (refusal.value.code, len(server.asked)) == ("overloaded", 1)
 
 
 def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
     script = [(503, {}, error("overloaded")), (200, {}, ROLLED)]
-    with closing(Scripted(script)) as server, Client(server.address) as client:
+    with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         assert client.rollback(1).version == 3
     for status, code in ((503, "unavailable"), (504, "timeout"), (502, "")):
-        with closing(Scripted([(status, {}, error(code)), (200, {}, ROLLED)])) as server:
+        with closing(ScriptedServer([(status, {}, error(code)), (200, {}, ROLLED)])) as server:
             with Client(server.address) as client, pytest.raises(UnavailableError):
                 client.rollback(1)
             assert len(server.asked) == 1
@@ -255,7 +262,7 @@ def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
 def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
     for body in (b"<html>hello</html>", b"{}", b""):
         with (
-            closing(Scripted([(200, {}, body)])) as server,
+            closing(ScriptedServer([(200, {}, body)])) as server,
             Client(server.address) as client,
             pytest.raises(UnavailableError, match="is this a server of mvr_ray"),
         ):
@@ -263,7 +270,7 @@ def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
 
 
 def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
-    server = Scripted([])
+    server = ScriptedServer([])
     server.close()
     with Client(server.address) as client:
         began = time.monotonic()
@@ -273,23 +280,23 @@ def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
 
 
 def test_a_server_that_starts_late_is_found() -> None:
-    waiting = Scripted([])
+    waiting = ScriptedServer([])
     port = waiting.server_port
     waiting.close()
-    found = []
+    servers = []
 
     def late() -> None:
         _Late = type("_Late", (ThreadingHTTPServer,), {"script": [(200, {}, READY)], "asked": []})
-        found.append(_Late(("127.0.0.1", port), _Answers))
-        found[0].serve_forever(0.01)
+        servers.append(_Late(("127.0.0.1", port), _Answers))
+        servers[0].serve_forever(0.01)
 
     timer = threading.Timer(0.3, late)
     timer.start()
     with Client(f"http://127.0.0.1:{port}") as client:
         assert client.ready(timeout_s=15).ready
     timer.join(0)
-    found[0].shutdown()
-    found[0].server_close()
+    servers[0].shutdown()
+    servers[0].server_close()
 
 
 @pytest.mark.parametrize(
@@ -316,9 +323,9 @@ def test_a_token_with_a_line_end_is_the_token_and_what_is_none_is_refused_withou
     with Client(address, token=f"{READ}\n") as client:
         assert client.search(["nile"], k=1).version == 3
     for wrong in ("", "two words", "line\nbreak", "tür"):
-        with pytest.raises(ValueError, match="not one word") as refused:
+        with pytest.raises(ValueError, match="not one word") as refusal:
             Client(address, token=wrong)
-        assert not wrong or wrong not in str(refused.value)
+        assert not wrong or wrong not in str(refusal.value)
 
 
 def test_what_is_no_address_is_refused() -> None:

@@ -6,17 +6,17 @@ from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.explanation import ExplainedView, Winner, stands_for
-from mvr_ray.serving.explain import ExplainRequest, explain, passages_by_rank
-from mvr_ray.serving.schemas import SearchRequest, Snippet
-from mvr_ray.serving.service import RequestError, SearchService
+from mvr_ray.serving.explain import explain, passages_by_rank
+from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, Snippet
+from mvr_ray.serving.service import SearchService
 
 
-def told(library: InMemoryIndex | None = None, **request):
+def explain_in_memory(library: InMemoryIndex | None = None, **request):
     return explain(library or InMemoryIndex(), ExplainRequest(**request), ServeConfig(max_k=20, max_batch=2))
 
 
 def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
-    [passage] = told(questions=["nile", "rhine rhine"], passages=["p1"]).passages
+    [passage] = explain_in_memory(questions=["nile", "rhine rhine"], passages=["p1"]).passages
     assert (passage.title, passage.text) == PASSAGES[0][1:]
     assert passage.views == [
         ExplainedView(view=0, kind="snippet", start=0, stop=17, text="The Nile is long.", scores=[1.0, 0.0]),
@@ -26,9 +26,9 @@ def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
 
 
 def test_without_a_passage_the_best_hits_of_all_questions_are_explained_each_once() -> None:
-    asked = told(questions=["nile", "hill"], k=2)
-    assert [passage.id for passage in asked.passages] == ["p1", "p2", "p3"]
-    ranks = {passage.id: [winner.rank for winner in passage.winners] for passage in asked.passages}
+    explanation = explain_in_memory(questions=["nile", "hill"], k=2)
+    assert [passage.id for passage in explanation.passages] == ["p1", "p2", "p3"]
+    ranks = {passage.id: [winner.rank for winner in passage.winners] for passage in explanation.passages}
     assert ranks == {"p1": [1, None], "p2": [None, 1], "p3": [2, 2]}
 
 
@@ -39,7 +39,7 @@ def test_hits_of_several_questions_go_by_rank_then_question() -> None:
 
 
 def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not_there() -> None:
-    [passage] = told(InMemoryIndex(feedback=True), questions=["hill"], passages=["p2"]).passages
+    [passage] = explain_in_memory(InMemoryIndex(feedback=True), questions=["hill"], passages=["p2"]).passages
     assert passage.views == [
         ExplainedView(view=0, kind="snippet", start=0, stop=14, text="A hill is low.", scores=[1.0]),
         ExplainedView(view=2, kind="feedback", scores=[0.5]),
@@ -48,13 +48,13 @@ def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not
 
 def test_a_view_of_the_title_stands_for_the_title_in_explanations_hits_and_passages(monkeypatch) -> None:
     monkeypatch.setitem(SPANS, "p2", [TITLE, (0, 14)])
-    [passage] = told(questions=["hill"], passages=["p2"]).passages
+    [passage] = explain_in_memory(questions=["hill"], passages=["p2"]).passages
     assert passage.views[0] == ExplainedView(view=0, kind="title", text="Hills", scores=[1.0])
     assert stands_for(passage.views[0]) == "title: Hills"
     assert passage.views[1].text == "A hill is low."
     service = SearchService(InMemoryIndex(), ServeConfig())
-    [[found]] = service.search(SearchRequest(queries=["hill"], k=1)).results
-    assert found.snippet == Snippet(start=0, stop=0, text="Hills")
+    [[hit]] = service.search(SearchRequest(queries=["hill"], k=1)).results
+    assert hit.snippet == Snippet(start=0, stop=0, text="Hills")
     views = service.passage("p2").views
     assert [(view.view, view.start, view.stop, view.text) for view in views] == [
         (0, 0, 0, "Hills"),
@@ -73,8 +73,8 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("request_", "status", "code", "field", "message"), REFUSALS)
 def test_a_wrong_request_is_refused_with_code_field_message_and_hint(request_, status, code, field, message) -> None:
-    with pytest.raises(RequestError) as refused:
-        told(**request_)
-    error = refused.value
+    with pytest.raises(RequestError) as refusal:
+        explain_in_memory(**request_)
+    error = refusal.value
     assert (error.status, error.code, error.field) == (status, code, field)
     assert message in error.message and error.hint

@@ -1,4 +1,4 @@
-"""The door: tokens, places, time and bytes, all refused in one shape before anything is searched."""
+"""Checks the middleware: tokens, slots, time and bytes, all refused in one shape before anything is searched."""
 
 import asyncio
 import io
@@ -81,13 +81,13 @@ def test_only_the_newest_version_is_promoted_and_only_by_an_admin(tmp_path) -> N
     service = SearchService(InMemoryIndex(), ServeConfig(), version_catalog(tmp_path, versions=3))
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
     guarded = create_app(service, tokens)
-    told = [
+    replies = [
         call(guarded, "POST", f"/v1/versions/{number}/promote", token=token)
         for number, token in ((3, READ), (2, ADMIN), (9, ADMIN), (3, ADMIN))
     ]
-    codes = [(reply.status, reply.body.get("error", {}).get("code")) for reply in told]
+    codes = [(reply.status, reply.body.get("error", {}).get("code")) for reply in replies]
     assert codes == [(403, "admin_needed"), (409, "not_newest"), (404, "unknown_version"), (200, None)]
-    assert (told[3].body["version"], told[3].body["ready"]) == (3, True)
+    assert (replies[3].body["version"], replies[3].body["ready"]) == (3, True)
     (tmp_path / "more").mkdir()
     ahead = SearchService(InMemoryIndex(), ServeConfig(), version_catalog(tmp_path / "more", versions=4))
     reply = call(create_app(ahead, tokens), "POST", "/v1/versions/4/promote", token=ADMIN)
@@ -109,18 +109,18 @@ def test_a_length_over_the_limit_is_refused_unread(length) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    guarded, told = app(timeout_ms=30), []
+    guarded, messages = app(timeout_ms=30), []
 
     async def silence() -> dict:
         await asyncio.Event().wait()
         raise AssertionError
 
     async def send(message) -> None:
-        told.append(message)
+        messages.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/search", "headers": [], "query_string": b""}
     asyncio.run(guarded(scope, silence, send))
-    assert told[0]["status"] == 408
+    assert messages[0]["status"] == 408
 
 
 @pytest.mark.chaos("flood over HTTP, 10x", "503 with Retry-After at the bound; what was let in is answered")
@@ -148,8 +148,8 @@ def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(reco
     assert [one.status for one in answered] == [200] * places
     assert {row[0]["id"] for one in answered for row in one.body["results"]} == {"p1"}
     assert call(guarded, "POST", "/v1/search", NILE).status == 200
-    told = f"{num_asked} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
-    record_property("figures", told)
+    figures = f"{num_asked} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
+    record_property("figures", figures)
 
 
 def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_late() -> None:
@@ -177,11 +177,11 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
     begun: list[list[str]] = []
     slow_search = slow.search_text
 
-    def counted(texts, k, **told):
+    def search_and_count(texts, k, **options):
         begun.append(texts)
-        return slow_search(texts, k, **told)
+        return slow_search(texts, k, **options)
 
-    slow.search_text = counted
+    slow.search_text = search_and_count
     guarded = app(slow, max_waiting=8, max_running=1, timeout_ms=60_000)
 
     async def story() -> list[int]:
@@ -206,7 +206,7 @@ def test_the_sender_may_ask_for_less_time() -> None:
 
 
 def test_an_unexpected_error_is_a_500_whose_response_and_log_lines_carry_the_request_id(caplog) -> None:
-    class Broken(InMemoryIndex):
+    class FailingIndex(InMemoryIndex):
         def search_text(self, texts, k, **options):
             raise ZeroDivisionError("secret of the index")
 
@@ -214,7 +214,7 @@ def test_an_unexpected_error_is_a_500_whose_response_and_log_lines_carry_the_req
     caplog.set_level(logging.INFO, "mvr_ray")
     caplog.handler.setFormatter(logs.JsonLines())
     caplog.handler.setStream(lines)
-    broken = app(Broken(), max_waiting=1)
+    broken = app(FailingIndex(), max_waiting=1)
     for request in ("r1", "r2"):
         reply = call(broken, "POST", "/v1/search", NILE, headers=[(b"x-request-id", request.encode())])
         assert (reply.status, reply.body["error"]["code"]) == (500, "internal")
@@ -254,8 +254,8 @@ def test_a_body_of_another_kind_is_not_read_as_json() -> None:
 
 def test_a_request_has_an_id_its_own_where_it_is_a_plain_word() -> None:
     for given, kept in ((b"job-7.a_b", True), (b"a b", False), (b"x" * 65, False), (b"\xff", False)):
-        told = call(app(), "GET", "/livez", headers=[(b"x-request-id", given)]).headers["x-request-id"]
-        assert (told.encode("latin-1") == given) is kept
+        answer_id = call(app(), "GET", "/livez", headers=[(b"x-request-id", given)]).headers["x-request-id"]
+        assert (answer_id.encode("latin-1") == given) is kept
     assert (
         call(app(), "GET", "/nowhere").headers["x-request-id"] != call(app(), "GET", "/nowhere").headers["x-request-id"]
     )

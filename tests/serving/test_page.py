@@ -15,14 +15,14 @@ from in_memory_index import InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import MissingInputError
-from mvr_ray.serving import static
+from mvr_ray.serving import app as app_module
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens
 from mvr_ray.serving.schemas import VersionInfo
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness, Passage
 
-PAGE = Path(static.__file__).parent / "page"
+PAGE = Path(app_module.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
 
 
@@ -37,7 +37,7 @@ class Versions:
         ]
 
 
-class Named(InMemoryIndex):
+class VersionIndex(InMemoryIndex):
     """The library under another version's number, perhaps with its first passage's text replaced."""
 
     def __init__(self, version: int, *, text: str | None = None, **options) -> None:
@@ -49,10 +49,10 @@ class Named(InMemoryIndex):
         return answer._replace(version=self.version)
 
     def passages(self, ids):
-        found = dict(super().passages(ids))
-        if self.text and "p1" in found:
-            found["p1"] = Passage("p1", "Rivers", self.text)
-        return found
+        passages = dict(super().passages(ids))
+        if self.text and "p1" in passages:
+            passages["p1"] = Passage("p1", "Rivers", self.text)
+        return passages
 
 
 class VersionSwitcher:
@@ -65,7 +65,7 @@ class VersionSwitcher:
     def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[InMemoryIndex]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
-        yield Named(2) if version == 2 else self.live
+        yield VersionIndex(2) if version == 2 else self.live
 
     @property
     def failure(self) -> str:
@@ -76,7 +76,7 @@ class VersionSwitcher:
 
 
 @contextmanager
-def served(live: InMemoryIndex, tokens: TokenStore | None = None) -> Iterator[str]:
+def serve(live: InMemoryIndex, tokens: TokenStore | None = None) -> Iterator[str]:
     app = create_app(SearchService(live, ServeConfig(), Versions(), VersionSwitcher(live)), tokens)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -109,7 +109,7 @@ def tab(browser):
     page = context.new_page()
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
-    page.on("console", lambda told: page.wrong.append(told.text) if told.type == "error" else None)
+    page.on("console", lambda message: page.wrong.append(message.text) if message.type == "error" else None)
     yield page
     context.close()
 
@@ -121,7 +121,7 @@ def rows(tab, column: int = 0) -> list[str]:
 
 
 def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
-    with served(Named(3)) as address:
+    with serve(VersionIndex(3)) as address:
         tab.goto(address)
         tab.locator("#question:focus").wait_for()
         tab.keyboard.type("how long is the nile?")
@@ -146,7 +146,7 @@ def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
 
 
 def test_two_versions_stand_side_by_side_and_a_link_asks_them_again(tab):
-    with served(Named(3)) as address:
+    with serve(VersionIndex(3)) as address:
         tab.goto(f"{address}?q=nile&k=2&beside=2")
         tab.wait_for_selector("#answers > section:nth-child(2) li")
         assert tab.locator("#answers h2").all_inner_texts() == ["Version 3", "Version 2"]
@@ -163,7 +163,7 @@ def test_two_versions_stand_side_by_side_and_a_link_asks_them_again(tab):
 
 
 def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
-    with served(Named(3, missing=2)) as address:
+    with serve(VersionIndex(3, missing=2)) as address:
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector(".badge")
         assert tab.locator(".badge").inner_text() == "partial: 1 of 3 passages"
@@ -180,7 +180,7 @@ def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
     ],
 )
 def test_the_badge_says_what_an_answer_is_worth(tab, exact, badge):
-    with served(Named(3, exact=exact)) as address:
+    with serve(VersionIndex(3, exact=exact)) as address:
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector(".badge")
         assert tab.locator(".badge").inner_text() == badge
@@ -189,7 +189,7 @@ def test_the_badge_says_what_an_answer_is_worth(tab, exact, badge):
 
 def test_a_token_is_asked_for_and_stays_in_the_tab(tab, tmp_path):
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
-    with served(Named(3), tokens) as address:
+    with serve(VersionIndex(3), tokens) as address:
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector("#token", state="visible")
         tab.fill("#token", "read-" + "a" * 32)
@@ -201,7 +201,7 @@ def test_a_token_is_asked_for_and_stays_in_the_tab(tab, tmp_path):
 
 
 def test_texts_are_shown_as_they_are_and_never_run(tab):
-    with served(Named(3, text=HOSTILE)) as address:
+    with serve(VersionIndex(3, text=HOSTILE)) as address:
         tab.goto(f"{address}?q=rhine")
         tab.wait_for_selector(".hits li")
         assert HOSTILE in tab.locator(".hits").inner_text()
@@ -210,7 +210,7 @@ def test_texts_are_shown_as_they_are_and_never_run(tab):
 
 
 def test_a_question_that_is_refused_says_why(tab):
-    with served(Named(3)) as address:
+    with serve(VersionIndex(3)) as address:
         tab.goto(f"{address}?q=nile&version=3")
         tab.wait_for_selector(".hits li")
         tab.fill("#question", "   ")
@@ -220,7 +220,7 @@ def test_a_question_that_is_refused_says_why(tab):
 
 
 def test_every_control_has_a_name(tab):
-    with served(Named(3)) as address:
+    with serve(VersionIndex(3)) as address:
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector(".hits li")
         nameless = tab.evaluate(
@@ -252,8 +252,8 @@ def test_text_is_readable_in_light_and_dark():
 
 def test_the_page_and_its_files_need_no_token_and_load_nothing_from_elsewhere():
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
-    with served(Named(3), tokens) as address:
-        for path in static.PATHS:
+    with serve(VersionIndex(3), tokens) as address:
+        for path in app_module.PAGE:
             with urlopen(address + path[1:]) as reply:
                 assert "default-src 'self'" in reply.headers["content-security-policy"]
                 assert reply.read() == (PAGE / (path.split("/")[-1] or "index.html")).read_bytes()

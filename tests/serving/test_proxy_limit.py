@@ -34,22 +34,22 @@ class Replica:
 
 def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_and_places_come_back():
     replica = Replica()
-    limited = limiter(replica, max_waiting=2)
+    limited_app = limiter(replica, max_waiting=2)
 
     async def story() -> tuple[list[Reply], Reply, list[Reply]]:
-        inside = [asyncio.create_task(ask(limited, "POST", "/v1/search")) for _ in range(2)]
+        inside = [asyncio.create_task(ask(limited_app, "POST", "/v1/search")) for _ in range(2)]
         while len(replica.came) < 2:
             await asyncio.sleep(0)
-        refused = await ask(limited, "POST", "/v1/search")
+        refusal = await ask(limited_app, "POST", "/v1/search")
         replica.gate.set()
-        answered = [await one for one in inside]
-        return answered, refused, [await ask(limited, "POST", "/v1/search") for _ in range(5)]
+        answers = [await one for one in inside]
+        return answers, refusal, [await ask(limited_app, "POST", "/v1/search") for _ in range(5)]
 
-    answered, refused, after = asyncio.run(story())
-    assert [one.status for one in (*answered, *after)] == [200] * 7
-    assert json.loads(answered[0].body) == {"own": 1} and answered[0].headers["x-own"] == "kept"
-    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    assert refused.body["error"]["code"] == "overloaded" and "2 requests are here" in refused.body["error"]["message"]
+    answers, refusal, after = asyncio.run(story())
+    assert [one.status for one in (*answers, *after)] == [200] * 7
+    assert json.loads(answers[0].body) == {"own": 1} and answers[0].headers["x-own"] == "kept"
+    assert (refusal.status, refusal.headers["retry-after"]) == (503, "1")
+    assert refusal.body["error"]["code"] == "overloaded" and "2 requests are here" in refusal.body["error"]["message"]
     assert len(replica.came) == 7
 
 
@@ -64,21 +64,21 @@ def test_a_request_whose_answer_has_gone_keeps_nobody_out_and_one_that_has_more_
         await send({"type": "http.response.body", "body": b"}"})
         await over.wait()
 
-    limited = limiter(lingering, max_waiting=1)
+    limited_app = limiter(lingering, max_waiting=1)
 
     async def story() -> list[int]:
         counts = []
-        first = asyncio.create_task(ask(limited, "POST", "/v1/search"))
+        first = asyncio.create_task(ask(limited_app, "POST", "/v1/search"))
         await more.wait()
-        counts.append((await ask(limited, "POST", "/v1/search")).status)
+        counts.append((await ask(limited_app, "POST", "/v1/search")).status)
         end.set()
-        while limited.admission.inside:
+        while limited_app.admission.inside:
             await asyncio.sleep(0)
-        second = asyncio.create_task(ask(limited, "POST", "/v1/search"))
-        while not (first.done() or second.done()) and limited.admission.inside:
+        second = asyncio.create_task(ask(limited_app, "POST", "/v1/search"))
+        while not (first.done() or second.done()) and limited_app.admission.inside:
             await asyncio.sleep(0)
         over.set()
-        counts += [(await first).status, (await second).status, limited.admission.inside]
+        counts += [(await first).status, (await second).status, limited_app.admission.inside]
         return counts
 
     assert asyncio.run(asyncio.wait_for(story(), 30)) == [503, 200, 200, 0]
@@ -87,19 +87,19 @@ def test_a_request_whose_answer_has_gone_keeps_nobody_out_and_one_that_has_more_
 def test_a_request_that_breaks_gives_its_place_back():
     replica = Replica()
     replica.gate.set()
-    limited = limiter(replica, max_waiting=1)
+    limited_app = limiter(replica, max_waiting=1)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the replica died"):
-            call(limited, "POST", "/v1/broken")
-    assert call(limited, "POST", "/v1/search").status == 200
+            call(limited_app, "POST", "/v1/broken")
+    assert call(limited_app, "POST", "/v1/search").status == 200
 
 
 def test_probes_pages_and_metrics_are_never_refused():
     replica = Replica()
     replica.gate.set()
-    limited = limiter(replica, max_waiting=0)
-    assert call(limited, "POST", "/v1/search").status == 503
-    assert [call(limited, "GET", path).status for path in ("/livez", "/readyz", "/metrics", "/")] == [200] * 4
+    limited_app = limiter(replica, max_waiting=0)
+    assert call(limited_app, "POST", "/v1/search").status == 503
+    assert [call(limited_app, "GET", path).status for path in ("/livez", "/readyz", "/metrics", "/")] == [200] * 4
 
 
 def test_the_wait_that_is_told_is_the_time_that_those_inside_take(monkeypatch):
@@ -111,11 +111,11 @@ def test_the_wait_that_is_told_is_the_time_that_those_inside_take(monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    limited = limiter(slow, max_waiting=1)
+    limited_app = limiter(slow, max_waiting=1)
     for _ in range(100):
-        call(limited, "POST", "/v1/search")
-    limited.admission.max_waiting = 0
-    assert call(limited, "POST", "/v1/search").headers["retry-after"] == "30"
+        call(limited_app, "POST", "/v1/search")
+    limited_app.admission.max_waiting = 0
+    assert call(limited_app, "POST", "/v1/search").headers["retry-after"] == "30"
 
 
 async def hanging(scope, receive, send) -> None:
@@ -128,40 +128,40 @@ async def hanging_and_deaf(scope, receive, send) -> None:
         await asyncio.Event().wait()
 
 
-async def ended(scope, receive, send) -> None:
+async def replica_without_answer(scope, receive, send) -> None:
     """Like Ray Serve's proxy whose replica was killed."""
 
 
 @pytest.mark.parametrize("app", [hanging, hanging_and_deaf])
 @pytest.mark.parametrize(("path", "header_ms", "allowed_ms"), [("/v1/search", 40, 40), ("/readyz", None, 80)])
 def test_a_replica_that_hangs_is_answered_for_when_the_time_of_the_request_is_over(app, path, header_ms, allowed_ms):
-    limited = limiter(app, max_waiting=1, timeout_s=0.08)
+    limited_app = limiter(app, max_waiting=1, timeout_s=0.08)
     headers = [(b"x-timeout-ms", str(header_ms).encode())] if header_ms else []
     for _ in range(2):
         began = time.monotonic()
-        reply = call(limited, "POST", path, headers=[*headers, (b"x-request-id", b"r1")])
+        reply = call(limited_app, "POST", path, headers=[*headers, (b"x-request-id", b"r1")])
         assert allowed_ms / 1000 <= time.monotonic() - began < 5
         assert (reply.status, reply.body["error"]["code"], reply.headers["x-request-id"]) == (504, "timeout", "r1")
         assert reply.body["error"]["message"] == f"no answer within {allowed_ms} ms"
 
 
 def test_a_replica_that_ended_without_an_answer_is_answered_for_at_once():
-    reply = call(limiter(ended, max_waiting=1), "POST", "/v1/search")
+    reply = call(limiter(replica_without_answer, max_waiting=1), "POST", "/v1/search")
     assert (reply.status, reply.body["error"]["code"], reply.headers["retry-after"]) == (503, "unavailable", "1")
     assert reply.headers["x-request-id"]
 
 
 def test_a_replica_gets_the_request_id_that_the_proxy_answers_with():
-    seen = []
+    ids = []
 
     async def replica(scope, receive, send) -> None:
-        seen.extend(value.decode() for name, value in scope["headers"] if name == b"x-request-id")
+        ids.extend(value.decode() for name, value in scope["headers"] if name == b"x-request-id")
 
     for own in (b"job-7", b"not a word", None):
         headers = [] if own is None else [(b"x-request-id", own)]
         reply = call(limiter(replica, max_waiting=1), "GET", "/livez", headers=headers)
-        assert reply.headers["x-request-id"] == seen[-1]
-    assert seen[0] == "job-7" and len(set(seen)) == len(seen) == 3
+        assert reply.headers["x-request-id"] == ids[-1]
+    assert ids[0] == "job-7" and len(set(ids)) == len(ids) == 3
 
 
 def test_variables_that_are_set_stay_and_serve_finds_the_callback(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from asgi import Reply, call
-from built_index import as_sent, built, copied, corpus, refined
+from built_index import as_sent, build, copy_files, corpus, refine
 from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError
@@ -28,16 +28,16 @@ class Elsewhere:
 
     def __init__(self, folder: Path, **limits: int) -> None:
         self.source = folder / "source"
-        self.made = built(self.source)
-        self.sent = as_sent(self.source)
-        self.root = copied(self.source, folder / "served")
+        self.version = build(self.source)
+        self.payload = as_sent(self.source)
+        self.root = copy_files(self.source, folder / "served")
         self.store = Store(str(self.root))
         self.service = SearchService(InMemoryIndex(), ServeConfig(**limits), VersionCatalog(self.store, "library"))
         tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
         self.app = create_app(self.service, tokens)
 
-    def post(self, sent: dict, token: str = ADMIN, **more) -> Reply:
-        return call(self.app, "POST", "/v1/versions", {"manifest": sent, **more}, token=token)
+    def post(self, payload: dict, token: str = ADMIN, **more) -> Reply:
+        return call(self.app, "POST", "/v1/versions", {"manifest": payload, **more}, token=token)
 
     def versions(self) -> list[int]:
         return manifest.list_versions(self.store, "library")
@@ -49,61 +49,61 @@ def elsewhere(tmp_path) -> Elsewhere:
 
 
 def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_there(elsewhere) -> None:
-    reply = elsewhere.post(elsewhere.sent)
+    reply = elsewhere.post(elsewhere.payload)
     assert (reply.status, reply.body["version"], reply.body["live"], reply.body["parent"]) == (200, 1, True, 0)
     published = manifest.read(elsewhere.store, "library")
-    assert published.content_digest() == elsewhere.made.content_digest()
-    assert published.token != elsewhere.made.token
-    assert reply.body["passages"] == elsewhere.made.num_passages
+    assert published.content_digest() == elsewhere.version.content_digest()
+    assert published.token != elsewhere.version.token
+    assert reply.body["passages"] == elsewhere.version.num_passages
     manifest.verify(elsewhere.store, published).require()
 
 
 def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(delta, "MOST_SHARE", 1.0)
     one = Elsewhere(tmp_path)
-    made = refined(one.source)
-    copied(one.source, one.root)
-    assert one.post(one.sent).status == 200
+    version = refine(one.source)
+    copy_files(one.source, one.root)
+    assert one.post(one.payload).status == 200
     reply = one.post(as_sent(one.source, 2))
     assert (reply.status, reply.body.get("version")) == (200, 2), reply.body
     assert paths.CHANGES in manifest.read(one.store, "library").shards[0].files
-    assert manifest.read(one.store, "library").num_vectors == made.num_vectors == one.made.num_vectors + 1
+    assert manifest.read(one.store, "library").num_vectors == version.num_vectors == one.version.num_vectors + 1
 
 
 def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewhere) -> None:
-    first, again = elsewhere.post(elsewhere.sent), elsewhere.post(elsewhere.sent)
+    first, again = elsewhere.post(elsewhere.payload), elsewhere.post(elsewhere.payload)
     assert first.body == again.body
     assert elsewhere.versions() == [1]
     VersionCatalog(elsewhere.store, "library").rollback(1)
-    late = elsewhere.post(elsewhere.sent)
+    late = elsewhere.post(elsewhere.payload)
     assert late.body == {**first.body, "live": False}
     assert elsewhere.versions() == [1, 2]
 
 
 def test_only_an_admin_token_publishes_and_nobody_where_there_are_no_tokens(elsewhere) -> None:
-    refused = elsewhere.post(elsewhere.sent, token=READ)
-    assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
-    refused = call(create_app(elsewhere.service), "POST", "/v1/versions", {"manifest": elsewhere.sent})
-    assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
+    refusal = elsewhere.post(elsewhere.payload, token=READ)
+    assert (refusal.status, refusal.body["error"]["code"]) == (403, "admin_needed")
+    refusal = call(create_app(elsewhere.service), "POST", "/v1/versions", {"manifest": elsewhere.payload})
+    assert (refusal.status, refusal.body["error"]["code"]) == (403, "admin_needed")
     assert elsewhere.versions() == []
 
 
 @pytest.mark.chaos("two publishers over HTTP", "one wins; the other gets 409 and the version that is live")
 def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path, record_property) -> None:
-    assert elsewhere.post(elsewhere.sent).status == 200
+    assert elsewhere.post(elsewhere.payload).status == 200
     offers = []
     for number in (2, 3):
         root = tmp_path / f"built{number}"
-        built(root, scale=number)
-        copied(root, elsewhere.root)
+        build(root, scale=number)
+        copy_files(root, elsewhere.root)
         offers.append(as_sent(root))
     both = [create_app(other(elsewhere), tokens()) for _ in offers]
     with ThreadPoolExecutor(2) as threads:
         start = threading.Barrier(2)
 
-        def send(app, sent) -> Reply:
+        def send(app, payload) -> Reply:
             start.wait()
-            return call(app, "POST", "/v1/versions", {"manifest": sent, "parent": 1}, token=ADMIN)
+            return call(app, "POST", "/v1/versions", {"manifest": payload, "parent": 1}, token=ADMIN)
 
         replies = list(threads.map(send, both, offers))
     assert sorted(reply.status for reply in replies) == [200, 409]
@@ -128,23 +128,23 @@ def tokens():
 def test_a_manifest_that_follows_another_version_than_the_newest_is_a_conflict_unless_told_what_to_follow(
     elsewhere, tmp_path
 ) -> None:
-    assert elsewhere.post(elsewhere.sent).status == 200
-    built(tmp_path / "next", scale=2)
-    copied(tmp_path / "next", elsewhere.root)
-    sent = as_sent(tmp_path / "next")
-    for told in ({}, {"parent": 0}, {"parent": 7}):
-        reply = elsewhere.post(sent, **told)
+    assert elsewhere.post(elsewhere.payload).status == 200
+    build(tmp_path / "next", scale=2)
+    copy_files(tmp_path / "next", elsewhere.root)
+    payload = as_sent(tmp_path / "next")
+    for parent in ({}, {"parent": 0}, {"parent": 7}):
+        reply = elsewhere.post(payload, **parent)
         assert (reply.status, reply.body["error"]["code"]) == (409, "publish_conflict")
     assert elsewhere.versions() == [1]
-    reply = elsewhere.post(sent, parent=1)
+    reply = elsewhere.post(payload, parent=1)
     assert (reply.status, reply.body["version"], reply.body["parent"]) == (200, 2, 1)
 
 
 def first_file(elsewhere: Elsewhere) -> Path:
-    return elsewhere.root / paths.shard_dir("library", elsewhere.made.shards[1].digest) / paths.EMBEDDINGS
+    return elsewhere.root / paths.shard_dir("library", elsewhere.version.shards[1].digest) / paths.EMBEDDINGS
 
 
-def flipped(file: Path) -> None:
+def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -154,52 +154,52 @@ DAMAGE = {
     "missing": (lambda file: file.unlink(), "is missing"),
     "cut short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not"),
     "too long": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes, not"),
-    "flipped": (flipped, "another sha256"),
+    "flipped": (flip, "another sha256"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_version_with_a_damaged_file_is_not_published_until_the_file_is_whole(elsewhere, kind) -> None:
-    do, told = DAMAGE[kind]
+    do, reason = DAMAGE[kind]
     file = first_file(elsewhere)
     whole = file.read_bytes()
     do(file)
-    error = elsewhere.post(elsewhere.sent).body["error"]
-    assert (error["code"], error["field"]) == ("not_whole", "manifest.shards.1") and told in error["message"]
+    error = elsewhere.post(elsewhere.payload).body["error"]
+    assert (error["code"], error["field"]) == ("not_whole", "manifest.shards.1") and reason in error["message"]
     assert elsewhere.versions() == []
     file.write_bytes(whole)
-    assert elsewhere.post(elsewhere.sent).status == 200
+    assert elsewhere.post(elsewhere.payload).status == 200
 
 
 def test_a_version_without_its_shard_corpus_or_encoder_is_not_published(elsewhere, tmp_path) -> None:
-    def refused() -> tuple[str, str]:
-        reply = elsewhere.post(elsewhere.sent)
+    def refusal() -> tuple[str, str]:
+        reply = elsewhere.post(elsewhere.payload)
         assert reply.status == 422
         return reply.body["error"]["code"], reply.body["error"]["field"]
 
     for path, field in (
-        (paths.shard_dir("library", elsewhere.made.shards[0].digest), ("not_whole", "manifest.shards.0")),
+        (paths.shard_dir("library", elsewhere.version.shards[0].digest), ("not_whole", "manifest.shards.0")),
         (paths.encoders_dir("words"), ("no_encoder", "manifest.encoder_fingerprint")),
         (paths.corpus_dir("books"), ("no_corpus", "manifest.corpus")),
     ):
         (elsewhere.root / path).rename(tmp_path / "aside")
-        assert refused() == field
+        assert refusal() == field
         (tmp_path / "aside").rename(elsewhere.root / path)
     elsewhere.store.write_bytes(paths.corpus_json("books"), b'{"format_version": 1}')
-    assert refused()[0] == "no_corpus"
+    assert refusal()[0] == "no_corpus"
     corpus(elsewhere.store)
-    assert elsewhere.post(elsewhere.sent).status == 200
+    assert elsewhere.post(elsewhere.payload).status == 200
 
 
-def changed(sent: dict, place: tuple, value: object) -> dict:
+def change(payload: dict, place: tuple, value: object) -> dict:
     """The manifest with one field changed, and without its digest, as someone would send who made it up."""
-    made = copy.deepcopy(sent)
-    del made["digest"]
-    at = made
+    variant = copy.deepcopy(payload)
+    del variant["digest"]
+    at = variant
     for part in place[:-1]:
         at = at[part]
     at[place[-1]] = value
-    return made
+    return variant
 
 
 MADE_UP = [
@@ -231,15 +231,15 @@ MADE_UP = [
     ("place", "value", "code", "field"), MADE_UP, ids=[f"{'.'.join(map(str, p))}-{c}" for p, _, c, _ in MADE_UP]
 )
 def test_a_made_up_manifest_is_refused_by_name_and_nothing_is_published(elsewhere, place, value, code, field) -> None:
-    reply = elsewhere.post(changed(elsewhere.sent, place, value))
+    reply = elsewhere.post(change(elsewhere.payload, place, value))
     error = reply.body["error"]
     assert (reply.status, error["code"], elsewhere.versions()) == (422, code, [])
     assert field is None or error["field"] == field
 
 
 def test_a_manifest_that_was_changed_under_its_digest_is_refused(elsewhere) -> None:
-    sent = elsewhere.sent | {"metrics": {"lv": 0.26}}
-    error = elsewhere.post(sent).body["error"]
+    payload = elsewhere.payload | {"metrics": {"lv": 0.26}}
+    error = elsewhere.post(payload).body["error"]
     assert (error["code"], error["field"]) == ("wrong_digest", "manifest.digest")
 
 
@@ -261,36 +261,36 @@ def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewher
     slow = Slow(str(elsewhere.root))
     service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=200), VersionCatalog(slow, "library"))
     app = create_app(service, tokens())
-    first = call(app, "POST", "/v1/versions", {"manifest": elsewhere.sent}, token=ADMIN)
+    first = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
     assert (first.status, first.body["error"]["code"], first.headers["retry-after"]) == (503, "publishing", "2")
-    another = changed(elsewhere.sent, ("metrics",), {"lv": 1.0})
+    another = change(elsewhere.payload, ("metrics",), {"lv": 1.0})
     second = call(app, "POST", "/v1/versions", {"manifest": another}, token=ADMIN)
     assert (second.status, second.body["error"]["code"]) == (503, "publishing")
     assert call(app, "GET", "/v1/versions", token=ADMIN).status == 200
     slow.let.set()
     reply, until = first, time.monotonic() + 20
     while reply.status == 503 and time.monotonic() < until:
-        reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.sent}, token=ADMIN)
+        reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
     assert (reply.status, reply.body["version"]) == (200, 1)
-    assert slow.read == sum(len(entry.files) for entry in elsewhere.made.shards)
+    assert slow.read == sum(len(entry.files) for entry in elsewhere.version.shards)
 
 
 def test_the_client_publishes_a_manifest_or_its_json_and_names_what_is_wrong(elsewhere, tmp_path) -> None:
     with Client.over(elsewhere.service) as client:
-        assert client.publish(elsewhere.sent).version == client.publish(elsewhere.made, parent=0).version == 1
+        assert client.publish(elsewhere.payload).version == client.publish(elsewhere.version, parent=0).version == 1
         assert client.versions().live == 1
-        with pytest.raises(RefusedError) as refused:
-            client.publish(elsewhere.made, parent=4)
-        assert (refused.value.status, refused.value.code) == (409, "publish_conflict")
+        with pytest.raises(RefusedError) as refusal:
+            client.publish(elsewhere.version, parent=4)
+        assert (refusal.value.status, refusal.value.code) == (409, "publish_conflict")
         with pytest.raises(RefusedError, match=r"unknown_field: manifest\.more"):
-            client.publish({**elsewhere.sent, "more": 1})
+            client.publish({**elsewhere.payload, "more": 1})
 
 
 def test_a_published_version_is_answered_from_as_its_source_is(elsewhere, tmp_path) -> None:
     """The second version of a served index comes from another store, and is promoted."""
-    built(tmp_path / "next", scale=2)
-    copied(tmp_path / "next", elsewhere.root)
-    assert elsewhere.post(elsewhere.sent).status == 200
+    build(tmp_path / "next", scale=2)
+    copy_files(tmp_path / "next", elsewhere.root)
+    assert elsewhere.post(elsewhere.payload).status == 200
     run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
     with Client.in_process(run) as client:
         before = client.search([[1.0, 0, 0]], k=3, text=False)

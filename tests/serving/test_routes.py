@@ -39,7 +39,7 @@ class Odd(InMemoryIndex):
         return super().view_spans(PASSAGES[0])
 
 
-def quoted(passage_id: str) -> str:
+def quote_all(passage_id: str) -> str:
     return "".join(f"%{byte:02X}" for byte in passage_id.encode())
 
 
@@ -48,13 +48,13 @@ def app(library: InMemoryIndex | None = None, catalog=None, **limits: int):
     return create_app(SearchService(library or InMemoryIndex(), ServeConfig(**limits), catalog), tokens)
 
 
-def get(served, path: str):
-    return call(served, "GET", path, token=ADMIN)
+def get(server_app, path: str):
+    return call(server_app, "GET", path, token=ADMIN)
 
 
 @pytest.mark.parametrize("passage_id", ODD)
 def test_a_passage_is_found_by_its_id_whatever_it_holds(passage_id) -> None:
-    reply = get(app(Odd()), f"/v1/passages/{quoted(passage_id)}")
+    reply = get(app(Odd()), f"/v1/passages/{quote_all(passage_id)}")
     assert (reply.status, reply.body["id"], reply.body["text"]) == (200, passage_id, PASSAGES[0].text)
     assert reply.body["views"][1] == {"view": 1, "start": 18, "stop": 39, "text": "The Rhine is shorter."}
 
@@ -85,20 +85,20 @@ def test_one_version_tells_how_it_was_made(tmp_path) -> None:
 
 @pytest.mark.parametrize("number", ["0", "3", "-1", "9" * 100])
 def test_a_version_that_is_not_there_is_unknown_to_show_and_to_roll_back(tmp_path, number) -> None:
-    served = app(catalog=version_catalog(tmp_path))
+    server_app = app(catalog=version_catalog(tmp_path))
     for reply in (
-        get(served, f"/v1/versions/{number}"),
-        call(served, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
+        get(server_app, f"/v1/versions/{number}"),
+        call(server_app, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
     ):
         assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_version")
 
 
 def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) -> None:
     catalog = version_catalog(tmp_path)
-    served = app(catalog=catalog)
+    server_app = app(catalog=catalog)
     before = [one.content for one in catalog.all()]
-    assert call(served, "POST", "/v1/versions/1/rollback", token=ADMIN).body["version"] == 3
-    told = get(served, "/v1/versions").body
+    assert call(server_app, "POST", "/v1/versions/1/rollback", token=ADMIN).body["version"] == 3
+    told = get(server_app, "/v1/versions").body
     assert told["live"] == 3
     assert [one["content"] for one in told["versions"]] == [*before, before[0]]
 
@@ -139,12 +139,12 @@ def test_an_encoder_that_is_not_the_index_s_is_a_conflict_that_names_both(path, 
 
 def test_an_encoder_that_changes_between_asking_and_answering_is_a_conflict_too() -> None:
     class Swapping(InMemoryIndex):
-        def search(self, queries_QD, k, **told):
-            answer = super().search(queries_QD, k, **told)
+        def search(self, queries_QD, k, **options):
+            answer = super().search(queries_QD, k, **options)
             return answer._replace(encoder_fingerprint="e" * 16) if len(queries_QD) else answer
 
-    asked = {"queries": [[1, 0, 0]], "encoder_fingerprint": "f" * 16}
-    assert call(app(Swapping()), "POST", "/v1/search", asked, token=ADMIN).status == 409
+    body = {"queries": [[1, 0, 0]], "encoder_fingerprint": "f" * 16}
+    assert call(app(Swapping()), "POST", "/v1/search", body, token=ADMIN).status == 409
 
 
 RAW = [
@@ -174,8 +174,8 @@ def test_what_no_search_can_use_is_refused_by_name(raw, code, field) -> None:
     assert (reply.status, reply.body["error"]["code"], reply.body["error"]["field"]) == (422, code, field)
 
 
-def samples(served) -> dict:
-    text = get(served, "/metrics").body
+def samples(server_app) -> dict:
+    text = get(server_app, "/metrics").body
     return {
         (one.name, *sorted(one.labels.values())): one.value
         for family in text_string_to_metric_families(text)
@@ -184,28 +184,28 @@ def samples(served) -> dict:
 
 
 def test_requests_answers_and_stages_are_counted() -> None:
-    served = app(InMemoryIndex(missing=1))
+    server_app = app(InMemoryIndex(missing=1))
     partly = {"queries": ["nile", "hill"], "min_coverage": 0.5}
     for _ in range(3):
-        assert call(served, "POST", "/v1/search", partly, token=ADMIN).status == 200
-    assert call(served, "POST", "/v1/search", {"queries": ["nile"]}, token=ADMIN).status == 503
-    assert call(served, "POST", "/v1/search", {"queries": [""]}, token=ADMIN).status == 422
-    assert get(served, "/v1/passages/p1").status == get(served, "/v1/passages/p2").status == 200
-    assert call(served, "GET", "/nobody/knows").status == 401
-    seen = samples(served)
-    assert [seen["mvr_ray_requests_total", *sorted((s, "/v1/search", "POST"))] for s in ("200", "503", "422")] == [
+        assert call(server_app, "POST", "/v1/search", partly, token=ADMIN).status == 200
+    assert call(server_app, "POST", "/v1/search", {"queries": ["nile"]}, token=ADMIN).status == 503
+    assert call(server_app, "POST", "/v1/search", {"queries": [""]}, token=ADMIN).status == 422
+    assert get(server_app, "/v1/passages/p1").status == get(server_app, "/v1/passages/p2").status == 200
+    assert call(server_app, "GET", "/nobody/knows").status == 401
+    counts = samples(server_app)
+    assert [counts["mvr_ray_requests_total", *sorted((s, "/v1/search", "POST"))] for s in ("200", "503", "422")] == [
         3,
         1,
         1,
     ]
-    assert seen["mvr_ray_requests_total", "/v1/passages/{id:path}", "200", "GET"] == 2
-    assert seen["mvr_ray_requests_total", "401", "GET", "none"] == 1
-    assert (seen["mvr_ray_answers_total", "false"], seen["mvr_ray_answers_total", "true"]) == (3, 0)
-    assert (seen["mvr_ray_partial_answers_total",], seen["mvr_ray_queries_total",]) == (3, 6)
-    assert (seen["mvr_ray_coverage_share",], seen["mvr_ray_index_version", "library"]) == (pytest.approx(2 / 3), 3)
-    assert seen["mvr_ray_stage_seconds_count", "queue"] == seen["mvr_ray_stage_seconds_count", "service"] == 7
-    assert seen["mvr_ray_requests_in_flight",] == 0
-    assert ADMIN not in str(seen)
+    assert counts["mvr_ray_requests_total", "/v1/passages/{id:path}", "200", "GET"] == 2
+    assert counts["mvr_ray_requests_total", "401", "GET", "none"] == 1
+    assert (counts["mvr_ray_answers_total", "false"], counts["mvr_ray_answers_total", "true"]) == (3, 0)
+    assert (counts["mvr_ray_partial_answers_total",], counts["mvr_ray_queries_total",]) == (3, 6)
+    assert (counts["mvr_ray_coverage_share",], counts["mvr_ray_index_version", "library"]) == (pytest.approx(2 / 3), 3)
+    assert counts["mvr_ray_stage_seconds_count", "queue"] == counts["mvr_ray_stage_seconds_count", "service"] == 7
+    assert counts["mvr_ray_requests_in_flight",] == 0
+    assert ADMIN not in str(counts)
 
 
 def test_the_description_names_every_route_its_bodies_limits_and_token() -> None:
@@ -225,11 +225,11 @@ def test_the_description_names_every_route_its_bodies_limits_and_token() -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "allowed"), [("/v1/versions", "GET, POST"), ("/v1/search", "POST"), ("/livez", "GET")]
+    ("path", "methods"), [("/v1/versions", "GET, POST"), ("/v1/search", "POST"), ("/livez", "GET")]
 )
-def test_a_wrong_method_is_told_all_right_ones(path, allowed) -> None:
+def test_a_wrong_method_is_told_all_right_ones(path, methods) -> None:
     reply = call(app(), "DELETE", path, token=ADMIN)
-    assert (reply.status, reply.body["error"]["code"], reply.headers["allow"]) == (405, "wrong_method", allowed)
+    assert (reply.status, reply.body["error"]["code"], reply.headers["allow"]) == (405, "wrong_method", methods)
 
 
 def test_what_is_no_number_in_json_is_none_here() -> None:

@@ -38,7 +38,7 @@ main(sys.argv[1:])
 ADMIN = "admin-" + "a" * 20
 
 
-def unmeasured(address: str, num_bytes: int) -> urllib.request.Request:
+def request_without_length(address: str, num_bytes: int) -> urllib.request.Request:
     """A body that comes in chunks, without a length."""
 
     def chunks() -> Iterator[bytes]:
@@ -55,7 +55,7 @@ def asked_at_once(address: str, times: int) -> list[str]:
     headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
     request = urllib.request.Request(f"{address}/v1/search", body, headers)
 
-    def asked(_: int) -> str:
+    def search_once(_: int) -> str:
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return str(reply.status)
@@ -63,7 +63,7 @@ def asked_at_once(address: str, times: int) -> list[str]:
             return f"{error.code} {json.loads(error.read())['error']['message']} {error.headers['retry-after']}"
 
     with ThreadPoolExecutor(times) as threads:
-        return list(threads.map(asked, range(times)))
+        return list(threads.map(search_once, range(times)))
 
 
 def serving_processes() -> set[int]:
@@ -73,7 +73,7 @@ def serving_processes() -> set[int]:
     return {actor["Pid"] for actor in alive if actor["JobID"] == job}
 
 
-def logged(processes: set[int]) -> list[dict[str, str]]:
+def log_lines(processes: set[int]) -> list[dict[str, str]]:
     """The log lines of these processes, in no order of time."""
     folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()) / "logs"
     files = [file for file in folder.glob("worker-*.err") if int(file.stem.rpartition("-")[2]) in processes]
@@ -166,7 +166,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
             assert client.versions().serving == 1 and client.ready().ready
         processes = serving_processes()
-        began = births(logged(processes))
+        began = births(log_lines(processes))
         born = Counter(line.split(":")[0] for line in began.elements())
         assert born["replica started"] == 1 <= born["searcher started"]
         assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
@@ -174,11 +174,11 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
         with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
             stranger.search(["What was the oil crisis?"])
         with pytest.raises(urllib.error.HTTPError, match="413"):
-            urllib.request.urlopen(unmeasured(f"{address}/v1/search", 33_000_000), timeout=60)
+            urllib.request.urlopen(request_without_length(f"{address}/v1/search", 33_000_000), timeout=60)
         with Client(address, token=ADMIN, timeout_s=60) as client:
             assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
         assert serving_processes() == processes
-        lines = logged(processes)
+        lines = log_lines(processes)
         assert births(lines) == began, "bad input has ended a replica or a searcher"
         by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
         line = by_request["bad-unknown-version"]

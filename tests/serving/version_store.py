@@ -11,15 +11,15 @@ from mvr_ray.store.manifest import Manifest, ShardMeta
 def version_catalog(folder: Path, versions: int = 2) -> VersionCatalog:
     store = Store(str(folder / "store"))
     for number in range(1, versions + 1):
-        built = folder / f"built{number}"
-        built.mkdir()
-        (built / "embeddings.arrow").write_bytes(b"vectors of version %d" % number)
-        entry = manifest.add_shard(store, "library", built, ShardMeta(0, 3, 4 + number))
-        manifest.publish(store, described(entry, parent=number - 1))
+        folder_of_shard = folder / f"built{number}"
+        folder_of_shard.mkdir()
+        (folder_of_shard / "embeddings.arrow").write_bytes(b"vectors of version %d" % number)
+        entry = manifest.add_shard(store, "library", folder_of_shard, ShardMeta(0, 3, 4 + number))
+        manifest.publish(store, manifest_of(entry, parent=number - 1))
     return VersionCatalog(store, "library")
 
 
-def described(entry: manifest.ShardEntry, parent: int) -> Manifest:
+def manifest_of(entry: manifest.ShardEntry, parent: int) -> Manifest:
     return Manifest(
         index="library",
         operation="index",

@@ -160,7 +160,7 @@ class DynamicBatcher:
             self.calls += 1
         batch, began_s = _SearchBatch(together), time.monotonic()
         queries_QD = np.concatenate([search.queries_QD for search in together])
-        deadline = max(search.deadline for search in together)
+        deadline = max((search.deadline for search in together), key=lambda deadline: deadline.due_s)
         with logs.request_context(first.request):
             run = copy_context().run  # log lines of a batch carry the request of its first search
         fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
