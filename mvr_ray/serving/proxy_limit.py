@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.serving.admission import Admission, late_error
+from mvr_ray.serving.admission import Admission, Slot, late_error
 from mvr_ray.serving.middleware import SLOT_PATHS, ResponseSender, error_response, request_deadline, request_id
 from mvr_ray.serving.schemas import RequestError
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import CoverageError, UnknownPassageError
 from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState
 
@@ -37,7 +38,7 @@ class InMemoryIndex:
         self.gate.set()
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
         self.gate.wait(10)
         rows = []
@@ -58,9 +59,9 @@ class InMemoryIndex:
         return answer
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, timeout_s: float | None = None, min_coverage: float = 1.0
+        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
-        return self.search(self.embed(texts), k, timeout_s=timeout_s, min_coverage=min_coverage)
+        return self.search(self.embed(texts), k, deadline=deadline, min_coverage=min_coverage)
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
         counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from mvr_ray import deadline as deadline_module
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import CoverageError, OverloadedError
-from mvr_ray.serving import admission
 from mvr_ray.serving.middleware import request_deadline
 from mvr_ray.serving.schemas import LONGEST_RETRY_S, retry_seconds, to_request_error
 
@@ -20,13 +20,13 @@ seconds = st.floats(0, 1e6)
 def test_no_deadline_made_from_another_one_is_later(timeout_s, own_s, share) -> None:
     now = [5.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission.time, "monotonic", lambda: now[0])
+        patch.setattr(deadline_module.time, "monotonic", lambda: now[0])
         deadline = Deadline.after(timeout_s)
         now[0] += timeout_s / 3
         within, part = deadline.within(own_s), deadline.share(share)
-        assert within.left_s() <= deadline.left_s
+        assert within.left_s <= deadline.left_s
         assert within.start_s == deadline.start_s, "the time of a request begins when it arrives"
-        assert part.left_s() == pytest.approx(share * deadline.left_s)
+        assert part.left_s == pytest.approx(share * deadline.left_s)
 
 
 @pytest.mark.parametrize(

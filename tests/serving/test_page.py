@@ -14,6 +14,7 @@ import uvicorn
 from in_memory_index import InMemoryIndex
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MissingInputError
 from mvr_ray.serving import app as app_module
 from mvr_ray.serving.app import create_app
@@ -62,7 +63,7 @@ class VersionSwitcher:
         self.live = live
 
     @contextmanager
-    def pinned(self, version: int | None = None, timeout_s: float | None = None) -> Iterator[InMemoryIndex]:
+    def pinned(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[InMemoryIndex]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield VersionIndex(2) if version == 2 else self.live
