@@ -299,7 +299,7 @@ def test_a_stored_reader_is_the_one_that_was_saved(paired, tmp_path):
     with pytest.raises(ReaderError, match="has format 9, this mvr_ray reads 1"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").unlink()
-    with pytest.raises(ReaderError, match=r"is no stored reader: reader\.json cannot be read"):
+    with pytest.raises(ReaderError, match=r"holds no reader: reader\.json cannot be read"):
         Reader.load(tmp_path / "stored", SMALL)
 
 

@@ -131,10 +131,15 @@ def test_changed_files_are_told_by_both_fingerprints(saved):
 
 
 BROKEN = [
-    (lambda folder: (folder / "encoder.json").unlink(), "{0} is no encoder snapshot: it has no encoder.json"),
+    (
+        lambda folder: (folder / "encoder.json").unlink(),
+        "{0} holds no encoder snapshot: encoder.json cannot be read ([Errno 2] No such file or directory: "
+        "'{0}/encoder.json')",
+    ),
     (
         lambda folder: (folder / "encoder.json").write_text("{"),
-        "{0}/encoder.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        "{0} holds no encoder snapshot: encoder.json cannot be read (Expecting property name enclosed in double "
+        "quotes: line 1 column 2 (char 1))",
     ),
     (
         lambda folder: edit(folder, lambda data: data.update(format_version=9)),
@@ -142,11 +147,11 @@ BROKEN = [
     ),
     (
         lambda folder: edit(folder, lambda data: data["spec"].update(colour="red")),
-        "{0}/encoder.json lacks or does not know these settings: colour; make the snapshot again",
+        "encoder.json in {0} lacks or does not know these settings: colour; make the snapshot again",
     ),
     (
         lambda folder: edit(folder, lambda data: data.pop("fingerprint")),
-        "{0}/encoder.json lacks or does not know these settings: fingerprint; make the snapshot again",
+        "{0}/encoder.json lacks the fingerprint; make the encoder snapshot again",
     ),
     (
         lambda folder: shutil.rmtree(folder / "shared"),

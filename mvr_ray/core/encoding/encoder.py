@@ -23,7 +23,7 @@ from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.precision import FP32, InferenceCache, Precision, PrecisionName, check
 from mvr_ray.core.encoding.quantized import calibrate
-from mvr_ray.core.encoding.snapshot import read_snapshot, tower_names, write_snapshot
+from mvr_ray.core.encoding.snapshot import read_parts, tower_names, write_parts
 from mvr_ray.core.encoding.snippets import (
     TITLE,
     PunktParams,
@@ -32,9 +32,10 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import EncoderSpec, Layout, TextTokens, TokenizedPassage
-from mvr_ray.errors import EncoderError, FingerprintError
+from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
@@ -57,10 +58,12 @@ class EmbeddedViews(NamedTuple):
     mask_PV: np.ndarray
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(StoredModel):
     """Two towers, or one for both sides. Make it with `from_backbone` or `load`."""
 
-    what: ClassVar[str] = "encoder"
+    what: ClassVar[str] = "encoder snapshot"
+    description_file: ClassVar[str] = "encoder.json"
+    refusal: ClassVar = EncoderError
 
     def __init__(
         self,
@@ -104,19 +107,17 @@ class DualEncoder(nn.Module):
     @classmethod
     def load(cls, folder: str | Path) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
-        snapshot = read_snapshot(Path(folder))
-        encoder = cls(snapshot.spec, snapshot.towers, snapshot.punkt, snapshot.precision).eval()
-        if encoder.fingerprint != snapshot.fingerprint:
-            raise FingerprintError(
-                f"encoder snapshot {folder} was saved as {snapshot.fingerprint} but loads as {encoder.fingerprint}: "
-                f"its files have changed; copy or make it again"
-            )
+        description = cls.read_description(Path(folder))
+        encoder = cls(*read_parts(Path(folder), description)).eval()
+        encoder.check_fingerprint(folder, description)
         return encoder
 
     def save(self, folder: str | Path) -> None:
         """Write a snapshot, laid out as `snapshot` says."""
         towers = {name: _tower(tower) for name, tower in self.towers.items()}
-        write_snapshot(Path(folder), self.spec, towers, self.splitter.params, self.fingerprint, self.precision)
+        description = write_parts(Path(folder), self.spec, towers, self.splitter.params, self.precision)
+        description |= {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
+        self.write_description(Path(folder), dict(sorted(description.items())))
 
     @property
     def question_tower(self) -> Tower:
@@ -135,8 +136,8 @@ class DualEncoder(nn.Module):
         return self.spec.effective_views
 
     @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
+    def transformers(self) -> list[Any]:
+        return [_tower(tower).backbone for tower in self.towers.values()]
 
     @property
     def fingerprint(self) -> str:
@@ -260,7 +261,7 @@ class DualEncoder(nn.Module):
         """queries_QD as float32, for searching."""
         if not len(texts):
             return np.zeros((0, self.dimension), np.float32)
-        with _Inference(self):
+        with self.inference():
             batches = [self.encode_queries(texts[at : at + batch_size]) for at in range(0, len(texts), batch_size)]
         return torch.cat(batches).cpu().numpy()
 
@@ -275,7 +276,7 @@ class DualEncoder(nn.Module):
         """`embed_passages` of each. What a GPU made of a batch is fetched when it has been handed the next one."""
         before: _Fetch | None = None
         for tokenized in batches:
-            with _Inference(self):
+            with self.inference():
                 coming = _Fetch(self.encode_passages(tokenized))
             if before is not None:
                 yield before.arrived()
@@ -292,21 +293,6 @@ class DualEncoder(nn.Module):
         """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
         viewers = ("viewers", lambda name: ".viewers." in name, viewer_lr_factor)
         return parameter_groups(self.named_parameters(), viewers, lr, weight_decay)
-
-    def set_dropout(self, share: float) -> None:
-        """Set every dropout, attention's too."""
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = share
-
-    def set_gradient_checkpointing(self, on: bool) -> None:
-        """Trade a second forward pass for the memory of activations, in training."""
-        for tower in self.towers.values():
-            backbone: Any = _tower(tower).backbone
-            if on:
-                backbone.gradient_checkpointing_enable({"use_reentrant": False})
-            else:
-                backbone.gradient_checkpointing_disable()
 
     def _read(
         self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, precision: Precision
@@ -352,7 +338,7 @@ class DualEncoder(nn.Module):
                 words = np.concatenate([np.asarray([self.layout.cls_id], words.dtype), words])[: tower.num_positions]
             positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
             plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
-        with _Inference(self):
+        with self.inference():
             padded = pad(tower, plain)
             states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT).float()
             return (states_PTD * padded.real_PT[..., None]).sum(1) / padded.real_PT.sum(1, keepdim=True)
@@ -385,19 +371,3 @@ class _Fetch:
         if self._event is not None:
             self._event.synchronize()
         return EmbeddedViews(self._views.views_PVD.cpu().numpy(), self._views.mask_PV.cpu().numpy())
-
-
-class _Inference:
-    """Evaluation mode and no gradient, put back afterwards."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        self._encoder, self._grad = encoder, torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._training = self._encoder.training
-        self._encoder.eval()
-        self._grad.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._grad.__exit__(None, None, None)
-        self._encoder.train(self._training)
