@@ -54,7 +54,7 @@ def dpr_loss(
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
-    """MVR eq. 2. Takes what the other losses take; the local weight and the answer's view mean nothing here.
+    """Compute MVR eq. 2. It takes the arguments of the other losses, and ignores local weight and answer's view.
 
     positive_Q holds the row of each question's positive; known_QP is true where a passage is another positive of the
     question, which is then no negative.
@@ -78,7 +78,7 @@ def mvr_loss(
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
-    """MVR eqs. 5-7; the answer's view means nothing here."""
+    """Compute MVR eqs. 5-7; the answer's view is ignored."""
     scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
     best_QP = scores_QPV.amax(-1)
     positive = _positive(best_QP, positive_Q)
@@ -114,8 +114,8 @@ def camvr_loss(
     parts = [(1.0, best)]
     if answer_QV is not None:
         answer = own_QV.masked_fill(~answer_QV, -torch.inf).amax(-1)
-        answered = torch.where(answer.isfinite(), answer, best)
-        parts = [(share, by) for share, by in ((answer_share, answered), (1 - answer_share, best)) if share]
+        by_answer = torch.where(answer.isfinite(), answer, best)
+        parts = [(share, by) for share, by in ((answer_share, by_answer), (1 - answer_share, best)) if share]
     global_ = sum((share * _softmax_loss(best_QP, by, positive_Q, known_QP) for share, by in parts), best.new_zeros(()))
     local = sum((share * (own_QV.logsumexp(-1) - by).mean() for share, by in parts), best.new_zeros(()))
     return _terms(global_, local, local_weight)
@@ -124,22 +124,22 @@ def camvr_loss(
 def distillation_loss(
     queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor, teacher_QP: Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """How far a question's passages are from where a teacher puts them, for those that the teacher scored: the mean
-    over questions of KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et
-    al. 2021), which trains both models together where ours has a finished teacher.
+    """Compare the scores of a question's passages with a teacher's: the mean over questions of
+    KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et al. 2021), which
+    trains both models together where ours has a finished teacher.
 
-    teacher_QP is NaN where the teacher was not asked. Questions with fewer than two scored passages count nothing.
+    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages count nothing.
     """
     student_QP = scale * pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
-    asked_QP = ~teacher_QP.isnan()
-    taught_Q = asked_QP.sum(-1) > 1
-    if not taught_Q.any():
+    scored_QP = ~teacher_QP.isnan()
+    several_Q = scored_QP.sum(-1) > 1
+    if not several_Q.any():
         return student_QP.sum() * 0.0
-    wanted_QP = teacher_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
-    held_QP = student_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
-    asked_QP = asked_QP[taught_Q]
-    apart_QP = (wanted_QP - held_QP).masked_fill(~asked_QP, 0.0)
-    return (wanted_QP.exp() * apart_QP).sum(-1).mean()
+    teacher_log_QP = teacher_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
+    student_log_QP = student_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
+    scored_QP = scored_QP[several_Q]
+    apart_QP = (teacher_log_QP - student_log_QP).masked_fill(~scored_QP, 0.0)
+    return (teacher_log_QP.exp() * apart_QP).sum(-1).mean()
 
 
 def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_QP: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""A cross-encoder: how well a passage answers a question, from both read together.
+"""Score how well a passage answers a question with a model that reads both together (a cross-encoder).
 
     s(q, p) = head( [CLS] question [SEP] title text [SEP] )           Nogueira and Cho 2019; RocketQA (Qu et al. 2021)
 
 Far slower than two encoders and far better: nothing of a passage can be computed before the question is known. It
-serves to tell which hits of a search are answers that nobody has labelled (`share`), and as a teacher.
+finds unlabelled answers among the hits of a search (`share_beside`), and serves as a teacher.
 
 Trained on a question's positive among its negatives (Gao, Dai and Callan 2021, eq. 5):
 
@@ -19,8 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
-from mvr_ray.core.encoding.backbones import LoadedModel, open_scorer_model
+from mvr_ray.core.encoding.backbones import LoadedModel, open_task_model, read_config
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.errors import CrossEncoderError
@@ -49,9 +50,8 @@ class CrossEncoder(TaskModel):
     description_file: ClassVar[str] = "cross_encoder.json"
     head: ClassVar[str] = "scoring pairs"
     refusal: ClassVar = CrossEncoderError
+    factory: ClassVar = AutoModelForSequenceClassification
     default_spec: ClassVar = PairSpec()
-
-    open_model = staticmethod(open_scorer_model)
 
     def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
         super().__init__(weights, spec, name)
@@ -61,8 +61,20 @@ class CrossEncoder(TaskModel):
                 f"mine.max_pair_tokens to {self.positions} or less"
             )
 
+    @classmethod
+    def open_model(cls, folder: str) -> LoadedModel:
+        """Load any model that scores a pair of texts by one logit, or by two, no and yes."""
+        config = read_config(folder, cls.what, cls.refusal)
+        if not any("SequenceClassification" in name for name in config.architectures or ()):
+            return open_task_model(folder, cls.what, cls.factory, cls.refusal, num_labels=1)
+        if int(config.num_labels or 1) > 2:
+            raise cls.refusal(
+                f"cross-encoder {folder} has {config.num_labels} labels; take a model that scores with one or two"
+            )
+        return super().open_model(folder)
+
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
-        """The inputs of pairs, unpadded."""
+        """Tokenize pairs, unpadded."""
         spec, tokenizer = self.spec, self.tokenizer
         questions = list(dict.fromkeys(pair.question for pair in pairs))
         ids = tokenizer(questions, add_special_tokens=False, truncation=True, max_length=spec.max_question_tokens)
@@ -89,7 +101,7 @@ class CrossEncoder(TaskModel):
         return _one(self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits)
 
     def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
-        """float32 scores of pairs, in their order. What is read together follows from `pairs` alone (see `infer`)."""
+        """Score pairs as float32, in their order. What is read together follows from `pairs` alone (see `infer`)."""
         inputs = self.tokenize(pairs) if pairs else []
         scores = np.zeros(len(pairs), np.float32)
 
@@ -131,7 +143,7 @@ def listwise_loss(scores_B: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def share_beside(positive: float, scores: FloatArray) -> FloatArray:
-    """How likely each candidate is the answer when it and the known positive are the only ones: 1 / (1 + exp(s+ - s)).
+    """Compute the chance of each candidate to be the answer beside the known positive alone: 1 / (1 + exp(s+ - s)).
 
     Scores of a cross-encoder are shifts of each other from one question to the next, so an absolute threshold (RocketQA
     keeps negatives below 0.1) would mean another thing for each; this one stands on the question's own positive.

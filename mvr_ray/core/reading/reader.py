@@ -1,4 +1,4 @@
-"""An extractive reader: which words of a passage answer a question, and which of several passages to believe.
+"""Find the words of a passage that answer a question, and choose among several passages (an extractive reader).
 
 A passage's answer is the best span over its windows; a question's answer is that of the passage where this is largest
 (BERTserini, Yang et al. 2019, adds up logits and weighs the retrieval in; that the null token's logits are taken off
@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForQuestionAnswering
 
-from mvr_ray.core.encoding.backbones import LoadedModel, open_reader_model
+from mvr_ray.core.encoding.backbones import LoadedModel
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.spans import best_spans, log_shares
 from mvr_ray.core.reading.task_model import TaskModel
@@ -71,9 +72,8 @@ class Reader(TaskModel):
     description_file: ClassVar[str] = "reader.json"
     head: ClassVar[str] = "extractive question answering"
     refusal: ClassVar = ReaderError
+    factory: ClassVar = AutoModelForQuestionAnswering
     default_spec: ClassVar = ReaderSpec()
-
-    open_model = staticmethod(open_reader_model)
 
     def __init__(self, weights: LoadedModel, spec: ReaderSpec | None, name: str) -> None:
         super().__init__(weights, spec, name)
@@ -81,7 +81,7 @@ class Reader(TaskModel):
         self._check(name)
 
     def read(self, requests: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
-        """The best span of every passage of every question; None where a passage has no token.
+        """Find the best span of every passage of every question; None where a passage has no token.
 
         Equal scores: the earlier start, then the shorter span. Windows are read as `infer` says: what is read together,
         and with it every last bit, follows from `requests` alone.
@@ -121,7 +121,7 @@ class Reader(TaskModel):
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
     def forward_unpadded(self, batch: Sequence[Window], backbone: UnpaddedCpuBackbone, whole: bool) -> Logits:
-        """The same of windows that stand end to end; where no token is, 0."""
+        """Compute the logits of windows that stand end to end; 0 on padding."""
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(batch))
         types_N = types_FT[real_FT].long() if self.with_types else None
         positions_N = torch.arange(real_FT.shape[1]).expand_as(real_FT)[real_FT] + self.first_position
@@ -147,7 +147,7 @@ class Reader(TaskModel):
             )
 
     def _check(self, name: str) -> None:
-        """Refuse settings that this model cannot read by, or that leave a window nothing new."""
+        """Raise ReaderError for settings beyond the model's positions, or that leave a window no new token."""
         spec, positions, room = self.spec, self.positions, self.windower.room_tokens
         if spec.max_tokens > positions:
             raise ReaderError(
@@ -163,7 +163,7 @@ class Reader(TaskModel):
 
 
 def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:
-    """Row of the passage that answers best, -1 where none has a span. Equal: the one that is ranked higher.
+    """Return the row of the passage that answers best, -1 where none has a span. Of equals the higher rank wins.
 
     `scores` are the retrieval's, one a passage; they are not looked at where the weight is 0.
     """
@@ -176,7 +176,7 @@ def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float 
 
 
 def _span(text: str, tokens: PassageTokens, best: _WindowSpan) -> Span:
-    """In characters of the text, without blanks around it."""
+    """Convert a span to characters of the text, without blanks around it."""
     start, stop = int(tokens.starts[best.first]), int(tokens.stops[best.last])
     piece = text[start:stop]
     start += len(piece) - len(piece.lstrip())

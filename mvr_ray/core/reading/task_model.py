@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mvr_ray.core.encoding.backbones import LoadedModel, digest_of, parameter_groups, save_model
+from mvr_ray.core.encoding.backbones import LoadedModel, digest_of, open_task_model, parameter_groups, save_model
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks, supports_unpadded_cpu
@@ -26,7 +26,9 @@ class TaskModel(StoredModel):
     task: ClassVar[str]
     """The `train.task` that makes one."""
     head: ClassVar[str]
-    """What a folder without one lacks, and what it is to be trained for."""
+    """The head's task, for the message about a folder without one."""
+    factory: ClassVar[Any]
+    """The class of transformers that opens one."""
     default_spec: ClassVar[Any]
 
     def __init__(self, weights: LoadedModel, spec: Any, name: str) -> None:
@@ -42,14 +44,14 @@ class TaskModel(StoredModel):
             and getattr(model.config, "type_vocab_size", 2) > 1
         )
 
-    @staticmethod
-    def open_model(folder: str) -> LoadedModel:
-        """The weights of a folder with the task's head; `missing` names those that only the head may lack."""
-        raise NotImplementedError
+    @classmethod
+    def open_model(cls, folder: str) -> LoadedModel:
+        """Load a model with the task's head; `missing` names weights of the head that the folder lacks."""
+        return open_task_model(folder, cls.what, cls.factory, cls.refusal)
 
     @classmethod
     def open(cls, folder: str, spec: Any = None) -> Self:
-        """A trained model, by folder or hub name. Raises `refusal` where it has no head."""
+        """Open a trained model by folder or hub name. Raises `refusal` where it has no head."""
         weights = cls.open_model(folder)
         if weights.missing:
             raise cls.refusal(
@@ -61,7 +63,7 @@ class TaskModel(StoredModel):
 
     @classmethod
     def from_backbone(cls, folder: str, spec: Any = None, seed: int = 0) -> Self:
-        """What training starts from: a head that the folder lacks is drawn from `seed`, one that it has stays."""
+        """Open a model to train: a head that the folder lacks is drawn from `seed`."""
         weights = cls.open_model(folder)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -88,7 +90,7 @@ class TaskModel(StoredModel):
         return [self.model]
 
     def unpadded_backbone(self) -> UnpaddedCpuBackbone | None:
-        """The backbone laid out for reading on a CPU, in weights of this moment; None where it cannot be."""
+        """Lay the backbone's current weights out for the unpadded CPU pass; None where it has none."""
         backbone: Any = self.model.base_model
         return (
             UnpaddedCpuBackbone(backbone, backbone.get_input_embeddings()) if supports_unpadded_cpu(backbone) else None
@@ -125,7 +127,7 @@ class TaskModel(StoredModel):
 
     @property
     def first_position(self) -> int:
-        """Of a text's first token: tables of the RoBERTa kind begin after the padding id."""
+        """Position of a text's first token: tables of the RoBERTa kind begin after the padding id."""
         table: Any = self.model.base_model.embeddings.position_embeddings
         return 0 if table.padding_idx is None else int(table.padding_idx) + 1
 
@@ -137,7 +139,7 @@ class TaskModel(StoredModel):
 
     @property
     def positions(self) -> int:
-        """How many tokens the model can tell apart by place. Tables of the RoBERTa kind begin after the padding id."""
+        """How many positions the model has. Tables of the RoBERTa kind begin after the padding id."""
         limits = [int(self.tokenizer.model_max_length)]
         rows = getattr(self.model.config, "max_position_embeddings", 0)
         if rows > 0:
