@@ -9,6 +9,7 @@ Shapes: P passages, N view vectors, D dimension.
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -66,24 +67,22 @@ class EmbeddingWriter:
         self._schema = pa.schema(fields, {b"format": _FORMAT, b"num_views": str(num_views).encode()})
 
     def __enter__(self) -> Self:
-        self._aside = finished_file(self.path, sync=False)
-        self._sink = pa.OSFile(str(self._aside.__enter__()), "wb")
-        self._file = pa.ipc.new_file(self._sink, self._schema)
+        with ExitStack() as stack:
+            aside = stack.enter_context(finished_file(self.path, sync=False))
+            sink = stack.enter_context(pa.OSFile(str(aside), "wb"))
+            self._file = stack.enter_context(pa.ipc.new_file(sink, self._schema))
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        try:
-            if kind is None:
-                self._flush(self._num_pending)
-            self._file.close()
-        except BaseException as failed:
-            self._sink.close()
-            self._aside.__exit__(type(failed), failed, failed.__traceback__)
-            raise
-        self._sink.close()
-        return self._aside.__exit__(kind, error, trace)
+        return self._stack.__exit__(kind, error, trace)
+
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush(self._num_pending)
 
     def write(self, block: EmbeddingBlock) -> None:
         """Add passages; ids ascend over the whole file, each passage has a view, every number is finite."""

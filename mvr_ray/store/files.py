@@ -63,11 +63,8 @@ class Store:
         return f"{self.name.rstrip('/')}/{_check_path(path)}"
 
     def read_bytes(self, path: str) -> bytes:
-        try:
-            with _storage_errors("read", self.where(path)):
-                return self._objects.read(_check_path(path)) if self._objects else self._local(path).read_bytes()
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        with self._input(path):
+            return self._objects.read(_check_path(path)) if self._objects else self._local(path).read_bytes()
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Put `data` at `path`, replacing what is there in one step."""
@@ -152,11 +149,8 @@ class Store:
         """Return a local file or folder with the content of `path`: itself, or a copy in the cache."""
         if self._objects is None:
             return self._local(path)
-        try:
-            with _storage_errors("download", self.where(path)):
-                return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        with self._input(path, "download"):
+            return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
 
     def exists(self, path: str) -> bool:
         return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
@@ -227,13 +221,8 @@ class Store:
 
     def sha256(self, path: str) -> str:
         """Compute the hex digest of the file at `path`, as it is in the store now."""
-        try:
-            with _storage_errors("read", self.where(path)):
-                if self._objects:
-                    return self._objects.sha256(_check_path(path))
-                return sha256_of(self._local(path))
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        with self._input(path):
+            return self._objects.sha256(_check_path(path)) if self._objects else sha256_of(self._local(path))
 
     def damage(self, path: str, num_bytes: int, sha256: str) -> str:
         """Compare the file at `path` with its size and digest; returns how it differs, or an empty text."""
@@ -276,6 +265,15 @@ class Store:
 
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
+
+    @contextlib.contextmanager
+    def _input(self, path: str, action: str = "read") -> Iterator[None]:
+        """Turn errors of reading into StorageError, and a missing file into MissingInputError."""
+        try:
+            with _storage_errors(action, self.where(path)):
+                yield
+        except FileNotFoundError:
+            raise MissingInputError(f"{self.where(path)} does not exist") from None
 
     @contextlib.contextmanager
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:

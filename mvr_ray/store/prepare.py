@@ -36,7 +36,7 @@ from mvr_ray.store.formats import (
     source_files,
 )
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
-from mvr_ray.store.sampling import BottomK, hash_rank, split
+from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
@@ -175,10 +175,7 @@ def _takes(source: SourceConfig, passage: Passage) -> bool:
 def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:
     if not limit or len(records) <= limit:
         return records
-    sample = BottomK(limit, "questions")
-    for record in records:
-        sample.add(record.question.id)
-    names = sample.names()
+    names = draw((record.question.id for record in records), limit, "questions")
     return [record for record in records if record.question.id in names]
 
 
@@ -245,11 +242,8 @@ def _draw_passages(cfg: PrepareConfig, pieces: _Pieces, sets: dict[str, list[Que
     if not cfg.max_passages or pieces.num_pieces <= cfg.max_passages:
         return None
     gold = {positive for questions in sets.values() for question in questions for positive in question.positive_ids}
-    sample = BottomK(cfg.max_passages, "passages")
-    for shard in range(cfg.num_shards):
-        for passage in pieces.spill.unique(shard).passages:
-            sample.add(passage.id, first=passage.id in gold)
-    return sample.names()
+    ids = (passage.id for shard in range(cfg.num_shards) for passage in pieces.spill.unique(shard).passages)
+    return draw(ids, cfg.max_passages, "passages", first=gold)
 
 
 def _with_passages(questions: list[Question], passages: set[str] | None) -> list[Question]:

@@ -4,11 +4,10 @@ An item's rank is a hash of its name and a seed; the lowest ranks are drawn.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from mvr_ray.types import Question
-
-RankedName = tuple[int, int, str]
 
 
 def hash_rank(name: str, purpose: str, seed: int = 0) -> int:
@@ -17,31 +16,11 @@ def hash_rank(name: str, purpose: str, seed: int = 0) -> int:
     return int.from_bytes(digest, "big")
 
 
-class BottomK:
-    """Keeps the names with the lowest ranks, however many are added; those marked first win over all others."""
-
-    def __init__(self, limit: int, purpose: str) -> None:
-        self.limit = limit
-        self._purpose = purpose
-        self._lowest: list[RankedName] = []
-
-    def add(self, name: str, first: bool = False) -> None:
-        self._lowest.append((0 if first else 1, hash_rank(name, self._purpose), name))
-        if len(self._lowest) > 2 * self.limit + 1024:
-            self._trim()
-
-    def names(self) -> set[str]:
-        self._trim()
-        return {name for _, _, name in self._lowest}
-
-    def _trim(self) -> None:
-        self._lowest.sort()
-        del self._lowest[self.limit :]
-
-
-def draw(names: Iterable[str], count: int, purpose: str, seed: int = 0) -> set[str]:
-    """Return the `count` names with the lowest ranks."""
-    return set(sorted(names, key=lambda name: (hash_rank(name, purpose, seed), name))[:count])
+def draw(
+    names: Iterable[str], count: int, purpose: str, seed: int = 0, first: Container[str] = frozenset()
+) -> set[str]:
+    """Return the `count` names with the lowest ranks; those in `first` precede all others. Holds only so many names."""
+    return set(heapq.nsmallest(count, names, lambda name: (name not in first, hash_rank(name, purpose, seed), name)))
 
 
 def split(

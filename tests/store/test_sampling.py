@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvr_ray.store.chunks import carry_over, chunk, locate
-from mvr_ray.store.sampling import BottomK, draw, hash_rank, split
+from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.types import Passage, Question
 
 shares = st.fixed_dictionaries(
@@ -21,24 +21,18 @@ shares = st.fixed_dictionaries(
 
 
 @given(st.sets(st.text(max_size=5), max_size=60), st.integers(1, 20), st.integers(0, 9))
-def test_keeping_the_lowest_ranks_equals_sorting_all(names: set[str], limit: int, seed: int):
-    sample = BottomK(limit, "purpose")
+def test_a_draw_is_the_same_in_any_order_and_equals_sorting_all(names: set[str], limit: int, seed: int):
     shuffled = sorted(names)
     random.Random(seed).shuffle(shuffled)
-    for name in shuffled:
-        sample.add(name)
-    assert sample.names() == draw(names, limit, "purpose")
+    by_rank = sorted(names, key=lambda name: (hash_rank(name, "purpose"), name))
+    assert draw(iter(shuffled), limit, "purpose") == set(by_rank[:limit])
 
 
-def test_long_streams_keep_little_and_first_ones_win():
-    sample = BottomK(10, "p")
-    for number in range(5000):
-        sample.add(str(number), first=number % 1000 == 7)
-        assert len(sample._lowest) <= 2 * 10 + 1024
+def test_first_names_precede_the_others_of_a_long_stream():
     names = [str(number) for number in range(5000)]
     first = {str(number) for number in range(5000) if number % 1000 == 7}
     others = sorted(set(names) - first, key=lambda name: hash_rank(name, "p"))
-    assert sample.names() == first | set(others[:5])
+    assert draw(iter(names), 10, "p", first=first) == first | set(others[:5])
 
 
 def test_ranks_of_purposes_and_seeds_are_independent():

@@ -196,7 +196,20 @@ class TorchKernel:
 
     @property
     def input_rounding(self) -> float:
-        return _torch_input_rounding()
+        """How coarsely any of torch's backends may round factors now: 0 unless TF32 or bfloat16 is switched on."""
+        import torch
+
+        cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
+        precisions = {
+            torch.get_float32_matmul_precision(),
+            getattr(torch.backends, "fp32_precision", "none"),
+            getattr(cuda, "fp32_precision", "none"),
+            getattr(onednn, "fp32_precision", "none"),
+            getattr(getattr(onednn, "matmul", None), "fp32_precision", "none"),
+        }
+        if precisions <= {"highest", "ieee", "none"}:
+            return 0.0
+        return 2.0**-10 if precisions <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
 
     def put(self, rows: NDArray[Any]) -> "torch.Tensor":
         import torch
@@ -266,23 +279,6 @@ class TorchKernel:
 
     def restart(self, queries: "PlainQueries[torch.Tensor]", low_QK: FloatArray) -> None:
         queries.low_QK = self.put(low_QK)
-
-
-def _torch_input_rounding() -> float:
-    """How coarsely torch may round factors now, in any of its backends: 0 unless TF32 or bfloat16 is switched on."""
-    import torch
-
-    cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
-    precisions = {
-        torch.get_float32_matmul_precision(),
-        getattr(torch.backends, "fp32_precision", "none"),
-        getattr(cuda, "fp32_precision", "none"),
-        getattr(onednn, "fp32_precision", "none"),
-        getattr(getattr(onednn, "matmul", None), "fp32_precision", "none"),
-    }
-    if precisions <= {"highest", "ieee", "none"}:
-        return 0.0
-    return 2.0**-10 if precisions <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
 
 
 class _Alias:

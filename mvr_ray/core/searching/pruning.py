@@ -43,8 +43,8 @@ def prune_block(block: EmbeddingBlock, tolerance: float) -> PrunedBlock:
             worst = max(worst, own_worst)
     counts_P = np.add.reduceat(np.r_[kept_N, False].astype(np.int64), ptr[:-1]) * (np.diff(ptr) > 0)
     row_ptr = np.r_[0, np.cumsum(counts_P)].astype(np.int64)
-    pruned = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])
-    return PrunedBlock(pruned, int((~kept_N).sum()), worst)
+    rest = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])
+    return PrunedBlock(rest, int((~kept_N).sum()), worst)
 
 
 def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, float]:

@@ -4,6 +4,7 @@ A file appears whole when its last row is written. Those with passages' texts, D
 by `read_ranking`, row by row, whoever wrote them.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,14 +73,15 @@ def write_ranking(
     """
     if format not in get_args(RankingFormat):
         raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
-    counter = _CountingRows(rows)
+    numbers = itertools.count()
+    rows = (row for row, _ in zip(rows, numbers))
     with finished_file(path) as aside:
         if format == "parquet":
-            _write_parquet(counter, aside)
+            _write_parquet(rows, aside)
         else:
             with aside.open("w", encoding="utf-8", newline="\n") as file:
-                _text_writer(format, tag, extras)(counter, file)
-    return counter.count
+                _text_writer(format, tag, extras)(rows, file)
+    return next(numbers)
 
 
 def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion]:
@@ -137,17 +139,6 @@ def _hit(hit: Any, where: str) -> RankedPassage:
     except (TypeError, ValueError):
         raise DataError(f"{where}: score {score!r:.60} is not a number") from None
     return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
-
-
-class _CountingRows:
-    def __init__(self, rows: Iterable[RankedQuestion]) -> None:
-        self._rows = rows
-        self.count = 0
-
-    def __iter__(self) -> Iterator[RankedQuestion]:
-        for row in self._rows:
-            self.count += 1
-            yield row
 
 
 def _text_writer(format: RankingFormat, tag: str, extras: bool) -> Callable[[Iterable[RankedQuestion], TextIO], None]:
