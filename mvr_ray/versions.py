@@ -82,7 +82,7 @@ def verify(store: Store, described: Manifest) -> VerifyReport:
     return VerifyReport(
         report.num_files + len(parts),
         report.num_bytes + sum(part.num_bytes for part in parts),
-        [*report.problems, *(Problem(NO_SHARD, path, f"{why} ({CURE})") for path, why in corpus.damaged())],
+        [*report.problems, *(Problem(NO_SHARD, path, f"{why} ({CURE})") for path, why in corpus.find_damage())],
     )
 
 

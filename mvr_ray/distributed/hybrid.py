@@ -65,9 +65,8 @@ def rank_hybrid(
     for both in rank_pairs(run, router, BM25Index(router.corpus, progress), questions, progress, ranker):
         best = fuse(*both.scores, weight, settings.k)
         passages = router.passages([one.passage_id for one in best])
-        nowhere = Hit("", 0.0, -1, -1, -1)
         ranked = []
-        for passage_id, score in best:
-            hit = both.hits.get(passage_id, nowhere)._replace(passage_id=passage_id, score=score)
-            ranked.append(ranker.to_ranked(both.question, hit, passages[passage_id]))
+        for one in best:
+            hit = both.hits.get(one.passage_id, one)._replace(score=one.score)
+            ranked.append(ranker.to_ranked(both.question, hit, passages[one.passage_id]))
         yield RankedQuestion(both.question, ranked)

@@ -22,6 +22,7 @@ import torch
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.stored_model import StoredModel
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, PairSpec
 from mvr_ray.core.reading.reader import Reader, ReaderSpec
 from mvr_ray.core.reading.task_model import TaskModel
@@ -126,7 +127,7 @@ def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | N
     return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
 
 
-def save_model(store: Store, kind: ModelKind[Any], name: str, model: TaskModel | DualEncoder) -> str:
+def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel) -> str:
     """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays."""
     fingerprint = model.fingerprint
     with store.scratch() as folder:

@@ -1,4 +1,4 @@
-"""The views of one shard, searchable: how a shard is indexed, and what every kind of index is."""
+"""Define how a shard is indexed, and the interface of every kind of index."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,28 +31,28 @@ class ShardIndex(Protocol):
     dimension: int
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """The best k distinct passages. Queries of any float type; ShardIndexError where they or k make no sense."""
+        """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones."""
         ...
 
-    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
-        """`search`, and how many passages it scored exactly."""
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+        """Search, and count the passages that were scored exactly."""
         ...
 
 
 def default_factory(dimension: int, on_gpu: bool = False) -> str:
-    """256 lists of codes with four bits for each pair of components, which Faiss scans from registers; one byte a
-    component where components do not pair, and on a GPU, which has no such scan. Measured in
+    """Choose the factory string: 256 lists of codes with four bits for each pair of components, which Faiss scans from
+    registers; one byte a component for an odd dimension, and on a GPU, which has no such scan. Measured in
     `benchmarks/approximate.py`."""
     return f"IVF256,PQ{dimension // 2}x4fs" if dimension % 2 == 0 and not on_gpu else "IVF256,SQ8"
 
 
 def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:
-    """The share of the exact top-k passages that `index` found, over all queries (1 where there is nothing to find).
+    """Measure the share of the exact top-k passages that `index` finds, over all queries (1 where there are none).
 
     Scores are exact on both sides, so a passage tied with the k-th counts as well as the one that took its place.
     """
-    found, truth = index.search(queries_QD, k), exact.search(queries_QD, k)
+    results, truth = index.search(queries_QD, k), exact.search(queries_QD, k)
     num_true = int((truth.rows_QK >= 0).sum())
     kth_Q1 = np.where(truth.rows_QK >= 0, truth.scores_QK, np.inf).min(axis=1, keepdims=True, initial=np.inf)
-    num_found = int(((found.rows_QK >= 0) & (found.scores_QK >= kth_Q1)).sum())
+    num_found = int(((results.rows_QK >= 0) & (results.scores_QK >= kth_Q1)).sum())
     return num_found / num_true if num_true else 1.0

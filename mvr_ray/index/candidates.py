@@ -1,4 +1,4 @@
-"""Turns nearest vectors into the best passages, for all approximate indexes.
+"""Turn nearest vectors into the best passages, for all approximate indexes.
 
 A vector index returns vectors; k vectors may belong to one passage. So more are fetched, six times k at first (or
 all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
@@ -44,34 +44,34 @@ class ApproximateIndex(ABC):
 
     @abstractmethod
     def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
-        """Numbers of about the nearest vectors [Q, fetch], -1 where there are no more to be found."""
+        """Find the numbers of about the nearest vectors [Q, fetch], -1 where the index finds no more."""
 
     def max_fetch(self) -> int:
         """The most vectors that `nearest` can return."""
         return self.num_vectors
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: what was missed is unknown."""
-        return self.searched(queries_QD, k).hits
+        """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: a miss is unknown."""
+        return self.search_with_counts(queries_QD, k).hits
 
-    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
-        """`search`, and how many candidates were scored exactly."""
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+        """Search, and count the candidates that were scored exactly."""
         queries_QD = check_queries(queries_QD, self.dimension)
         if check_k(k) >= self.scan.table.num_scorable:
-            return self.scan.searched(queries_QD, k)
-        found, unlucky_Q = self._candidates(queries_QD, k)
-        best = best_first(self.scan.table.rescore(queries_QD, found), k)
+            return self.scan.search_with_counts(queries_QD, k)
+        candidates, unlucky_Q = self._candidates(queries_QD, k)
+        best = best_first(self.scan.table.rescore(queries_QD, candidates), k)
         hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
-        rescored_Q = np.bincount(found.query_M, minlength=len(queries_QD))
+        rescored_Q = np.bincount(candidates.query_M, minlength=len(queries_QD))
         if len(unlucky_Q):
-            scanned = self.scan.searched(queries_QD[unlucky_Q], k)
-            for column, own in zip([*hits, rescored_Q], [*scanned.hits, scanned.rescored_Q]):
+            results = self.scan.search_with_counts(queries_QD[unlucky_Q], k)
+            for column, own in zip([*hits, rescored_Q], [*results.hits, results.rescored_Q]):
                 column[unlucky_Q] = own
         hits.frontier_Q[:] = np.inf
         return Searched(hits, rescored_Q)
 
     def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
-        """At least k distinct passages for each query, and the queries for which the index could not find as many."""
+        """Find at least k distinct passages for each query, and the queries for which the index has fewer."""
         asked_Q = np.arange(len(queries_QD))
         fetch = min(max(self.first_fetch * k, self.breadth), self.max_fetch())
         query_parts, row_parts, unlucky = [], [], []
@@ -83,12 +83,12 @@ class ApproximateIndex(ABC):
             query_M, row_M = np.divmod(distinct(query_M * self.num_passages + row_M), self.num_passages)
             found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
             dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())
-            done = np.zeros(len(queries_QD), bool)
-            done[asked_Q] = (found_Q >= k) & (dry_Q | (found_Q >= self.beam_passages))
-            query_parts.append(query_M[done[query_M]])
-            row_parts.append(row_M[done[query_M]])
+            complete = np.zeros(len(queries_QD), bool)
+            complete[asked_Q] = (found_Q >= k) & (dry_Q | (found_Q >= self.beam_passages))
+            query_parts.append(query_M[complete[query_M]])
+            row_parts.append(row_M[complete[query_M]])
             unlucky.append(asked_Q[dry_Q & (found_Q < k)])
-            asked_Q = asked_Q[~dry_Q & ~done[asked_Q]]
+            asked_Q = asked_Q[~dry_Q & ~complete[asked_Q]]
             fetch = min(2 * fetch, self.max_fetch())
         none = [np.zeros(0, np.int64)]
         pairs = Pairs(np.concatenate(query_parts or none), np.concatenate(row_parts or none))
@@ -96,7 +96,7 @@ class ApproximateIndex(ABC):
 
 
 def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.float32]]:
-    """All vectors in order, some thousands at a time, finite or ShardIndexError."""
+    """Yield all vectors in order, some thousands at a time. Raises ShardIndexError for one that is not finite."""
     first_row = 0
     for block in blocks:
         start, stop = int(block.row_ptr[0]), int(block.row_ptr[-1])

@@ -1,4 +1,4 @@
-"""Any Faiss factory string over the views of a shard, by inner product.
+"""Search the views of a shard by an index of any Faiss factory string, by inner product.
 
 Built by one thread from a fixed seed, so the same vectors give the same file. Opened mapped and read-only: nothing is
 loaded until a search touches it, and processes share the pages; only codes that Faiss keeps in blocks for its fast scan
@@ -29,7 +29,7 @@ MAX_GPU_FETCH = 2048
 
 
 def check_faiss(params: IndexParams, dimension: int) -> None:
-    """ShardIndexError if Faiss cannot make such an index."""
+    """Raise ShardIndexError if Faiss cannot make such an index."""
     if params.nprobe < 1:
         raise ShardIndexError(f"nprobe is {params.nprobe}; at least one list must be probed")
     _make(params.factory, dimension)
@@ -126,7 +126,7 @@ def _make(factory: str, dimension: int) -> faiss.Index:
 
 
 def _searchable(index: faiss.Index) -> faiss.Index:
-    """The index inside transforms and refinements."""
+    """Return the index inside transforms and refinements."""
     while True:
         if isinstance(index, faiss.IndexPreTransform):
             index = faiss.downcast_index(index.index)
@@ -137,14 +137,14 @@ def _searchable(index: faiss.Index) -> faiss.Index:
 
 
 def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:
-    """At most `limit` vectors, the same ones every time, in order."""
+    """Sample at most `limit` vectors, the same ones every time, in order."""
     if num_vectors <= limit:
         return np.concatenate(list(float32_vectors(blocks)))
-    chosen = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
+    numbers = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
     parts, first = [], 0
     for vectors_ND in float32_vectors(blocks):
-        low, high = np.searchsorted(chosen, [first, first + len(vectors_ND)])
-        parts.append(vectors_ND[chosen[low:high] - first])
+        low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
+        parts.append(vectors_ND[numbers[low:high] - first])
         first += len(vectors_ND)
     return np.concatenate(parts)
 
@@ -172,6 +172,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What Faiss said, without where in its source it said it."""
+    """Return Faiss's message without the place in its source."""
     text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
     return re.sub(r"\s+", " ", text)[-300:]

@@ -1,4 +1,4 @@
-"""Exact search over all vectors of a shard, on a CPU or a GPU. Needs numpy, and uses torch where it is installed.
+"""Search all vectors of a shard exactly, on a CPU or a GPU. Needs numpy, and uses torch where it is installed.
 
 Shapes: Q queries, D dimension.
 """
@@ -35,10 +35,10 @@ def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
     first = 0
     for vectors_ND in rows:
         for at in range(0, len(vectors_ND), _ROWS):
-            made = encode(vectors_ND[at : at + _ROWS])
-            last = first + len(made.codes_ND)
-            codes_ND[first:last] = made.codes_ND
-            scales_N2[first:last, 0], scales_N2[first:last, 1] = made.scale_N, made.residual_N
+            codes = encode(vectors_ND[at : at + _ROWS])
+            last = first + len(codes.codes_ND)
+            codes_ND[first:last] = codes.codes_ND
+            scales_N2[first:last, 0], scales_N2[first:last, 1] = codes.scale_N, codes.residual_N
             first = last
     codes_ND.flush()
     scales_N2.flush()
@@ -46,7 +46,7 @@ def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
 
 
 def open_codes(folder: Path) -> Codes:
-    """Codes mapped from their file, scales and residuals read. Raises ShardIndexError."""
+    """Map the codes from their file, and read scales and residuals. Raises ShardIndexError."""
     try:
         codes_ND = np.load(folder / CODES_FILE, mmap_mode="r")
         scales_N2 = np.load(folder / SCALES_FILE)
@@ -56,8 +56,8 @@ def open_codes(folder: Path) -> Codes:
 
 
 class FlatIndex:
-    """The vectors themselves, or their codes, which are scanned in their place. On a GPU what is scanned is copied
-    there once, as it is, if it fits; else it streams. Batches of queries scan vectors of half precision where these are
+    """Scans the vectors themselves, or their codes in their place. What is scanned is copied once to a GPU if it fits
+    there, else it streams. Batches of queries scan vectors of half precision where these are
     in memory and the processor is faster with them than with their codes."""
 
     kind = "flat"
@@ -84,15 +84,15 @@ class FlatIndex:
         self.dimension = self.scan.table.dimension
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Exact and certified; `frontier_Q` is the exact score of the best passage left out."""
-        return self.searched(queries_QD, k).hits
+        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits."""
+        return self.search_with_counts(queries_QD, k).hits
 
-    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
-        """`search`, and how many passages the scan, with its bound, left to be scored exactly."""
-        return self.scan_for(len(queries_QD)).searched(check_queries(queries_QD, self.dimension), check_k(k))
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+        """Search, and count the passages that the scan could not exclude and scored exactly."""
+        return self.scan_for(len(queries_QD)).search_with_counts(check_queries(queries_QD, self.dimension), check_k(k))
 
     def scan_for(self, num_queries: int) -> Scan[Any, Any]:
-        """The faster scan of so many queries, of the codes or of the vectors: the hits are the same."""
+        """Choose the faster scan for so many queries, of the codes or of the vectors: the hits are the same."""
         if self._vectors is None or num_queries < 2:
             return self.scan
         in_memory = all(_in_memory(block.vectors_ND) for block in self.scan.table.blocks)

@@ -1,4 +1,4 @@
-"""An hnswlib graph over the views of a shard, by inner product: one label a vector, its number in block order.
+"""Search an hnswlib graph over the views of a shard by inner product; a label is a vector's number in block order.
 
 Built by one thread from a fixed seed, so the same vectors give the same file. (hnswlib's own multi-vector space gives
 wrong answers for inner products; passages are put together in `candidates` instead.)
@@ -23,7 +23,7 @@ LEVEL_SEED = 100
 
 
 def check_hnsw(params: IndexParams) -> None:
-    """ShardIndexError if no graph can be built so."""
+    """Raise ShardIndexError if no graph can be built with these parameters."""
     if params.hnsw_m < 2:
         raise ShardIndexError(f"hnsw_m is {params.hnsw_m}; a node needs at least 2 links")
     if min(params.hnsw_ef_construction, params.hnsw_ef_search) < 1:
@@ -87,7 +87,7 @@ class HnswIndex(ApproximateIndex):
             self.graph.set_ef(max(self.ef_search, fetch))
             try:
                 return self.graph.knn_query(queries_QD, k=fetch)[0].astype(np.int64)
-            except RuntimeError:  # some query reached fewer vectors than asked; hnswlib does not say which
+            except RuntimeError:  # a query reached fewer vectors than `fetch`; hnswlib does not say which
                 return np.stack([self._nearest_to_one(query_D, fetch) for query_D in queries_QD])
 
     def _nearest_to_one(self, query_D: FloatArray, fetch: int) -> IntArray:

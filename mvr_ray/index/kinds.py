@@ -1,4 +1,4 @@
-"""The doors to the three kinds of index.
+"""Build and open the three kinds of index.
 
     flat    exact and certified; the vectors are the index, or with `scan: int8` codes of a quarter of float32's size
             that are scanned in their place, what they cannot exclude being scored with the vectors
@@ -21,7 +21,7 @@ SCANS = ("vectors", "int8")
 
 
 def check_params(params: IndexParams, dimension: int) -> None:
-    """ShardIndexError if no index could be built so, before any work is done."""
+    """Raise ShardIndexError if no index can be built with these parameters, before any work is done."""
     if params.kind not in KINDS:
         raise ShardIndexError(f"index kind {params.kind!r} is unknown; it is one of {', '.join(KINDS)}")
     if params.scan not in SCANS:
@@ -39,7 +39,7 @@ def check_params(params: IndexParams, dimension: int) -> None:
 
 
 def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Build the index files into `folder`; gives the names written, none for plain flat. Same blocks, same bytes."""
+    """Build the index files in `folder` and return their names, none for plain flat. Same blocks, same bytes."""
     check_params(params, _dimension(blocks))
     if params.kind == "faiss":
         from mvr_ray.index.faiss_index import build_faiss

@@ -1,4 +1,4 @@
-"""Passages cut into chunks, and questions carried over to the chunks that answer them.
+"""Cut passages into chunks, and carry questions over to the chunks that answer them.
 
 TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, to the letter.
 """
@@ -19,7 +19,7 @@ class TextChunk(NamedTuple):
     start: int
 
 
-class Located(NamedTuple):
+class AnswerPlace(NamedTuple):
     """Where a question's answers stand in one passage: the chunks that answer it, and offsets in the first."""
 
     title: str
@@ -28,7 +28,7 @@ class Located(NamedTuple):
 
 
 def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
-    """The passage's chunks in order; 0 words: the passage itself."""
+    """Cut a passage into chunks, in order; 0 words: the passage itself."""
     if not chunk_words:
         return [TextChunk(passage, 0)]
     spans = [match.span() for match in _WORD.finditer(passage.text)]
@@ -40,32 +40,32 @@ def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     return chunks
 
 
-def locate(text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int]) -> Located:
+def locate(text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int]) -> AnswerPlace:
     """Carry answers at `starts` of `text` (-1: look for the first place) over to the chunks.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
     known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
     """
-    given = list(starts) or [-1] * len(answers)
-    absolute = [start if start >= 0 else _first_place(text, answer) for answer, start in zip(answers, given)]
+    offsets = list(starts) or [-1] * len(answers)
+    absolute = [start if start >= 0 else _first_place(text, answer) for answer, start in zip(answers, offsets)]
     spots = [(_holder(chunks, start), start, len(answer)) for start, answer in zip(absolute, answers) if start >= 0]
     whole = [number for number, start, length in spots if start + length <= _end(chunks[number])]
     numbers = list(dict.fromkeys(whole)) or [number for number, _, _ in spots][:1] or [0]
     home = chunks[numbers[0]]
-    rebased = tuple(
+    starts_in_first = tuple(
         start - home.start if home.start <= start and start + len(answer) <= _end(home) else -1
         for answer, start in zip(answers, absolute)
     )
-    return Located(home.passage.title, tuple(chunks[number].passage.id for number in numbers), rebased)
+    return AnswerPlace(home.passage.title, tuple(chunks[number].passage.id for number in numbers), starts_in_first)
 
 
-def carried(question: Question, located: Sequence[Located], hard_negative_ids: tuple[str, ...]) -> Question:
-    """The question over chunks; `located` has one entry for each of its positive ids, in their order."""
-    positives = dict.fromkeys(chunk_id for place in located for chunk_id in place.chunk_ids)
+def carry_over(question: Question, places: Sequence[AnswerPlace], hard_negative_ids: tuple[str, ...]) -> Question:
+    """Carry a question over to chunks; `places` has one entry for each of its positive ids, in their order."""
+    positives = dict.fromkeys(chunk_id for place in places for chunk_id in place.chunk_ids)
     return question._replace(
         positive_ids=tuple(positives),
         hard_negative_ids=tuple(name for name in hard_negative_ids if name not in positives),
-        answer_starts=located[0].answer_starts if located else (-1,) * len(question.answers),
+        answer_starts=places[0].answer_starts if places else (-1,) * len(question.answers),
     )
 
 

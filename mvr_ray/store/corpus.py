@@ -1,4 +1,4 @@
-"""Passages and questions at rest, as Arrow files.
+"""Store and read passages and questions as Arrow files.
 
 A corpus is `corpus.json` and one part a shard. A part holds its passages in id order and is named by its content;
 `corpus.json` names the parts, so replacing that one file replaces the corpus. A passage's shard is a hash of its id.
@@ -42,7 +42,7 @@ QUESTION_SCHEMA = pa.schema(
 
 
 def shard_of(passage_id: str, num_shards: int) -> int:
-    """The shard that keeps a passage, from its id alone."""
+    """Return the shard of a passage, from its id alone."""
     digest = hashlib.blake2b(passage_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % num_shards
 
@@ -100,7 +100,7 @@ class CorpusInfo:
 
 
 def corpus_digest(parts: Iterable[PartInfo]) -> str:
-    """Digest of all passages and of how they are divided into parts, 32 hex digits."""
+    """Digest all passages and how they are divided into parts, 32 hex digits."""
     return hashlib.sha256("\n".join(part.sha256 for part in parts).encode()).hexdigest()[:32]
 
 
@@ -118,28 +118,28 @@ class CorpusPart:
         return self._starts[-1]
 
     def passages(self, start: int = 0, stop: int | None = None) -> list[Passage]:
-        """Rows `start` up to `stop`, like a slice of a list."""
+        """Read rows `start` up to `stop`, like a slice of a list."""
         start, stop, _ = slice(start, stop).indices(len(self))
-        found: list[Passage] = []
+        passages: list[Passage] = []
         for batch, first in zip(self._batches, self._starts):
             low, high = max(start - first, 0), min(stop - first, batch.num_rows)
             if low < high:
                 columns = batch.slice(low, high - low).columns
-                found += map(Passage, *(column.to_pylist() for column in columns))
-        return found
+                passages += map(Passage, *(column.to_pylist() for column in columns))
+        return passages
 
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
 
     def row(self, passage_id: str) -> int:
-        """Row of a passage, -1 when it is not in this part."""
+        """Find the row of a passage, -1 when it is not in this part."""
         which = bisect.bisect_right(self._first_ids, passage_id) - 1
         if which < 0:
             return -1
         column = self._batches[which].column(0)
         at = bisect.bisect_left(range(len(column)), passage_id, key=lambda row: column[row].as_py())
-        found = at < len(column) and column[at].as_py() == passage_id
-        return self._starts[which] + at if found else -1
+        is_there = at < len(column) and column[at].as_py() == passage_id
+        return self._starts[which] + at if is_there else -1
 
     def get(self, passage_id: str) -> Passage | None:
         row = self.row(passage_id)
@@ -178,7 +178,7 @@ class Corpus:
         return len(self.info.parts)
 
     def part(self, shard: int) -> CorpusPart:
-        """One part, whose file is read whole and compared with its digest when this process first opens it.
+        """Open a part; its file is read whole and compared with its digest when this process first opens it.
 
         Raises StorageError for a file that is missing or cut short, DigestError for one with other bytes.
         """
@@ -203,12 +203,12 @@ class Corpus:
         return self._parts[shard]
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
-        """The passages of these ids; ids that the corpus does not hold are absent."""
-        found = ((passage_id, self.part(shard_of(passage_id, self.num_shards)).get(passage_id)) for passage_id in ids)
-        return {passage_id: passage for passage_id, passage in found if passage is not None}
+        """Find the passages of these ids; ids that the corpus does not hold are absent."""
+        pairs = ((passage_id, self.part(shard_of(passage_id, self.num_shards)).get(passage_id)) for passage_id in ids)
+        return {passage_id: passage for passage_id, passage in pairs if passage is not None}
 
     def __iter__(self) -> Iterator[Passage]:
-        """All passages, part by part."""
+        """Yield all passages, part by part."""
         for shard in range(self.num_shards):
             part = self.part(shard)
             for start in range(0, len(part), BATCH_ROWS):
@@ -216,35 +216,27 @@ class Corpus:
 
     @cached_property
     def _articles(self) -> dict[str, list[str]]:
-        grouped: dict[str, list[str]] = {}
+        ids_of_title: dict[str, list[str]] = {}
         for passage in self:
-            grouped.setdefault(passage.title, []).append(passage.id)
-        return {title: sorted(grouped[title]) for title in sorted(grouped)}
+            ids_of_title.setdefault(passage.title, []).append(passage.id)
+        return {title: sorted(ids_of_title[title]) for title in sorted(ids_of_title)}
 
     def articles(self) -> dict[str, list[str]]:
-        """Ids of the passages of each title, all in order. Reads the whole corpus once and keeps the ids."""
+        """Return the passage ids of each title, all in order. Reads the whole corpus once and caches the ids."""
         return self._articles
 
-    def damaged(self) -> list[tuple[str, str]]:
-        """Path and reason of each part whose bytes in the store are not those that were written; all are read."""
-        found = []
-        for info in self.info.parts:
-            path = self._part_path(info)
-            size = self.store.size_bytes(path)
-            if size < 0:
-                found.append((path, "is missing"))
-            elif size != info.num_bytes:
-                found.append((path, f"has {size} bytes, not {info.num_bytes}"))
-            elif self.store.sha256(path) != info.sha256:
-                found.append((path, f"has another sha256 than {info.sha256}"))
-        return found
+    def find_damage(self) -> list[tuple[str, str]]:
+        """Compare every part in the store with its digest; returns path and reason of each that differs."""
+        checks = ((self._part_path(part), part) for part in self.info.parts)
+        reasons = [(path, self.store.damage(path, part.num_bytes, part.sha256)) for path, part in checks]
+        return [(path, reason) for path, reason in reasons if reason]
 
     def _part_path(self, info: PartInfo) -> str:
         return f"{paths.corpus_dir(self.name)}/{info.file}"
 
 
 def _is_whole(path: Path, info: PartInfo) -> bool:
-    """Whether a part has its digest; read once in a process, and again where the file is another one since."""
+    """Whether a part has its digest; a process reads it once, and again when the file has changed."""
     if not path.is_file():
         return False
     stat = path.stat()
@@ -276,9 +268,9 @@ def write_question_file(path: Path, name: str, questions: Iterable[Question]) ->
 def read_questions(store: Store, name: str) -> list[Question]:
     path = paths.questions(name)
     if not store.exists(path):
-        known = question_sets(store)
+        names = question_sets(store)
         raise MissingInputError(
-            f"question set {name!r} not found in {store.name}; there are: {', '.join(known) or 'none'}. "
+            f"question set {name!r} not found in {store.name}; there are: {', '.join(names) or 'none'}. "
             f"`mvr-ray prepare CONFIG` stores the sets that prepare.sources and prepare.splits name"
         )
     rows: list[Question] = []
@@ -289,7 +281,7 @@ def read_questions(store: Store, name: str) -> list[Question]:
 
 
 def question_sets(store: Store) -> list[str]:
-    """Names of the stored question sets."""
+    """Return the names of the stored question sets."""
     return [name.removesuffix(".arrow") for name in store.list(paths.questions_dir()) if name.endswith(".arrow")]
 
 
@@ -321,7 +313,7 @@ def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[Passage] | Iterabl
 
 
 def _map_batches(path: Path) -> list[pa.RecordBatch]:
-    """The non-empty record batches of a mapped Arrow file."""
+    """Map the non-empty record batches of an Arrow file."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))

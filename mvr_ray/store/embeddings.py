@@ -1,4 +1,4 @@
-"""Embedding shards: every view of every passage of one shard, in id order, as an Arrow IPC file.
+"""Write and map embedding shards: every view of every passage of one shard, in id order, as an Arrow IPC file.
 
 One row a passage: `id` string, `view` list<int16>, `vector` list<fixed_size_list<halffloat|float>[D]>. Uncompressed, in
 record batches of 4,096 rows, so that a reader maps the file and copies nothing. The bytes depend on the rows alone,
@@ -9,6 +9,7 @@ Shapes: P passages, N view vectors, D dimension.
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +38,12 @@ class Views(NamedTuple):
     vectors_ND: FloatArray
 
 
+Changes = Mapping[int, tuple[IntArray, FloatArray]]
+"""Row -> all view numbers and vectors that its passage has now, such as `Views`."""
+
+
 class EmbeddingWriter:
-    """Writes a shard aside and names it when the block ends well; `Store` syncs it when it takes it:
+    """Writes a shard to a temporary file and renames it when the block succeeds; `Store` syncs it later:
 
     with EmbeddingWriter(path, dimension=384, num_views=8, dtype="fp16") as writer:
         writer.write(block)
@@ -62,24 +67,22 @@ class EmbeddingWriter:
         self._schema = pa.schema(fields, {b"format": _FORMAT, b"num_views": str(num_views).encode()})
 
     def __enter__(self) -> Self:
-        self._finished = finished_file(self.path, synced=False)
-        self._sink = pa.OSFile(str(self._finished.__enter__()), "wb")
-        self._file = pa.ipc.new_file(self._sink, self._schema)
+        with ExitStack() as stack:
+            aside = stack.enter_context(finished_file(self.path, sync=False))
+            sink = stack.enter_context(pa.OSFile(str(aside), "wb"))
+            self._file = stack.enter_context(pa.ipc.new_file(sink, self._schema))
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        try:
-            if kind is None:
-                self._flush(self._num_pending)
-            self._file.close()
-        except BaseException as failed:
-            self._sink.close()
-            self._finished.__exit__(type(failed), failed, failed.__traceback__)
-            raise
-        self._sink.close()
-        return self._finished.__exit__(kind, error, trace)
+        return self._stack.__exit__(kind, error, trace)
+
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush(self._num_pending)
 
     def write(self, block: EmbeddingBlock) -> None:
         """Add passages; ids ascend over the whole file, each passage has a view, every number is finite."""
@@ -111,8 +114,8 @@ class EmbeddingWriter:
                 raise StorageError(f"{self.path}: passage id {after!r} after {before!r}; ids must ascend, none twice")
         counts_P = np.diff(block.row_ptr)
         if (counts_P < 1).any():
-            lost = block.ids[int(np.flatnonzero(counts_P < 1)[0])]
-            raise StorageError(f"{self.path}: passage {lost!r} has no view and could never be found")
+            passage_id = block.ids[int(np.flatnonzero(counts_P < 1)[0])]
+            raise StorageError(f"{self.path}: passage {passage_id!r} has no view and could never be found")
         num_vectors = int(block.row_ptr[-1])
         expected = (num_vectors, self.dimension)
         if block.vectors_ND.shape != expected or len(block.view_numbers_N) != num_vectors or block.row_ptr[0] != 0:
@@ -129,11 +132,11 @@ class EmbeddingWriter:
     def _flush(self, num_passages: int) -> None:
         if not num_passages:
             return
-        joined = _join(self._pending)
+        block = _join(self._pending)
         for start in range(0, num_passages, BATCH_PASSAGES):
-            batch = _cut(joined, start, min(start + BATCH_PASSAGES, num_passages))
+            batch = _cut(block, start, min(start + BATCH_PASSAGES, num_passages))
             self._file.write_batch(self._to_arrow(batch))
-        rest = _cut(joined, num_passages, len(joined.ids))
+        rest = _cut(block, num_passages, len(block.ids))
         self._pending = [rest] if rest.ids else []
         self._num_pending = len(rest.ids)
 
@@ -152,7 +155,7 @@ class EmbeddingWriter:
 
 
 class EmbeddingShard:
-    """A shard's embeddings, mapped from its file: nothing is read before it is used."""
+    """A shard's embeddings, mapped from its file and read on use."""
 
     def __init__(self, path: Path, reader: pa.RecordBatchFileReader) -> None:
         schema = reader.schema
@@ -179,30 +182,30 @@ class EmbeddingShard:
             raise StorageError(f"{path} is not a whole embeddings file: {error}") from error
 
     def blocks(self) -> list[EmbeddingBlock]:
-        """All rows, in batches of up to 4,096 passages; the vectors are views of the mapped file."""
+        """Return all rows, in batches of up to 4,096 passages; the vectors are views of the mapped file."""
         return [self._block(batch) for batch in self._batches]
 
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
 
     def ids_of(self, rows: Sequence[int]) -> list[str]:
-        """Passage ids of some rows; the others are not read."""
+        """Read the passage ids of some rows only."""
         return self.arrow_ids().take(pa.array(rows, pa.int64())).to_pylist()
 
     def arrow_ids(self) -> pa.ChunkedArray:
-        """All passage ids as they lie in the file."""
+        """Return all passage ids as they lie in the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
 
     def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
-        """How many views these passages have in the file."""
-        known = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
+        """Count the views of these passages in the file."""
+        masks = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
         counts = [np.diff(batch.column("view").offsets.to_numpy()) for batch in self._batches]
-        return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(known, counts))
+        return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(masks, counts))
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
-        """The views of these passages, copied out of the file; ids that the shard does not hold are absent."""
-        found = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
-        return {passage_id: views for passage_id, views in found if views is not None}
+        """Copy the views of these passages from the file; ids that the shard does not hold are absent."""
+        pairs = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
+        return {passage_id: views for passage_id, views in pairs if views is not None}
 
     @cached_property
     def _first_ids(self) -> list[str]:
@@ -230,7 +233,7 @@ class EmbeddingShard:
         )
 
 
-def rewrite(shard: EmbeddingShard, path: Path, changes: Mapping[int, Views | tuple[IntArray, FloatArray]]) -> None:
+def rewrite(shard: EmbeddingShard, path: Path, changes: Changes) -> None:
     """Write a copy of a shard in which the rows of `changes` have the views given there, and no others."""
     outside = [row for row in changes if not 0 <= row < shard.num_passages]
     if outside:
@@ -242,32 +245,30 @@ def rewrite(shard: EmbeddingShard, path: Path, changes: Mapping[int, Views | tup
             first += len(block.ids)
 
 
-def changed_block(
-    block: EmbeddingBlock, first: int, changes: Mapping[int, Views | tuple[IntArray, FloatArray]]
-) -> EmbeddingBlock:
-    """A block whose first row has number `first` with the views of `changes`; itself where none is its own."""
+def changed_block(block: EmbeddingBlock, first: int, changes: Changes) -> EmbeddingBlock:
+    """Replace the views of `changes` in a block whose first row is row `first`; else return the block."""
     rows = [row for row in range(len(block.ids)) if first + row in changes]
     if not rows:
         return block
     numbers: list[IntArray] = []
     vectors: list[FloatArray] = []
     counts_P = np.diff(block.row_ptr)
-    kept = 0
+    next_vector = 0
     for row in rows:
         view_numbers_N, vectors_ND = changes[first + row]
         start, stop = int(block.row_ptr[row]), int(block.row_ptr[row + 1])
-        numbers += [block.view_numbers_N[kept:start], np.asarray(view_numbers_N, dtype=np.int16)]
-        vectors += [block.vectors_ND[kept:start], np.asarray(vectors_ND, dtype=block.vectors_ND.dtype)]
+        numbers += [block.view_numbers_N[next_vector:start], np.asarray(view_numbers_N, dtype=np.int16)]
+        vectors += [block.vectors_ND[next_vector:start], np.asarray(vectors_ND, dtype=block.vectors_ND.dtype)]
         counts_P[row] = len(view_numbers_N)
-        kept = stop
-    numbers.append(block.view_numbers_N[kept:])
-    vectors.append(block.vectors_ND[kept:])
+        next_vector = stop
+    numbers.append(block.view_numbers_N[next_vector:])
+    vectors.append(block.vectors_ND[next_vector:])
     row_ptr = np.concatenate([[0], np.cumsum(counts_P)])
     return EmbeddingBlock(block.ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
 
 
 def _finite(values: FloatArray) -> bool:
-    """Whether all are numbers. Half precision is told by its bits, ten times as fast as numpy asks each."""
+    """Whether all are finite. Half precision is checked by its bits, ten times as fast as by numpy."""
     if values.dtype != np.float16:
         return bool(np.isfinite(values).all())
     return int((values.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7C00

@@ -1,4 +1,4 @@
-"""Reads and writes bytes at rest under one root: a folder, or a bucket prefix (`s3://`, `gs://`).
+"""Read and write the files of a store under one root: a folder, or a bucket prefix (`s3://`, `gs://`).
 
 Every path is relative to the root with `/` between parts (names come from `paths`). A file appears whole or not at
 all: it is written aside, synced and renamed. A folder appears whole by one rename; on an object store its files are
@@ -25,7 +25,7 @@ STALE_SCRATCH_S = 86_400
 
 
 class Store:
-    """All reading and writing of one store. Cheap to make, and safe to send to another process."""
+    """Reads and writes one store. Cheap to make, and safe to send to another process."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = str(root)
@@ -47,42 +47,39 @@ class Store:
 
     @property
     def address(self) -> str:
-        """The root as another process may open it, whatever its working folder: a folder by its full path."""
+        """The root for processes with any working folder: a folder by its full path."""
         return str(self._folder.absolute()) if self.is_local else self.root
 
     @property
     def name(self) -> str:
-        """The root as messages show it: without keys and options that its address may hold."""
+        """The root in messages: without the keys and options of its address."""
         if "://" not in self.root:
             return self.root
         scheme, _, rest = self.root.partition("://")
         return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
     def where(self, path: str) -> str:
-        """How an error message names a path of this store."""
-        return f"{self.name.rstrip('/')}/{_checked(path)}"
+        """Return the name of a path in error messages."""
+        return f"{self.name.rstrip('/')}/{_check_path(path)}"
 
     def read_bytes(self, path: str) -> bytes:
-        try:
-            with _storage_errors("read", self.where(path)):
-                return self._objects.read(_checked(path)) if self._objects else self._local(path).read_bytes()
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        with self._input(path):
+            return self._objects.read(_check_path(path)) if self._objects else self._local(path).read_bytes()
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Put `data` at `path`, replacing what is there in one step."""
         with _storage_errors("write", self.where(path), len(data), self.free_bytes):
             if self._objects:
-                self._objects.write(_checked(path), data)
+                self._objects.write(_check_path(path), data)
                 return
             with self._aside(path, data) as aside:
                 aside.replace(self._local(path))
 
     def create_once(self, path: str, data: bytes) -> None:
-        """Put `data` at `path` unless something is there; then FileExistsError, and what is there stays."""
+        """Put `data` at a free `path`. Raises FileExistsError where something is there, which stays."""
         with _storage_errors("create", self.where(path), len(data), self.free_bytes):
             if self._objects:
-                self._objects.create_once(_checked(path), data)
+                self._objects.create_once(_check_path(path), data)
                 return
             with self._aside(path, data) as aside:
                 try:
@@ -100,7 +97,7 @@ class Store:
         """Move a finished local file to `path`, replacing what is there in one step."""
         with _storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
             if self._objects:
-                self._objects.upload(source, _checked(path))
+                self._objects.upload(source, _check_path(path))
                 source.unlink()
                 return
             target = self._local(path)
@@ -111,8 +108,9 @@ class Store:
             sync_folder(target.parent)
 
     def upload_dir(self, source: Path, path: str, last: Mapping[str, bytes] | None = None) -> bool:
-        """Move a finished local folder to `path`, whole, with the files `last`, which are small and say what the others
-        are. False when `path` is there already: it stays, the source goes.
+        """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others.
+
+        Returns False when `path` is there already: it stays, and the source is deleted.
 
         Meant for folders named by their content, where being there means being equal.
         """
@@ -126,7 +124,7 @@ class Store:
                 (source / name).write_bytes(data)
             if self._objects:
                 for file in sorted(_files_of(source), key=lambda file: (file.suffix == ".json", str(file))):
-                    self._objects.upload(file, f"{_checked(path)}/{file.relative_to(source).as_posix()}")
+                    self._objects.upload(file, f"{_check_path(path)}/{file.relative_to(source).as_posix()}")
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
@@ -148,38 +146,35 @@ class Store:
             return True
 
     def local_path(self, path: str) -> Path:
-        """A local file or folder with the content of `path`: itself, or a copy kept in the cache."""
+        """Return a local file or folder with the content of `path`: itself, or a copy in the cache."""
         if self._objects is None:
             return self._local(path)
-        try:
-            with _storage_errors("download", self.where(path)):
-                return self._objects.download(_checked(path), cache_dir() / _short_hash(self.root))
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        with self._input(path, "download"):
+            return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
 
     def exists(self, path: str) -> bool:
-        return self._objects.exists(_checked(path)) if self._objects else self._local(path).exists()
+        return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
 
     def list(self, path: str) -> list[str]:
-        """Names directly under `path`, sorted; empty when it is not there. Names that start with a dot are ours."""
+        """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
         if self._objects:
-            names = self._objects.list(_checked(path))
+            names = self._objects.list(_check_path(path))
         else:
             folder = self._local(path)
             names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         return sorted(name for name in names if not name.startswith("."))
 
     def size_bytes(self, path: str) -> int:
-        """Size of the file at `path`, -1 when it is not there."""
+        """Return the size of the file at `path`, -1 when it is not there."""
         if self._objects:
-            return self._objects.size_bytes(_checked(path))
+            return self._objects.size_bytes(_check_path(path))
         file = self._local(path)
         return file.stat().st_size if file.is_file() else -1
 
     def age_s(self, path: str) -> float:
         """Seconds since the newest file at or under `path` changed; 0 when there is none."""
         if self._objects:
-            newest = self._objects.newest_s(_checked(path))
+            newest = self._objects.newest_s(_check_path(path))
         else:
             root = self._local(path)
             times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
@@ -187,9 +182,9 @@ class Store:
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
-        """Make the folder at `path` young again, so that collection leaves it alone."""
+        """Renew the age of the folder at `path`, so that collection keeps it."""
         if self._objects:
-            self._objects.touch(_checked(path))
+            self._objects.touch(_check_path(path))
         else:
             os.utime(self._local(path))
 
@@ -197,27 +192,27 @@ class Store:
         """Remove the file at `path`, if there."""
         with _storage_errors("delete", self.where(path)):
             if self._objects:
-                self._objects.delete(_checked(path))
+                self._objects.delete(_check_path(path))
             else:
                 self._local(path).unlink(missing_ok=True)
 
     def delete_dir(self, path: str) -> None:
-        """Remove the folder at `path` and all below it, if there. It vanishes in one step on a local path."""
+        """Remove the folder at `path`, if there; on a local path in one step."""
         with _storage_errors("delete", self.where(path)):
             if self._objects:
-                self._objects.delete_dir(_checked(path))
+                self._objects.delete_dir(_check_path(path))
                 return
             folder = self._local(path)
             if folder.exists():
-                doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
-                folder.rename(doomed)
-                shutil.rmtree(doomed)
+                aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
+                folder.rename(aside)
+                shutil.rmtree(aside)
 
     def move_dir(self, path: str, to: str) -> None:
         """Move a folder to a name that is free: by one rename, or on an object store file by file, copied first."""
         with _storage_errors("move", self.where(path)):
             if self._objects:
-                self._objects.move_dir(_checked(path), _checked(to))
+                self._objects.move_dir(_check_path(path), _check_path(to))
                 return
             self._local(to).parent.mkdir(parents=True, exist_ok=True)
             self._local(path).rename(self._local(to))
@@ -225,14 +220,18 @@ class Store:
             sync_folder(self._local(path).parent)
 
     def sha256(self, path: str) -> str:
-        """Hex digest of the file at `path`, as it is in the store now."""
-        try:
-            with _storage_errors("read", self.where(path)):
-                if self._objects:
-                    return self._objects.sha256(_checked(path))
-                return sha256_of(self._local(path))
-        except FileNotFoundError:
-            raise MissingInputError(f"{self.where(path)} does not exist") from None
+        """Compute the hex digest of the file at `path`, as it is in the store now."""
+        with self._input(path):
+            return self._objects.sha256(_check_path(path)) if self._objects else sha256_of(self._local(path))
+
+    def damage(self, path: str, num_bytes: int, sha256: str) -> str:
+        """Compare the file at `path` with its size and digest; returns how it differs, or an empty text."""
+        size = self.size_bytes(path)
+        if size < 0:
+            return "is missing"
+        if size != num_bytes:
+            return f"has {size} bytes, not {num_bytes}"
+        return "" if self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
 
     def free_bytes(self) -> int | None:
         """Free space of the disk under a local root; None on an object store."""
@@ -245,7 +244,7 @@ class Store:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder for unfinished work, gone afterwards; on a local root it is on the store's own disk."""
+        """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk."""
         if self._objects:
             with tempfile.TemporaryDirectory(prefix="mvr_ray-") as name:
                 yield Path(name)
@@ -265,11 +264,20 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _local(self, path: str) -> Path:
-        return self._folder / _checked(path)
+        return self._folder / _check_path(path)
+
+    @contextlib.contextmanager
+    def _input(self, path: str, action: str = "read") -> Iterator[None]:
+        """Turn errors of reading into StorageError, and a missing file into MissingInputError."""
+        try:
+            with _storage_errors(action, self.where(path)):
+                yield
+        except FileNotFoundError:
+            raise MissingInputError(f"{self.where(path)} does not exist") from None
 
     @contextlib.contextmanager
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:
-        """A synced file with `data` beside `path`, gone afterwards; the folder is synced last."""
+        """Write `data` to a synced file beside `path`, and delete it afterwards; the folder is synced last."""
         target = self._local(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
@@ -284,7 +292,7 @@ class Store:
             aside.unlink(missing_ok=True)
 
     def _create_claimed(self, aside: Path, target: Path) -> None:
-        """`create_once` for file systems without hard links: the claim is the lock, the rename is the creation."""
+        """Do `create_once` on file systems without hard links: the claim is the lock, the rename is the creation."""
         claim = target.with_name(f".{target.name}.claim")
         try:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -301,13 +309,13 @@ class Store:
 
 
 def cache_dir() -> Path:
-    """Where copies of object-store files are kept: `MVR_RAY_CACHE`, else a folder of the user's cache."""
-    named = os.environ.get("MVR_RAY_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "mvr_ray"
+    """Return the folder for copies of object-store files: `MVR_RAY_CACHE`, else a folder of the user's cache."""
+    folder = os.environ.get("MVR_RAY_CACHE")
+    return Path(folder) if folder else Path.home() / ".cache" / "mvr_ray"
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a local file, read piece by piece."""
+    """Compute the hex digest of a local file, read piece by piece."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(HASH_CHUNK_BYTES):
@@ -316,13 +324,13 @@ def sha256_of(path: Path) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Return when the file's bytes are on the disk."""
+    """Wait until the file's bytes are on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the folder's names are on the disk; some network file systems cannot, and say EINVAL."""
+    """Wait until the folder's names are on the disk; some network file systems cannot do that and return EINVAL."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -334,24 +342,26 @@ def sync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def finished_file(target: Path, synced: bool = True) -> Iterator[Path]:
-    """A path beside `target` to write to; it becomes `target` when the block ends well, else it goes. Not `synced`: for
-    files that a store then takes, which syncs what it names."""
+def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
+    """Give a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it.
+
+    Without `sync`, for files that a `Store` then takes, which syncs them.
+    """
     with _storage_errors("write", str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             yield aside
-            if synced:
+            if sync:
                 sync_file(aside)
             aside.replace(target)
-            if synced:
+            if sync:
                 sync_folder(target.parent)
         finally:
             aside.unlink(missing_ok=True)
 
 
-def _checked(path: str) -> str:
+def _check_path(path: str) -> str:
     pure = PurePosixPath(path)
     assert path and not pure.is_absolute() and ".." not in pure.parts, f"not a path inside the store: {path!r}"
     return str(pure)
@@ -366,7 +376,7 @@ def _short_hash(text: str) -> str:
 
 
 def _beside(source: Path, target: Path) -> Path:
-    """`source`, or a copy of it on `target`'s disk when it is on another one (then the source goes)."""
+    """Return `source`, or move it to `target`'s disk when it is on another one."""
     if source.stat().st_dev == target.parent.stat().st_dev:
         return source
     copy = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
@@ -381,7 +391,7 @@ def _beside(source: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _storage_errors(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
-    """Turn the system's errors into ones that say what was being done, and what to do."""
+    """Turn errors of the system into StorageError, which names the action and the remedy."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, StorageError):

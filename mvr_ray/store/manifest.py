@@ -1,4 +1,4 @@
-"""Describes, publishes, opens, verifies and rolls back index versions.
+"""Describe, publish, open, verify and roll back index versions.
 
 A manifest is the whole truth about one version: immutable, created once under its number, naming shards by their
 content. The live version is the highest. A shard folder is shared by all versions that name it and goes only when
@@ -45,7 +45,7 @@ _CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ShardMeta(NamedTuple):
-    """What a builder knows about the shard that it finished."""
+    """Number and sizes of a finished shard, from its builder."""
 
     shard: int
     num_passages: int
@@ -122,13 +122,13 @@ class Manifest:
         return sum(shard.num_bytes for shard in self.shards)
 
     def content_digest(self) -> str:
-        """Equal for equal content, whenever and as whichever version it was published."""
+        """Digest the content, whenever and as whichever version it was published."""
         left_out = {"version", "parent", "created", "operation", "token"}
         fields = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
         return digest_of(fields)
 
     def to_json(self) -> bytes:
-        """The manifest with a digest over all of it, so that a damaged one is noticed."""
+        """Write the manifest with a digest over all of it, which detects damage."""
         fields = dataclasses.asdict(self)
         return (json.dumps({**fields, "digest": digest_of(fields)}, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -136,7 +136,7 @@ class Manifest:
     def from_json(cls, data: bytes, where: str) -> Self:
         try:
             fields = json.loads(data)
-            format_version, written = fields["format_version"], fields.pop("digest")
+            format_version, digest = fields["format_version"], fields.pop("digest")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
         if format_version != FORMAT_VERSION:
@@ -144,8 +144,8 @@ class Manifest:
                 f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}; "
                 f"use the program that wrote it, or roll back: mvr-ray versions CONFIG rollback N"
             )
-        if digest_of(fields) != written:
-            raise DigestError(f"{where} is damaged: its digest is not {written}; publish again or roll back")
+        if digest_of(fields) != digest:
+            raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
         try:
             return cls(**fields)
         except (TypeError, ValidationError) as error:
@@ -166,7 +166,7 @@ class VerifyReport(NamedTuple):
     problems: list[Problem]
 
     def require(self) -> None:
-        """DigestError naming the first damaged file and its shard, if any."""
+        """Raise DigestError naming the first damaged file and its shard, if any."""
         if self.problems:
             shard, path, reason = self.problems[0]
             raise DigestError(
@@ -176,19 +176,19 @@ class VerifyReport(NamedTuple):
 
 
 def add_shard(
-    store: Store, index: str, folder: Path, meta: ShardMeta, known: Mapping[str, FileEntry] | None = None
+    store: Store, index: str, folder: Path, meta: ShardMeta, entries: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
     """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
 
-    `known` describes files that were found whole before and are not read again.
+    `entries` describes files that were found whole before and are not read again.
     A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
     """
     (folder / paths.SHARD_JSON).unlink(missing_ok=True)
     files_by_name = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {n: (known or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in files_by_name.items()}
-    described = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
-    digest = digest_of(described)[:DIGEST_HEX]
-    told = (json.dumps(described, indent=1) + "\n").encode()
+    files = {n: (entries or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in files_by_name.items()}
+    description = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
+    digest = digest_of(description)[:DIGEST_HEX]
+    shard_json = (json.dumps(description, indent=1) + "\n").encode()
     entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
     path = paths.shard_dir(index, digest)
     if store.exists(path):
@@ -197,13 +197,13 @@ def add_shard(
             log.warning("shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, *problem[1:])
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
         if not store.exists(f"{path}/{paths.SHARD_JSON}"):
-            store.write_bytes(f"{path}/{paths.SHARD_JSON}", told)
-    store.upload_dir(folder, path, {paths.SHARD_JSON: told})
+            store.write_bytes(f"{path}/{paths.SHARD_JSON}", shard_json)
+    store.upload_dir(folder, path, {paths.SHARD_JSON: shard_json})
     return entry
 
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
-    """A local folder with the shard's files, each read once and found equal to its digest, else DigestError."""
+    """Return a local folder with the shard's files. Reads each, and raises DigestError where it has another digest."""
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     for name, file in entry.files.items():
@@ -227,13 +227,13 @@ def add_refined_queries(store: Store, index: str, file: Path) -> str:
 
 
 def list_versions(store: Store, index: str) -> list[int]:
-    """Numbers of the versions that are there, ascending. The last is live."""
+    """List the numbers of the versions, ascending. The last is live."""
     stems = (name.removesuffix(".json") for name in store.list(paths.versions_dir(index)) if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def read(store: Store, index: str, version: int | None = None) -> Manifest:
-    """A version's manifest; the live one's when no version is named."""
+    """Read a version's manifest; the live one's when no version is named."""
     versions = list_versions(store, index)
     if not versions:
         raise MissingInputError(f"index {index!r} has no version in {store.name}; make one: mvr-ray index CONFIG")
@@ -246,7 +246,7 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
 
 
 def latest_version(store: Store, index: str) -> int:
-    """The live version's number, 0 where there is none."""
+    """Return the live version's number, 0 where there is none."""
     return max(list_versions(store, index), default=0)
 
 
@@ -260,9 +260,9 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     if live != manifest.parent:
         raise _conflict(index, version, live)
     _require_files(store, manifest, version)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    published = dataclasses.replace(manifest, version=version, created=created, token=uuid.uuid4().hex)
-    path, data = paths.manifest(index, version), published.to_json()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = dataclasses.replace(manifest, version=version, created=now, token=uuid.uuid4().hex)
+    path, data = paths.manifest(index, version), manifest.to_json()
     try:
         store.create_once(path, data)
     except ManifestError:
@@ -277,49 +277,49 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
             raise ManifestError(
                 f"index {index!r} version {version} not published, {live} stays live: {error}"
             ) from error
-    _withdraw_if_torn(store, published)
-    log.info("published: index=%s version=%d passages=%d", index, version, published.num_passages)
-    return published
+    _withdraw_if_torn(store, manifest)
+    log.info("published: index=%s version=%d passages=%d", index, version, manifest.num_passages)
+    return manifest
 
 
-def _withdraw_if_torn(store: Store, published: Manifest) -> None:
-    """Where files went since they were looked at, what was live comes back; ManifestError says so, or why not."""
-    if not (lost := _missing_files(store, published)):
+def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
+    """Publish the parent's content again if files vanished during a publish; ManifestError reports the outcome."""
+    if not (missing := _missing_files(store, manifest)):
         return
-    index, parent = published.index, published.parent
-    torn = (
-        f"index {index!r} version {published.version} lost {len(lost)} files while it was published (first: "
-        f"{store.where(lost[0])}), as when a clock leaps and `versions collect` runs"
+    index, parent = manifest.index, manifest.parent
+    problem = (
+        f"index {index!r} version {manifest.version} lost {len(missing)} files while it was published (first: "
+        f"{store.where(missing[0])}), as when a clock leaps and `versions collect` runs"
     )
     if not parent:
-        raise ManifestError(f"{torn}; no earlier version is there; run the same command again")
+        raise ManifestError(f"{problem}; no earlier version is there; run the same command again")
     try:
-        back = publish(store, dataclasses.replace(read(store, index, parent), parent=published.version))
+        back = publish(store, dataclasses.replace(read(store, index, parent), parent=manifest.version))
     except StorageError as error:
         live = latest_version(store, index)
-        now = f"version {live} of another publisher is live" if live > published.version else "it is live, and torn"
+        now = f"version {live} of another publisher is live" if live > manifest.version else "it is live, and torn"
         raise ManifestError(
-            f"{torn}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
-            f"version {published.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
+            f"{problem}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
+            f"version {manifest.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
         ) from error
     now = f"version {back.version} has version {parent}'s content again"
-    raise ManifestError(f"{torn}; {now}; run the same command again")
+    raise ManifestError(f"{problem}; {now}; run the same command again")
 
 
 def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
-    """Whether `data` came to be at `path`. ManifestError where that cannot be read either."""
-    failed = error
+    """Whether `path` holds `data` after a failed creation. Raises ManifestError where that cannot be read either."""
+    last_error = error
     for attempt in range(READ_TRIES):
         try:
             return store.exists(path) and store.read_bytes(path) == data
         except MissingInputError:
             return False
         except OSError as unread:
-            failed = unread
+            last_error = unread
             time.sleep(FIRST_PAUSE_S * 2**attempt)
     raise ManifestError(
         f"whether {store.where(path)} was published is not known: creating it failed ({error}), and so did reading it "
-        f"({failed}). When the store answers again: mvr-ray versions CONFIG list; if it is not there, run the same "
+        f"({last_error}). When the store answers again: mvr-ray versions CONFIG list; if it is not there, run the same "
         f"command again"
     )
 
@@ -348,7 +348,7 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
-    """Every file that the manifest names is there with its size; its folders are made young."""
+    """Raise ManifestError unless every file of the manifest is there with its size; renew the age of its folders."""
     missing = _missing_files(store, manifest)
     if missing:
         raise ManifestError(
@@ -360,15 +360,15 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
-    """Paths that the manifest names and that are not there with their size."""
-    wanted = [
+    """List the paths of the manifest that are not there with their size."""
+    sizes = [
         (f"{paths.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
         for shard in manifest.shards
         for name, file in shard.files.items()
     ]
-    missing = [path for path, num_bytes in wanted if store.size_bytes(path) != num_bytes]
-    refined = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
-    return missing + [path for path in refined if store.size_bytes(path) < 0]
+    missing = [path for path, num_bytes in sizes if store.size_bytes(path) != num_bytes]
+    queries = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
+    return missing + [path for path in queries if store.size_bytes(path) < 0]
 
 
 def _num_files(manifest: Manifest) -> int:
@@ -376,16 +376,10 @@ def _num_files(manifest: Manifest) -> int:
 
 
 def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
-    problems: list[Problem] = []
-    for name, file in entry.files.items():
-        path = f"{paths.shard_dir(index, entry.digest)}/{name}"
-        size = store.size_bytes(path)
-        if size < 0:
-            problems.append(Problem(entry.shard, path, "is missing"))
-        elif size != file.num_bytes:
-            problems.append(Problem(entry.shard, path, f"has {size} bytes, not {file.num_bytes}"))
-        elif store.sha256(path) != file.sha256:
-            problems.append(Problem(entry.shard, path, f"has another sha256 than {file.sha256}"))
+    folder = paths.shard_dir(index, entry.digest)
+    files = [(f"{folder}/{name}", file) for name, file in entry.files.items()]
+    reasons = [(path, store.damage(path, file.num_bytes, file.sha256)) for path, file in files]
+    problems = [Problem(entry.shard, path, reason) for path, reason in reasons if reason]
     return VerifyReport(len(entry.files), entry.num_bytes, problems)
 
 
@@ -401,7 +395,7 @@ def _conflict(index: str, version: int, live: int) -> PublishConflictError:
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
-    """sha256 of the canonical JSON, which is the same before a value is written and after it is read."""
+    """Compute the sha256 of the canonical JSON, which is the same before writing and after reading."""
     try:
         text = json.dumps(fields, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Reads and writes the files of a store on an object store: `s3://`, `gs://`, and what else obstore opens.
+"""Read and write the files of a store on an object store: `s3://`, `gs://`, and what else obstore opens.
 
 An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
 condition is checked once, by creating one object twice; a service that does not is refused, since nothing else would
@@ -42,18 +42,21 @@ CHUNK_BYTES = 1 << 20
 CLIENT: Any = {"allow_http": True, "timeout": "60s"}
 RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 OPTIONS = ("region", "scheme", "endpoint_override", "force_virtual_addressing")
-IGNORED = ("allow_bucket_creation", "allow_bucket_deletion", "background_writes", "project_id", "retry_limit_seconds")
+UNUSED_OPTIONS = (
+    *("allow_bucket_creation", "allow_bucket_deletion"),
+    *("background_writes", "project_id", "retry_limit_seconds"),
+)
 """Options that addresses may have, and that change nothing here."""
 
 
 def open_address(address: str) -> ObjectStore:
-    """The service, bucket and prefix that an address names."""
+    """Open the service, bucket and prefix of an address."""
     parts = urlsplit(address)
     if parts.scheme not in ("s3", "gs"):
         return from_url(address, client_options=CLIENT, retry_config=RETRY)
     user, _, bucket = parts.netloc.rpartition("@")
     options = dict(parse_qsl(parts.query))
-    if unknown := sorted(set(options) - {*OPTIONS, *IGNORED}):
+    if unknown := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(
             f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
         )
@@ -86,13 +89,13 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
 
 
 def _first_line(error: BaseError | None) -> str:
-    """What an error says, without the dump of its source."""
+    """Return an error's message without the dump of its source."""
     return str(error).partition("\n")[0]
 
 
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raise the library's errors as OSError, the first line of their message."""
+    """Raise the library's errors as OSError with the first line of their message."""
     try:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -118,7 +121,7 @@ class ObjectFiles:
 
     @_os_errors()
     def create_once(self, path: str, data: bytes) -> None:
-        """Write unless there: FileExistsError if it is, TimeoutError where nothing came to be."""
+        """Write to a free path. Raises FileExistsError if it is taken, TimeoutError if no try succeeded."""
         self._require_conditional_puts()
         failure: BaseError | None = None
         for attempt in range(CREATE_TRIES):
@@ -145,7 +148,7 @@ class ObjectFiles:
             raise FileExistsError(f"{path} exists")
 
     def _require_conditional_puts(self) -> None:
-        """StorageError unless creating an object that is there is refused."""
+        """Raise StorageError unless the service refuses to create an object that is there."""
         for _ in range(2):
             if self._is_conditional:
                 return
@@ -177,7 +180,7 @@ class ObjectFiles:
 
     @_os_errors()
     def download(self, path: str, cache: Path) -> Path:
-        """A local copy of a file or folder; what changed in size or time is fetched anew, what is very young always."""
+        """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
         if meta := self._meta(path):
             return self._download_file(meta, cache / path)
         files = self._below(path)
@@ -193,8 +196,8 @@ class ObjectFiles:
 
     @_os_errors()
     def list(self, path: str) -> list[str]:
-        found = obstore.list_with_delimiter(self._objects, path)
-        names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        listing = obstore.list_with_delimiter(self._objects, path)
+        names = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
         return [name.rstrip("/").rpartition("/")[2] for name in names]
 
     @_os_errors()
@@ -204,14 +207,14 @@ class ObjectFiles:
 
     @_os_errors()
     def newest_s(self, path: str) -> float | None:
-        """Unix time of the newest object at or below the path."""
+        """Return the Unix time of the newest object at or below the path."""
         meta = self._meta(path)
         files = [meta] if meta else self._below(path)
         return max((file["last_modified"].timestamp() for file in files), default=None)
 
     @_os_errors()
     def touch(self, path: str) -> None:
-        """Write the folder's JSON files again, which makes them young."""
+        """Write the folder's JSON files again, which renews their time."""
         for file in self._below(path):
             if file["path"].endswith(".json"):
                 self.write(file["path"], self.read(file["path"]))

@@ -1,4 +1,4 @@
-"""Every file and folder name of a store, once.
+"""Define every file and folder name of a store.
 
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
     <store>/questions/<name>.arrow
@@ -35,7 +35,7 @@ def corpus_json(name: str) -> str:
 
 
 def corpus_part(shard: int, digest: str) -> str:
-    """A part's file name in its corpus folder: by content, so that a new corpus never overwrites a live one."""
+    """Name a part's file by its content, so that a new corpus never overwrites a live one."""
     return f"part-{shard:05d}-{digest[:16]}.arrow"
 
 
@@ -51,13 +51,8 @@ def encoders_dir(name: str) -> str:
     return f"encoders/{name}"
 
 
-def latest_encoder(name: str) -> str:
-    """Which snapshot of this name was trained last."""
-    return f"encoders/{name}/latest.json"
-
-
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:
-    """Says which encoder embeds this corpus as the one of `fingerprint` does, in another precision."""
+    """Record of the encoder that embeds this corpus in another precision than the one of `fingerprint`."""
     return f"encoders/{name}/{fingerprint}.{precision}.{corpus}.json"
 
 
@@ -66,12 +61,12 @@ def encoder_dir(name: str, fingerprint: str) -> str:
 
 
 def models_dir(room: str, name: str) -> str:
-    """All of one name; `room` is `readers` or `cross_encoders`."""
+    """All models of one name; `room` is `encoders`, `readers` or `cross_encoders`."""
     return f"{room}/{name}"
 
 
 def latest_model(room: str, name: str) -> str:
-    """Which one of this name was trained last."""
+    """Record of the model of this name that was trained last."""
     return f"{room}/{name}/latest.json"
 
 
@@ -80,7 +75,7 @@ def model_dir(room: str, name: str, fingerprint: str) -> str:
 
 
 def training_dir(name: str, key: str) -> str:
-    """Where a training keeps its checkpoints; `key` is a digest of all that decides its result."""
+    """Folder of a training's checkpoints; `key` is a digest of all that decides its result."""
     return f"training/{name}/{key}"
 
 
@@ -105,7 +100,7 @@ def quarantine_root(index: str) -> str:
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:
-    """Where the damaged shard folder of this digest is set aside for the `number`-th time."""
+    """Folder of the damaged shard of this digest that was set aside as the `number`-th."""
     return f"indexes/{index}/quarantine/{digest}-{number}"
 
 
@@ -131,7 +126,7 @@ def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
 
 
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:
-    """What is known of a shard that is built with index parameters of digest `params`."""
+    """Record of a shard that is built with index parameters of digest `params`."""
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"
 
 
@@ -141,7 +136,7 @@ def study_step(key: str) -> str:
 
 
 def study_corpus(corpus: str) -> str:
-    """Which step of a study prepared the corpus of this name last."""
+    """Record of the study step that prepared the corpus of this name last."""
     return f"studies/corpora/{corpus}.json"
 
 
@@ -149,5 +144,5 @@ def study_report_dir(study: str, size: str) -> str:
     return f"studies/{study}-{size}"
 
 
-def run_dir(started: str, stage: str) -> str:
-    return f"runs/{started}-{stage}"
+def run_dir(stamp: str, stage: str) -> str:
+    return f"runs/{stamp}-{stage}"

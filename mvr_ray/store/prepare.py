@@ -1,4 +1,4 @@
-"""Source files to a corpus and question sets: checked, counted, cut, drawn, split, and put in place at once.
+"""Turn source files into a corpus and question sets: check, count, cut, draw, split, and replace the old ones at once.
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.chunks import Located, carried, chunk, locate
+from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
     Corpus,
     CorpusInfo,
@@ -36,7 +36,7 @@ from mvr_ray.store.formats import (
     source_files,
 )
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
-from mvr_ray.store.sampling import BottomK, SplitShares, hash_rank, split
+from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
@@ -45,43 +45,31 @@ log = logging.getLogger(__name__)
 REPORT_EVERY = 5000
 
 
-class _SetQuestion(NamedTuple):
-    """A question in its set, with the place it was read from."""
+class _SourceRows(NamedTuple):
+    """The sources' passages and question sets, and how many rows their formats and their `share` leave out."""
 
-    question: Question
-    where: str
-
-
-class _Read(NamedTuple):
-    """What the sources gave, and what their `share` left there."""
-
-    spool: ShardSpill
-    sets: dict[str, list[_SetQuestion]]
+    passages: ShardSpill
+    sets: dict[str, list[QuestionRecord]]
     rows_dropped: int
-    passages_left: int
-    questions_left: int
+    passages_left_out: int
+    questions_left_out: int
 
 
 class _Findings(NamedTuple):
-    """What the passages said about the questions: places by (set, question id, positive id), negatives that exist."""
+    """What passages tell about questions: answer places by (set, question id, positive id), negatives that exist."""
 
-    places: dict[tuple[str, str, str], Located]
+    places: dict[tuple[str, str, str], AnswerPlace]
     negatives: dict[str, str]
 
 
-class _Cut(NamedTuple):
-    """Passages ready for their parts (`pieces` may hold each id several times), and how many there are."""
+class _Pieces(NamedTuple):
+    """Passages ready for their parts (`spill` may hold each id several times), and how many there are."""
 
-    pieces: ShardSpill
-    found: _Findings
+    spill: ShardSpill
+    findings: _Findings
     num_repeats: int
     num_unique: int
     num_pieces: int
-
-
-class _WrittenParts(NamedTuple):
-    infos: list[PartInfo]
-    num_passages: int
 
 
 def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
@@ -93,35 +81,36 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
     _check(cfg)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
-        read = _read(cfg, folder / "read", bad, progress)
-        kept = {name: _draw_questions(asked, cfg.max_questions) for name, asked in read.sets.items()}
-        cut = _cut(cfg, read.spool, folder / "cut", kept, bad, progress)
-        resolved = {name: _resolve(name, asked, cut.found, bad) for name, asked in kept.items()}
-        passages = _draw_passages(cfg, cut, resolved)
-        questions = {name: _with_passages(some, passages) for name, some in resolved.items()}
-        num_unused = _count(kept) - _count(resolved)
-        num_not_drawn = _count(read.sets) - num_unused - _count(questions)
-        questions |= _splits(cfg, questions, cut.found)
+        rows = _read(cfg, folder / "read", bad, progress)
+        sets = {name: _draw_questions(records, cfg.max_questions) for name, records in rows.sets.items()}
+        pieces = _cut(cfg, rows.passages, folder / "cut", sets, bad, progress)
+        over_pieces = {name: _resolve(name, records, pieces.findings, bad) for name, records in sets.items()}
+        passages = _draw_passages(cfg, pieces, over_pieces)
+        questions = {name: _with_passages(some, passages) for name, some in over_pieces.items()}
+        num_unused = _count(sets) - _count(over_pieces)
+        num_not_drawn = _count(rows.sets) - num_unused - _count(questions)
+        questions |= _splits(cfg, questions, pieces.findings)
         files = folder / "out"
-        written = _write_parts(cfg, cut, passages, files, progress)
+        parts = _write_parts(cfg, pieces, passages, files, progress)
+        num_written = sum(part.num_passages for part in parts)
         for name, some in questions.items():
             write_question_file(files / f"{name}.arrow", name, some)
         report = PrepareReport(
-            passages_read=read.spool.num_added + read.passages_left,
-            passages_written=written.num_passages,
+            passages_read=rows.passages.num_added + rows.passages_left_out,
+            passages_written=num_written,
             bad_rows=tuple(bad.rows),
-            duplicates=cut.num_repeats,
+            duplicates=pieces.num_repeats,
             questions={name: len(some) for name, some in sorted(questions.items())},
-            parts=len(written.infos),
-            digest=corpus_digest(written.infos),
-            chunks_gained=cut.num_pieces - cut.num_unique,
-            passages_not_drawn=cut.num_pieces - written.num_passages + read.passages_left,
-            questions_not_drawn=num_not_drawn + read.questions_left,
-            rows_dropped=read.rows_dropped,
-            hard_negatives_dropped=_num_lost_negatives(kept, cut.found),
+            parts=len(parts),
+            digest=corpus_digest(parts),
+            chunks_gained=pieces.num_pieces - pieces.num_unique,
+            passages_not_drawn=pieces.num_pieces - num_written + rows.passages_left_out,
+            questions_not_drawn=num_not_drawn + rows.questions_left_out,
+            rows_dropped=rows.rows_dropped,
+            hard_negatives_dropped=_num_lost_negatives(sets, pieces.findings),
         )
-        _require_equal(cut.num_pieces if passages is None else len(passages), written.num_passages, "kept", "written")
-        _put_in_place(cfg, store, files, written.infos, report)
+        _require_equal(pieces.num_pieces if passages is None else len(passages), num_written, "kept", "written")
+        _put_in_place(cfg, store, files, parts, report)
     log.info("prepared: corpus=%s passages=%d digest=%s", cfg.corpus, report.passages_written, report.digest)
     return report
 
@@ -131,24 +120,24 @@ def _check(cfg: PrepareConfig) -> None:
         raise ConfigError("prepare.sources is empty; name at least one file, such as - path: train-v1.1.json")
     if not any(source.passages for source in cfg.sources):
         raise ConfigError("no entry of prepare.sources gives passages; set passages: true on one")
-    named = {source.questions for source in cfg.sources if source.questions}
-    for number, wanted in enumerate(cfg.splits):
-        if wanted.source not in named:
-            known = ", ".join(sorted(named)) or "none"
-            raise ConfigError(f"prepare.splits.{number}.source: no question set {wanted.source!r}; there are: {known}")
-        if wanted.known_share + wanted.gate_share > 1:
+    names = {source.questions for source in cfg.sources if source.questions}
+    for number, part in enumerate(cfg.splits):
+        if part.source not in names:
+            there = ", ".join(sorted(names)) or "none"
+            raise ConfigError(f"prepare.splits.{number}.source: no question set {part.source!r}; there are: {there}")
+        if part.known_share + part.gate_share > 1:
             raise ConfigError(
-                f"prepare.splits.{number}: known_share {wanted.known_share} and gate_share {wanted.gate_share} "
+                f"prepare.splits.{number}: known_share {part.known_share} and gate_share {part.gate_share} "
                 f"are more than 1 together; lower one"
             )
 
 
-def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _Read:
-    spool = ShardSpill(folder, cfg.num_shards)
-    sets: dict[str, list[_SetQuestion]] = {source.questions: [] for source in cfg.sources if source.questions}
-    seen: dict[tuple[str, str], str] = {}
-    dropped = count = 0
-    left: set[str] = set()
+def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _SourceRows:
+    spill = ShardSpill(folder, cfg.num_shards)
+    sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
+    place_of: dict[tuple[str, str], str] = {}
+    num_dropped = count = 0
+    left_out: set[str] = set()
     for source in cfg.sources:
         for record in read_source(source):
             count += 1
@@ -156,172 +145,167 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                 progress("rows read", count, 0)
             match record:
                 case PassageRecord(passage, _) if not _takes(source, passage):
-                    left.add(passage.id)
+                    left_out.add(passage.id)
                 case PassageRecord():
-                    spool.add(record)
+                    spill.add(record)
                 case QuestionRecord(question, where):
                     assert source.questions is not None
                     key = (source.questions, question.id)
-                    if key in seen:
-                        bad.add(BadRow(where, f"question id {question.id!r} stands already in {seen[key]}"))
+                    if key in place_of:
+                        bad.add(BadRow(where, f"question id {question.id!r} stands already in {place_of[key]}"))
                     else:
-                        seen[key] = where
-                        sets[source.questions].append(_SetQuestion(question, where))
+                        place_of[key] = where
+                        sets[source.questions].append(record)
                 case BadRow():
                     bad.add(record)
                 case DroppedRow():
-                    dropped += 1
+                    num_dropped += 1
     progress("rows read", count, count)
-    taken = {
-        name: [one for one in asked if not left.intersection(one.question.positive_ids[:1])]
-        for name, asked in sets.items()
+    own = {
+        name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
+        for name, records in sets.items()
     }
-    return _Read(spool, taken, dropped, len(left), _count(sets) - _count(taken))
+    return _SourceRows(spill, own, num_dropped, len(left_out), _count(sets) - _count(own))
 
 
 def _takes(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
 
 
-def _draw_questions(asked: list[_SetQuestion], limit: int) -> list[_SetQuestion]:
-    if not limit or len(asked) <= limit:
-        return asked
-    lots = BottomK(limit, "questions")
-    for one in asked:
-        lots.add(one.question.id)
-    names = lots.names()
-    return [one for one in asked if one.question.id in names]
+def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:
+    if not limit or len(records) <= limit:
+        return records
+    names = draw((record.question.id for record in records), limit, "questions")
+    return [record for record in records if record.question.id in names]
 
 
 def _cut(
     cfg: PrepareConfig,
-    spool: ShardSpill,
+    passages: ShardSpill,
     folder: Path,
-    kept: dict[str, list[_SetQuestion]],
+    sets: dict[str, list[QuestionRecord]],
     bad: BadRows,
     progress: Progress,
-) -> _Cut:
-    """Drop repeats and duplicates, cut what is left, and note what it says about the questions."""
-    asking: dict[str, list[tuple[str, Question]]] = {}
-    negatives_wanted: set[str] = set()
-    for name, asked in kept.items():
-        for question, _ in asked:
-            negatives_wanted.update(question.hard_negative_ids)
+) -> _Pieces:
+    """Drop repeats and duplicates, cut the other passages, and note where they answer the questions."""
+    questions_of: dict[str, list[tuple[str, Question]]] = {}
+    negative_ids: set[str] = set()
+    for name, records in sets.items():
+        for question, _ in records:
+            negative_ids.update(question.hard_negative_ids)
             for passage_id in question.positive_ids:
-                asking.setdefault(passage_id, []).append((name, question))
-    found = _Findings({}, {})
-    pieces = ShardSpill(folder, cfg.num_shards) if cfg.chunk_words else spool
+                questions_of.setdefault(passage_id, []).append((name, question))
+    findings = _Findings({}, {})
+    pieces = ShardSpill(folder, cfg.num_shards) if cfg.chunk_words else passages
     num_repeats = num_unique = num_duplicates = num_pieces = 0
-    for shard in range(spool.num_shards):
-        shelf = spool.unique(shard)
-        num_repeats += shelf.repeats
-        num_unique += len(shelf.passages)
-        num_duplicates += len(shelf.bad)
-        for row in shelf.bad:
+    for shard in range(passages.num_shards):
+        own = passages.unique(shard)
+        num_repeats += own.repeats
+        num_unique += len(own.passages)
+        num_duplicates += len(own.bad)
+        for row in own.bad:
             bad.add(row)
-        for passage in shelf.passages:
+        for passage in own.passages:
             chunks = chunk(passage, cfg.chunk_words)
             num_pieces += len(chunks)
-            if passage.id in negatives_wanted:
-                found.negatives[passage.id] = chunks[0].passage.id
-            for name, question in asking.get(passage.id, ()):
+            if passage.id in negative_ids:
+                findings.negatives[passage.id] = chunks[0].passage.id
+            for name, question in questions_of.get(passage.id, ()):
                 starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
                 place = locate(passage.text, chunks, question.answers, starts)
-                found.places[name, question.id, passage.id] = place
+                findings.places[name, question.id, passage.id] = place
             if cfg.chunk_words:
                 for piece in chunks:
                     pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
-        progress("parts sorted", shard + 1, spool.num_shards)
-    _require_equal(spool.num_added, num_unique + num_repeats + num_duplicates, "read", "sorted")
-    return _Cut(pieces, found, num_repeats, num_unique, num_pieces)
+        progress("parts sorted", shard + 1, passages.num_shards)
+    _require_equal(passages.num_added, num_unique + num_repeats + num_duplicates, "read", "sorted")
+    return _Pieces(pieces, findings, num_repeats, num_unique, num_pieces)
 
 
-def _resolve(name: str, asked: list[_SetQuestion], found: _Findings, bad: BadRows) -> list[Question]:
-    """Questions over the corpus as cut; one whose positive names no passage is a bad row."""
-    resolved = []
-    for question, where in asked:
-        places = [found.places.get((name, question.id, positive)) for positive in question.positive_ids]
-        lost = [positive for positive, place in zip(question.positive_ids, places) if place is None]
-        if lost:
-            bad.add(BadRow(where, f"positive {lost[0]!r} of question {question.id!r} names no passage of the corpus"))
+def _resolve(name: str, records: list[QuestionRecord], findings: _Findings, bad: BadRows) -> list[Question]:
+    """Carry questions over to the cut corpus; one whose positive names no passage is a bad row."""
+    questions = []
+    for question, where in records:
+        places = [findings.places.get((name, question.id, positive)) for positive in question.positive_ids]
+        missing = [positive for positive, place in zip(question.positive_ids, places) if place is None]
+        if missing:
+            reason = f"positive {missing[0]!r} of question {question.id!r} names no passage of the corpus"
+            bad.add(BadRow(where, reason))
             continue
-        negatives = tuple(found.negatives[n] for n in question.hard_negative_ids if n in found.negatives)
-        resolved.append(carried(question, [place for place in places if place is not None], negatives))
-    return resolved
+        negatives = tuple(findings.negatives[n] for n in question.hard_negative_ids if n in findings.negatives)
+        questions.append(carry_over(question, [place for place in places if place is not None], negatives))
+    return questions
 
 
-def _draw_passages(cfg: PrepareConfig, cut: _Cut, resolved: dict[str, list[Question]]) -> set[str] | None:
-    """Ids of the passages to keep, gold first; None keeps all."""
-    if not cfg.max_passages or cut.num_pieces <= cfg.max_passages:
+def _draw_passages(cfg: PrepareConfig, pieces: _Pieces, sets: dict[str, list[Question]]) -> set[str] | None:
+    """Draw the ids of the passages to keep, gold first; None keeps all."""
+    if not cfg.max_passages or pieces.num_pieces <= cfg.max_passages:
         return None
-    gold = {positive for questions in resolved.values() for question in questions for positive in question.positive_ids}
-    lots = BottomK(cfg.max_passages, "passages")
-    for shard in range(cfg.num_shards):
-        for passage in cut.pieces.unique(shard).passages:
-            lots.add(passage.id, first=passage.id in gold)
-    return lots.names()
+    gold = {positive for questions in sets.values() for question in questions for positive in question.positive_ids}
+    ids = (passage.id for shard in range(cfg.num_shards) for passage in pieces.spill.unique(shard).passages)
+    return draw(ids, cfg.max_passages, "passages", first=gold)
 
 
 def _with_passages(questions: list[Question], passages: set[str] | None) -> list[Question]:
-    """Questions without the ids that were not drawn; those left without a gold passage go."""
+    """Remove ids that were not drawn from questions, and questions that then have no gold passage."""
     if passages is None:
         return questions
-    kept = []
+    results = []
     for question in questions:
         positives = tuple(name for name in question.positive_ids if name in passages)
         if question.positive_ids and not positives:
             continue
         same_home = positives[:1] == question.positive_ids[:1]
-        kept.append(
+        results.append(
             question._replace(
                 positive_ids=positives,
                 hard_negative_ids=tuple(name for name in question.hard_negative_ids if name in passages),
                 answer_starts=question.answer_starts if same_home else (-1,) * len(question.answers),
             )
         )
-    return kept
+    return results
 
 
-def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], found: _Findings) -> dict[str, list[Question]]:
-    titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(found.places.items())}
-    made: dict[str, list[Question]] = {}
-    for wanted in cfg.splits:
-        source = questions[wanted.source]
-        articles = {q.id: titles.get((wanted.source, q.id), f"question {q.id}") for q in source}
-        shares = SplitShares(wanted.unseen_share, wanted.known_share, wanted.gate_share, wanted.seed)
-        for name, part in split(source, articles, shares).items():
-            full = f"{wanted.source}_{name}"
-            if full in questions or full in made:
+def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], findings: _Findings) -> dict[str, list[Question]]:
+    titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(findings.places.items())}
+    sets: dict[str, list[Question]] = {}
+    for own in cfg.splits:
+        source = questions[own.source]
+        articles = {q.id: titles.get((own.source, q.id), f"question {q.id}") for q in source}
+        for name, part in split(source, articles, **own.model_dump(exclude={"source"})).items():
+            full = f"{own.source}_{name}"
+            if full in questions or full in sets:
                 raise ConfigError(f"prepare.splits: two question sets would be named {full!r}; rename a source's set")
-            made[full] = part
-    return made
+            sets[full] = part
+    return sets
 
 
 def _write_parts(
-    cfg: PrepareConfig, cut: _Cut, passages: set[str] | None, folder: Path, progress: Progress
-) -> _WrittenParts:
-    """Write every part under its content's name and read it back: what was to be written must be there."""
+    cfg: PrepareConfig, pieces: _Pieces, passages: set[str] | None, folder: Path, progress: Progress
+) -> list[PartInfo]:
+    """Write every part under its content's name and read it back: every passage must be there."""
     infos: list[PartInfo] = []
     for shard in range(cfg.num_shards):
-        shelf = cut.pieces.unique(shard)
-        if cfg.chunk_words and shelf.bad:
-            raise DataError(f"a chunk's id is a passage's id: {shelf.bad[0]}; give the source an id_prefix")
-        rows = [passage for passage in shelf.passages if passages is None or passage.id in passages]
+        own = pieces.spill.unique(shard)
+        if cfg.chunk_words and own.bad:
+            raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
+        rows = [passage for passage in own.passages if passages is None or passage.id in passages]
         aside = folder / "part.arrow"
         write_passages(aside, rows)
-        lost = sorted({row.id for row in rows} - set(CorpusPart(aside).ids()))
-        if lost:
-            raise RowsLostError(f"part {shard}: {len(lost)} of {len(rows)} passages not written, first: {lost[:5]}")
+        missing = sorted({row.id for row in rows} - set(CorpusPart(aside).ids()))
+        if missing:
+            first = missing[:5]
+            raise RowsLostError(f"part {shard}: {len(missing)} of {len(rows)} passages not written, first: {first}")
         digest = sha256_of(aside)
         name = paths.corpus_part(shard, digest)
         infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
         aside.rename(folder / name)
         progress("parts written", shard + 1, cfg.num_shards)
-    return _WrittenParts(infos, sum(info.num_passages for info in infos))
+    return infos
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
-    """Parts first, under names that no live corpus uses with other bytes; corpus.json last."""
+    """Move parts to the store under names of their content, then question sets, and corpus.json last."""
     before = _parts_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
@@ -356,19 +340,19 @@ def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     for source in cfg.sources:
         files = source_files(source)
         for file in files:
-            named = _name_of(source, file, len(files))
-            yield SourceInfo(named, format_of(source), file.stat().st_size, sha256_of(file))
+            name = _name_of(source, file, len(files))
+            yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
 
 
 def _name_of(source: SourceConfig, file: Path, num_files: int) -> str:
     return source.path if num_files == 1 and not source.path.endswith("/") else f"{source.path.rstrip('/')}/{file.name}"
 
 
-def _num_lost_negatives(kept: dict[str, list[_SetQuestion]], found: _Findings) -> int:
+def _num_lost_negatives(sets: dict[str, list[QuestionRecord]], findings: _Findings) -> int:
     return sum(
-        negative not in found.negatives
-        for asked in kept.values()
-        for question, _ in asked
+        negative not in findings.negatives
+        for records in sets.values()
+        for question, _ in records
         for negative in question.hard_negative_ids
     )
 

@@ -1,4 +1,4 @@
-"""The books of `prepare`: every row that came in is written, or named, or counted here."""
+"""Count the rows of `prepare`: every row read is written, or named, or counted here."""
 
 import logging
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What came in, what went out, and where the difference is.
+    """Counts of rows read and written, and of the difference.
 
     passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
     """
@@ -47,9 +47,9 @@ class BadRows:
         self.rows.append(row)
         log.warning("bad row: %s", row)
         if len(self.rows) > self.limit:
-            named = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
+            first = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
             more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
             raise DataError(
-                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {named}{more}; "
+                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
                 f"correct the file, or raise prepare.max_bad_rows to go on without such rows"
             )

@@ -1,4 +1,4 @@
-"""The record of one run of one stage: what was asked, what was said on the way, what came out.
+"""Record one run of one stage: its configuration, log lines and report.
 
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class RunRecord:
-    """Collects a run's report; `folder` is where it is kept, relative to the store."""
+    """Collects a run's report; `folder` is relative to the store."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class RunRecord:
         self.report = report
 
     def add_file(self, name: str, data: bytes) -> None:
-        """A file to be written beside the report."""
+        """Add a file to be written beside the report."""
         self.files[name] = data
 
 
@@ -55,10 +55,10 @@ class RunRecord:
 def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     """Write the config before the work and the report after it, whether it succeeds, fails or is interrupted."""
     store = Store(run.store.path)
-    started = datetime.datetime.now(datetime.UTC)
-    kept = RunRecord(_free_folder(store, started, stage))
+    start = datetime.datetime.now(datetime.UTC)
+    run_record = RunRecord(_free_folder(store, start, stage))
     config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
-    store.write_bytes(f"{kept.folder}/config.yaml", config.encode())
+    store.write_bytes(f"{run_record.folder}/config.yaml", config.encode())
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
@@ -68,7 +68,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
     clock, outcome, trouble = time.monotonic(), "done", None
     try:
-        yield kept
+        yield run_record
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
@@ -81,17 +81,17 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         summary = {
             "stage": stage,
             "outcome": outcome,
-            "started": started.isoformat(timespec="seconds"),
+            "started": start.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - clock, 3),
             "version": __version__,
             "error": trouble,
-            "report": to_plain(kept.report),
+            "report": to_plain(run_record.report),
         }
         try:
-            store.write_bytes(f"{kept.folder}/report.json", json.dumps(summary, indent=2).encode())
-            store.write_bytes(f"{kept.folder}/log", lines.getvalue().encode())
-            for name, data in kept.files.items():
-                store.write_bytes(f"{kept.folder}/{name}", data)
+            store.write_bytes(f"{run_record.folder}/report.json", json.dumps(summary, indent=2).encode())
+            store.write_bytes(f"{run_record.folder}/log", lines.getvalue().encode())
+            for name, data in run_record.files.items():
+                store.write_bytes(f"{run_record.folder}/{name}", data)
         except StorageError as error:
             if outcome == "done":
                 raise
@@ -99,7 +99,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
 
 
 def to_plain(value: Any) -> Any:
-    """Any report of ours as JSON can hold it: named tuples and dataclasses become objects, NaN becomes null."""
+    """Convert a report to JSON types: named tuples and dataclasses become objects, NaN becomes null."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, enum.Enum):
@@ -121,8 +121,8 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _free_folder(store: Store, started: datetime.datetime, stage: str) -> str:
-    stem = started.strftime("%Y%m%dT%H%M%S")
+def _free_folder(store: Store, start: datetime.datetime, stage: str) -> str:
+    stem = start.strftime("%Y%m%dT%H%M%S")
     folder, again = paths.run_dir(stem, stage), 1
     while store.exists(f"{folder}/config.yaml"):
         again += 1

@@ -1,17 +1,26 @@
-"""Passages on their way into parts: appended to one scratch file a shard, taken out again a shard at a time.
+"""Divide passages among shards in scratch files, and give them back sorted, a shard at a time.
 
-What waits in memory is bounded, whatever the number of shards and passages.
+Memory is bounded, whatever the number of shards and passages.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.formats import BadRow, PassageRecord
 from mvr_ray.types import Passage
 
 MAX_WAITING_CHARS = 1 << 26
+
+
+class SortedShard(NamedTuple):
+    """One shard's passages in id order, rows whose id another passage has, and the number of repeats."""
+
+    passages: list[Passage]
+    bad: list[BadRow]
+    repeats: int
 
 
 class ShardSpill:
@@ -34,23 +43,23 @@ class ShardSpill:
         if self._num_waiting_chars > MAX_WAITING_CHARS:
             self._flush()
 
-    def unique(self, shard: int) -> "SortedShard":
-        """The shard's passages in id order, the first of each id; what else bore the id is a repeat or a bad row."""
+    def unique(self, shard: int) -> SortedShard:
+        """Sort the shard's passages by id and keep the first of each; others of an id are repeats or bad rows."""
         self._flush()
         records = sorted(self._read(shard), key=lambda record: record.passage.id)
-        kept: list[Passage] = []
+        passages: list[Passage] = []
         bad: list[BadRow] = []
         repeats = 0
         first = ""
         for record in records:
-            if not kept or record.passage.id != kept[-1].id:
-                kept.append(record.passage)
+            if not passages or record.passage.id != passages[-1].id:
+                passages.append(record.passage)
                 first = record.where
-            elif record.repeats and record.passage == kept[-1]:
+            elif record.repeats and record.passage == passages[-1]:
                 repeats += 1
             else:
                 bad.append(BadRow(record.where, f"passage id {record.passage.id!r} stands already in {first}"))
-        return SortedShard(kept, bad, repeats)
+        return SortedShard(passages, bad, repeats)
 
     def _read(self, shard: int) -> Iterator[PassageRecord]:
         path = self._path(shard)
@@ -69,12 +78,3 @@ class ShardSpill:
 
     def _path(self, shard: int) -> Path:
         return self._folder / f"{shard}.jsonl"
-
-
-class SortedShard:
-    """One shard's passages, and what was set aside."""
-
-    def __init__(self, passages: list[Passage], bad: list[BadRow], repeats: int) -> None:
-        self.passages = passages
-        self.bad = bad
-        self.repeats = repeats

@@ -62,10 +62,10 @@ def near(rng: np.random.Generator, count: int, dimension: int) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def assert_moved(result, moved: dict[int, np.ndarray], tolerance: float = 1e-10) -> None:
-    assert result.moved_M.tolist() == sorted(moved)
+def assert_moved(result, expected: dict[int, np.ndarray], tolerance: float = 1e-10) -> None:
+    assert result.moved_M.tolist() == sorted(expected)
     for row, vector in zip(result.moved_M, result.vectors_MD):
-        np.testing.assert_allclose(vector, moved[row], rtol=0, atol=tolerance)
+        np.testing.assert_allclose(vector, expected[row], rtol=0, atol=tolerance)
 
 
 CASES = [(1, 1, 5), (1, 4, 5), (3, 8, 12), (8, 5, 9)]  # views a passage, passages, questions
@@ -129,7 +129,7 @@ def test_the_closed_gradient_equals_central_differences(step):
         assert gradient_D[axis] == pytest.approx((above - below) / (2 * width), abs=1e-8)
 
 
-class Closed(torch.autograd.Function):
+class LossOfStep(torch.autograd.Function):
     """The loss of a step as a function of the vectors that it moves, with the step's own gradient."""
 
     @staticmethod
@@ -163,7 +163,7 @@ def test_gradcheck_finds_the_closed_gradients_of_all_vectors_at_once(step, seed)
         ),
     }[step]
     x = torch.from_numpy(moved).requires_grad_()
-    assert torch.autograd.gradcheck(lambda vectors: Closed.apply(vectors, take), (x,))
+    assert torch.autograd.gradcheck(lambda vectors: LossOfStep.apply(vectors, take), (x,))
 
 
 def test_a_small_step_lowers_the_loss_and_its_gradient_is_orthogonal_so_norms_grow():
@@ -272,7 +272,7 @@ def test_sums_over_shards_add_up_to_the_query_step_over_the_whole_index():
     signs = rng.choice([-1, 0, 1], (12, 4))
     sums = None
     for rows in (slice(0, 5), slice(5, 6), slice(6, 12)):
-        part: LabelSums = label_sums(views[rows], matrices(signs[rows]).transposed())
+        part: LabelSums = label_sums(views[rows], matrices(signs[rows]).transpose())
         sums = part if sums is None else sums.plus(part)
     assert sums is not None
     joined = ratio_step(queries, sums, step_size=0.2)
@@ -305,7 +305,7 @@ def stepped_by(name: str, part: int = 512) -> Iterator[None]:
         yield
 
 
-def transcribed(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int, np.ndarray]:
+def step_by_equations(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int, np.ndarray]:
     """Eqs. 13 and 14 as they are written, in double, a vector at a time."""
     moved = {}
     for row, signs_Q in enumerate(signs_NQ):
@@ -331,10 +331,10 @@ def test_the_step_in_single_precision_errs_no_more_than_its_bound(name, dtype, s
     with stepped_by(name, part):
         single = passage_step(views, queries, matrices(signs), step_size=0.05, single=True)
     error = 0.05 * 60 * 2.0**-24 + 2.0**-23
-    assert_moved(single, transcribed(views, native_step.to_int16(queries).values(), signs, 0.05), error)
+    assert_moved(single, step_by_equations(views, native_step.to_int16(queries).values(), signs, 0.05), error)
     unit, least = queries.max() / 65534, (views.astype(float) @ queries.T.astype(float)).min()
     away = 2 * unit / least * (1 + np.abs(views.astype(float)).sum(axis=1).max() * queries.max() / least)
-    assert_moved(single, transcribed(views, queries, signs, 0.05), 1.01 * 0.05 * away + error)
+    assert_moved(single, step_by_equations(views, queries, signs, 0.05), 1.01 * 0.05 * away + error)
     assert single.vectors_MD.dtype == np.float32
     if dimension > 1:  # in one dimension nothing can move, and losses are those of counts
         assert single[3:] == double[3:]
@@ -503,7 +503,7 @@ def test_the_linear_forms_add_up_over_shards(seed: int, shards: int):
     signs = rng.choice([-1, 0, 1], (9, 5))
     whole = rocchio_step(queries, views, matrices(signs), beta=0.3, gamma=-0.2)
     shard_N = rng.integers(0, shards, 9)
-    parts = [label_sums(views[shard_N == s], matrices(signs[shard_N == s]).transposed()) for s in range(shards)]
+    parts = [label_sums(views[shard_N == s], matrices(signs[shard_N == s]).transpose()) for s in range(shards)]
     total = parts[0]
     for part in parts[1:]:
         total = total.plus(part)
@@ -538,14 +538,14 @@ def test_a_vector_that_is_moved_to_nothing_stays():
     assert step.keep_length(vectors).vectors_MD.tolist() == [[2.0, 0.0]]
 
 
-def test_the_linear_form_pushes_vectors_without_a_positive_away_only_if_told_to():
+def test_the_linear_form_pushes_away_from_negatives_only_vectors_with_a_positive():
     vectors, queries = np.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]), np.array([[2.0, 0.0], [0.0, 4.0]])
     labels = matrices(np.array([[-1, -1], [0, 0], [1, 0]]))
     assert linear_step(vectors, queries, labels).moved_M.tolist() == [2]
-    pushed = linear_step(vectors, queries, labels, gamma=-0.5, move_without_positive=True)
-    assert pushed.moved_M.tolist() == [0, 2]
-    np.testing.assert_allclose(pushed.vectors_MD, [[1 - 0.5 * 1, 1 - 0.5 * 2], [3 + 0.6 * 2, 3]])
-    assert (pushed.num_no_positive, pushed.num_no_negative) == (1, 1)
+    step = linear_step(vectors, queries, matrices(np.array([[-1, -1], [0, 0], [1, -1]])), gamma=-0.5)
+    assert step.moved_M.tolist() == [2]
+    np.testing.assert_allclose(step.vectors_MD, [[3 + 0.6 * 2, 3 - 0.5 * 4]])
+    assert (step.num_no_positive, step.num_no_negative) == (1, 0)
 
 
 def test_nothing_labelled_moves_nothing():

@@ -89,7 +89,7 @@ def test_what_cannot_score_pairs_is_refused_by_name(tiny, tmp_path):
         CrossEncoder.open(str(tmp_path / "three"))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 100000, but .* lower mine\.max_pair_tokens"):
         CrossEncoder.from_backbone(tiny("bert"), PairSpec(100_000))
-    with pytest.raises(CrossEncoderError, match=r"no stored cross-encoder: cross_encoder\.json cannot be read"):
+    with pytest.raises(CrossEncoderError, match=r"holds no cross-encoder: cross_encoder\.json cannot be read"):
         CrossEncoder.load(tiny("bert"))
     saved = CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=1)
     saved.save(tmp_path / "saved")

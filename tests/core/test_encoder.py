@@ -132,12 +132,12 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
 @pytest.mark.parametrize(
     ("kind", "name"), [case for case in CASES if case[1] in ("viewers", "viewers own", "snippets", "snippets mean")]
 )
-@pytest.mark.parametrize("tied", [True, False])
-def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tiny, kind, name, tied):
+@pytest.mark.parametrize("one_tower", [True, False])
+def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tiny, kind, name, one_tower):
     """The same model with a table that has a row for each token of the passage, word or viewer and position summed, and
     nothing in its own table of positions, gives the same vectors. Where attention has a bias by distance, it is the one
     that two tokens of a plain row have who are as far apart as the positions told."""
-    encoder = DualEncoder.from_backbone(tiny(kind), replace(STRATEGIES[name], normalize=False, tied=tied))
+    encoder = DualEncoder.from_backbone(tiny(kind), replace(STRATEGIES[name], normalize=False, tied=one_tower))
     (passage,) = encoder.tokenize_passages(PASSAGES[:1])
     tower, plain = encoder.passage_tower, AutoModel.from_pretrained(tiny(kind)).eval()
     words = torch.cat([plain.get_input_embeddings().weight, tower.viewers.weight])[torch.from_numpy(passage.input_ids)]
@@ -152,7 +152,7 @@ def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tin
             plain_HTT = plain.encoder.compute_position_bias(torch.zeros(1, max(told) + 1, 1))[0]
             apart_TTH = [[plain_HTT[:, max(0, i - j), max(0, j - i)] for j in told] for i in told]
             bias_HTT = torch.stack([torch.stack(row) for row in apart_TTH]).permute(2, 0, 1)
-            plain.encoder.compute_position_bias = lambda hidden: bias_HTT
+            plain.encoder.compute_position_bias = lambda states: bias_HTT
         positions.zero_()
         states_TD = plain(input_ids=first + torch.arange(passage.num_tokens)[None]).last_hidden_state[0]
     wanted = [states_TD[torch.from_numpy(passage.view_T == view)].mean(0) for view in range(3)]
@@ -192,17 +192,17 @@ def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, n
     assert encoder.training and not pooled.requires_grad
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("one_tower", [True, False])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_both_sides_train_every_tower_and_gradients_stay_finite(tiny, name, tied):
-    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], tied=tied)).train()
+def test_both_sides_train_every_tower_and_gradients_stay_finite(tiny, name, one_tower):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], tied=one_tower)).train()
     queries, views = encoder(QUERIES[:2], encoder.tokenize_passages(PASSAGES))
     weights = torch.randn(views.views_PVD.shape, generator=torch.Generator().manual_seed(0))
     (queries[:, 0].sum() + (views.views_PVD * weights).sum()).backward()
     for parameter_name, parameter in encoder.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert torch.isfinite(parameter.grad).all(), parameter_name
-    assert (encoder.question_tower is encoder.passage_tower) == tied
+    assert (encoder.question_tower is encoder.passage_tower) == one_tower
 
 
 def test_checkpointing_gives_the_same_gradient(tiny):
@@ -288,9 +288,9 @@ def test_a_title_view_is_the_first_and_the_texts_snippets_are_one_fewer_by_algor
     assert view_of_offset(encoder, passage, -1) == -1
 
 
-@pytest.mark.parametrize("kept", ["masked", "kept"])
-def test_without_a_title_the_texts_snippets_keep_their_views(tiny, kept):
-    spec = replace(STRATEGIES["snippets"], title_view=True, empty_snippets=kept)
+@pytest.mark.parametrize("empty_snippets", ["masked", "kept"])
+def test_without_a_title_the_texts_snippets_keep_their_views(tiny, empty_snippets):
+    spec = replace(STRATEGIES["snippets"], title_view=True, empty_snippets=empty_snippets)
     encoder = DualEncoder.from_backbone(tiny("bert"), spec)
     titled, bare = PASSAGES[1]._replace(title="Trade"), PASSAGES[1]
     span = (0, len(bare.text))
@@ -299,7 +299,7 @@ def test_without_a_title_the_texts_snippets_keep_their_views(tiny, kept):
     assert encoder.view_spans(bare._replace(title=" ")) == [None, span, None]
     assert view_of_offset(encoder, bare, 3) == view_of_offset(encoder, titled, 3) == 1
     mask = encoder.embed_passages(encoder.tokenize_passages([titled, bare])).mask_PV.tolist()
-    assert mask == ([[True] * 3] * 2 if kept == "kept" else [[True, True, False], [False, True, False]])
+    assert mask == ([[True] * 3] * 2 if empty_snippets == "kept" else [[True, True, False], [False, True, False]])
 
 
 @pytest.mark.parametrize("name", ["cls", "mean", "first_k", "viewers"])

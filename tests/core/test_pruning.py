@@ -31,14 +31,14 @@ def drawn_views(seed: int, kind: str, num_views: int, dimension: int) -> np.ndar
     kind=st.sampled_from(["apart", "alike", "inside", "copies"]),
     num_views=st.integers(1, 8),
     dimension=st.sampled_from([2, 5, 24]),
-    bound=st.sampled_from([0.0, 1e-3, 0.05, 0.5]),
+    tolerance=st.sampled_from([0.0, 1e-3, 0.05, 0.5]),
 )
 @SLOW
-def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, bound):
+def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, tolerance):
     """Random queries, and those that a dropped view likes best: along what its kept siblings lack of it."""
     views = drawn_views(seed, kind, num_views, dimension)
-    kept, worst = prune_views(views, bound)
-    assert kept.any() and worst <= bound
+    kept, worst = prune_views(views, tolerance)
+    assert kept.any() and worst <= tolerance
     rng = np.random.default_rng(seed + 1)
     queries = [rng.normal(size=dimension) for _ in range(50)]
     queries += [views[view] - views[kept].mean(0) for view in np.flatnonzero(~kept)]
@@ -50,16 +50,16 @@ def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, bo
             assert scores[view] <= scores[kept].max() + np.linalg.norm(query) * worst * norms[view] + slack
 
 
-@given(seed=st.integers(0, 2**20), num_views=st.integers(2, 6), bound=st.sampled_from([0.0, 1e-3, 0.2]))
+@given(seed=st.integers(0, 2**20), num_views=st.integers(2, 6), tolerance=st.sampled_from([0.0, 1e-3, 0.2]))
 @SLOW
-def test_copies_and_mixtures_are_dropped_and_nothing_that_stands_out(seed, num_views, bound):
+def test_copies_and_mixtures_are_dropped_and_nothing_that_stands_out(seed, num_views, tolerance):
     copies = drawn_views(seed, "copies", num_views, 24)
-    kept, worst = prune_views(copies, bound)
+    kept, worst = prune_views(copies, tolerance)
     assert len(np.unique(copies, axis=0)) == kept.sum() and worst == 0
     firsts = {copies[at].tobytes(): at for at in reversed(range(num_views))}
     assert sorted(firsts.values()) == np.flatnonzero(kept).tolist()
     apart = np.eye(num_views)
-    assert prune_views(apart, bound)[0].all()
+    assert prune_views(apart, tolerance)[0].all()
     inside = drawn_views(seed, "inside", num_views, 24)
     assert bool(prune_views(inside, 1e-5)[0][max(1, num_views // 2) :].any()) is False
 
@@ -95,7 +95,7 @@ def test_a_block_keeps_ids_order_and_view_numbers():
     assert pruned.block.vectors_ND.tobytes() == np.stack([first, second, second]).tobytes()
 
 
-@pytest.mark.parametrize("bound", [0.0, 0.1])
-def test_of_zero_vectors_one_stays(bound):
-    assert prune_views(np.zeros((1, 4)), bound)[0].tolist() == [True]
-    assert prune_views(np.zeros((3, 4)), bound)[0].tolist() == [True, False, False]
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+def test_of_zero_vectors_one_stays(tolerance):
+    assert prune_views(np.zeros((1, 4)), tolerance)[0].tolist() == [True]
+    assert prune_views(np.zeros((3, 4)), tolerance)[0].tolist() == [True, False, False]

@@ -114,7 +114,7 @@ def test_matrices_hold_each_label_once_on_its_side():
     matrices = label_matrices(slot, question, positive, 3, 2)
     assert matrices.positive_NQ.toarray().tolist() == [[0, 1], [0, 0], [1, 0]]
     assert matrices.negative_NQ.toarray().tolist() == [[0, 0], [0, 0], [0, 1]]
-    assert matrices.transposed().positive_NQ.toarray().tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert matrices.transpose().positive_NQ.toarray().tolist() == [[0, 0, 1], [1, 0, 0]]
 
 
 def test_no_hits_give_no_labels_and_empty_matrices():

@@ -37,15 +37,15 @@ def windows_of_logits(draw):
 
 @given(st.lists(windows_of_logits(), min_size=1, max_size=4), st.integers(1, 6))
 @settings(max_examples=300)
-def test_the_best_span_is_the_best_of_all_spans(drawn, most):
-    width = max(len(start) for start, *_ in drawn)
-    start_FT, end_FT = np.full((2, len(drawn), width), 9.0)  # what is not text would win
-    text_FT = np.zeros((len(drawn), width), bool)
-    for row, (start, end, first, count) in enumerate(drawn):
+def test_the_best_span_is_the_best_of_all_spans(examples, most):
+    width = max(len(start) for start, *_ in examples)
+    start_FT, end_FT = np.full((2, len(examples), width), 9.0)  # what is not text would win
+    text_FT = np.zeros((len(examples), width), bool)
+    for row, (start, end, first, count) in enumerate(examples):
         start_FT[row, : len(start)], end_FT[row, : len(end)] = start, end
         text_FT[row, first : first + count] = True
     found = best_spans(start_FT, end_FT, text_FT, most)
-    for row, (start, end, first, count) in enumerate(drawn):
+    for row, (start, end, first, count) in enumerate(examples):
         spans = [
             (-(start[i] + end[j]), i, j - i)
             for i in range(first, first + count)
@@ -129,7 +129,7 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
         for number, window in enumerate(made):
             assert window.input_ids[window.null] == theirs.cls_token_id
             sequence = expected.sequence_ids(number)
-            for token in range(window.skipped, window.skipped + window.num_text):
+            for token in range(window.offset, window.offset + window.num_text):
                 place = window.place(token)
                 assert sequence[place] == 1
                 assert expected["offset_mapping"][number][place] == (tokens.starts[token], tokens.stops[token])
@@ -174,7 +174,7 @@ def test_characters_between_tokens_have_no_token():
 
 
 @pytest.fixture(scope="module")
-def paired(tiny, tmp_path_factory):
+def pair_backbone(tiny, tmp_path_factory):
     """paired(kind): a random backbone of that kind, whose tokenizer puts special tokens around a pair."""
     made: dict[str, str] = {}
 
@@ -223,7 +223,7 @@ def slow_read(reader: Reader, question: str, text: str) -> tuple[Span, float] | 
         null = float(start_T[window.null]) + float(end_T[window.null]) if reader.spec.minus_null else 0.0
         for s in inside:
             for e in range(s, min(s + reader.spec.max_answer_tokens, inside.stop)):
-                token = window.skipped - window.first
+                token = window.offset - window.first
                 start, stop = int(tokens.starts[s + token]), int(tokens.stops[e + token])
                 score = float(start_T[s]) + float(end_T[e]) - null
                 ends = float(start_T[s]) - totals[0], float(end_T[e]) - totals[1]
@@ -235,9 +235,9 @@ def slow_read(reader: Reader, question: str, text: str) -> tuple[Span, float] | 
 
 @pytest.mark.parametrize("minus_null", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reading_a_batch_is_reading_every_span_of_every_window_alone(paired, kind, minus_null):
+def test_reading_a_batch_is_reading_every_span_of_every_window_alone(pair_backbone, kind, minus_null):
     """For each kind of backbone; padding and company change nothing but rounding."""
-    reader = Reader.from_backbone(paired(kind), replace(SMALL, minus_null=minus_null), seed=3)
+    reader = Reader.from_backbone(pair_backbone(kind), replace(SMALL, minus_null=minus_null), seed=3)
     with torch.no_grad():
         reader.model.qa_outputs.weight.mul_(40)  # so that spans differ by more than rounding
     questions = ["Where does the river end?", "Who wrote of the old bridge, and when was it built in the hills?", ""]
@@ -265,9 +265,9 @@ SCORES = st.lists(st.tuples(st.none() | LEVELS, LEVELS), max_size=6)
 
 
 @given(SCORES, st.sampled_from([0.0, 0.5, 1.0]))
-def test_the_passage_of_the_best_span_answers_and_the_higher_ranked_of_equals(drawn, weight):
-    spans = [None if score is None else Span(0, 1, score, 0.0, 0.0) for score, _ in drawn]
-    retrieval = [float(score) for _, score in drawn]
+def test_the_passage_of_the_best_span_answers_and_the_higher_ranked_of_equals(examples, weight):
+    spans = [None if score is None else Span(0, 1, score, 0.0, 0.0) for score, _ in examples]
+    retrieval = [float(score) for _, score in examples]
     best, best_worth = -1, -math.inf
     for row, span in enumerate(spans):
         if span is not None and span.score + weight * retrieval[row] > best_worth:
@@ -280,14 +280,14 @@ def test_scores_are_not_looked_at_where_they_have_no_weight():
     assert choose(spans, [math.nan, math.nan]) == 1
 
 
-def test_a_stored_reader_is_the_one_that_was_saved(paired, tmp_path):
-    reader = Reader.from_backbone(paired("bert"), SMALL, seed=5)
+def test_a_stored_reader_is_the_one_that_was_saved(pair_backbone, tmp_path):
+    reader = Reader.from_backbone(pair_backbone("bert"), SMALL, seed=5)
     reader.save(tmp_path / "stored")
     again = Reader.load(tmp_path / "stored", SMALL)
     asked = [ReadRequest("Where does the river end?", PASSAGES)]
     assert again.fingerprint == reader.fingerprint
     assert again.read(asked) == reader.read(asked)
-    assert Reader.from_backbone(paired("bert"), SMALL, seed=6).fingerprint != reader.fingerprint
+    assert Reader.from_backbone(pair_backbone("bert"), SMALL, seed=6).fingerprint != reader.fingerprint
     assert Reader.from_backbone(str(tmp_path / "stored"), SMALL, seed=6).fingerprint == reader.fingerprint
 
     weights = load_file(tmp_path / "stored" / "model.safetensors")
@@ -299,7 +299,7 @@ def test_a_stored_reader_is_the_one_that_was_saved(paired, tmp_path):
     with pytest.raises(ReaderError, match="has format 9, this mvr_ray reads 1"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").unlink()
-    with pytest.raises(ReaderError, match=r"is no stored reader: reader\.json cannot be read"):
+    with pytest.raises(ReaderError, match=r"holds no reader: reader\.json cannot be read"):
         Reader.load(tmp_path / "stored", SMALL)
 
 
@@ -309,8 +309,8 @@ def refusal(folder: str | Path, spec: ReaderSpec | None = None, opening=Reader.o
     return str(caught.value)
 
 
-def test_what_cannot_serve_as_a_reader_is_refused_by_name(paired, tmp_path):
-    folder = paired("bert")
+def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_path):
+    folder = pair_backbone("bert")
     assert refusal(folder) == (
         f"reader {folder} has no head for extractive question answering (missing: qa_outputs.bias, qa_outputs.weight); "
         f"take a model that was trained for that, or train one from it (mvr-ray train CONFIG train.task=reader "
@@ -334,8 +334,8 @@ def test_what_cannot_serve_as_a_reader_is_refused_by_name(paired, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet"])
-def test_lengths_that_a_model_cannot_take_are_refused(paired, kind):
-    folder = paired(kind)
+def test_lengths_that_a_model_cannot_take_are_refused(pair_backbone, kind):
+    folder = pair_backbone(kind)
     assert refusal(folder, None, Reader.from_backbone) == (
         f"max_tokens is 384, but reader {folder} has 96 positions; lower read.max_tokens to 96 or less"
     )
@@ -347,8 +347,8 @@ def test_lengths_that_a_model_cannot_take_are_refused(paired, kind):
     )
 
 
-def test_logits_that_are_no_numbers_are_an_error_not_an_answer(paired):
-    reader = Reader.from_backbone(paired("bert"), SMALL)
+def test_logits_that_are_no_numbers_are_an_error_not_an_answer(pair_backbone):
+    reader = Reader.from_backbone(pair_backbone("bert"), SMALL)
     with torch.no_grad():
         reader.model.qa_outputs.bias.fill_(math.nan)
     with pytest.raises(ReaderError, match="logits are not finite"):

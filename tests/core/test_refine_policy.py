@@ -17,15 +17,15 @@ from mvr_ray.core.refining.refine_policy import (
 
 def state(
     *rounds: float,
-    known: list[float] | None = None,
+    labelled_top1: list[float] | None = None,
     max_rounds: int = 30,
     patience: int = 3,
     loss: float = 1.0,
-    moved: int | None = 9,
+    last_moved: int | None = 9,
 ):
-    """One gate set; `known` of the labelled questions, which nothing judges unless it is given."""
-    labelled = tuple(known or [0.0] * len(rounds))
-    return RefineState(tuple((value,) for value in rounds), labelled, max_rounds, patience, loss, moved)
+    """One gate set; `labelled_top1` of the labelled questions, which nothing judges unless it is given."""
+    labelled = tuple(labelled_top1 or [0.0] * len(rounds))
+    return RefineState(tuple((value,) for value in rounds), labelled, max_rounds, patience, loss, last_moved)
 
 
 NO_BETTER = "no round was better for 3 rounds"
@@ -34,7 +34,7 @@ NO_BETTER = "no round was better for 3 rounds"
 @pytest.mark.parametrize(
     ("given_state", "expected"),
     [
-        (state(60.0, moved=None), Continue()),
+        (state(60.0, last_moved=None), Continue()),
         (state(60.0, 61.0), Continue()),
         (state(60.0, 61.0, 60.5, 60.9), Continue()),
         (state(60.0, 61.0, 60.5, 60.9, 60.8), Stop(NO_BETTER, 1)),
@@ -48,25 +48,25 @@ NO_BETTER = "no round was better for 3 rounds"
         (state(60.0, 59.9, max_rounds=1, loss=0.0), Reject("", 0.1)),
         (state(60.0, 58.0, 57.0, max_rounds=2), Reject("", 2.0)),
         (state(60.0, 58.0, 50.0, 40.0, 30.0), Reject("", 2.0)),
-        (state(60.0, 60.0, moved=0), Stop("round 1 moved nothing", 0)),
-        (state(60.0, 62.0, 62.0, moved=0), Stop("round 2 moved nothing", 1)),
-        (state(60.0, 50.0, 50.0, moved=0), Reject("", 10.0)),
-        (state(60.0, moved=0), Continue()),
+        (state(60.0, 60.0, last_moved=0), Stop("round 1 moved nothing", 0)),
+        (state(60.0, 62.0, 62.0, last_moved=0), Stop("round 2 moved nothing", 1)),
+        (state(60.0, 50.0, 50.0, last_moved=0), Reject("", 10.0)),
+        (state(60.0, last_moved=0), Continue()),
         # What the labelled questions gain decides, while the gate loses no more than a point ...
-        (state(60.0, 61.0, 60.0, 59.5, 59.2, known=[70, 80, 90, 95, 98]), Continue()),
-        (state(60.0, 61.0, 60.0, 59.5, max_rounds=3, known=[70, 80, 90, 95]), Stop("3 of 3 rounds done", 3)),
-        (state(60.0, 61.0, 60.0, 58.9, max_rounds=3, known=[70, 80, 90, 95]), Stop("3 of 3 rounds done", 2)),
+        (state(60.0, 61.0, 60.0, 59.5, 59.2, labelled_top1=[70, 80, 90, 95, 98]), Continue()),
+        (state(60.0, 61.0, 60.0, 59.5, max_rounds=3, labelled_top1=[70, 80, 90, 95]), Stop("3 of 3 rounds done", 3)),
+        (state(60.0, 61.0, 60.0, 58.9, max_rounds=3, labelled_top1=[70, 80, 90, 95]), Stop("3 of 3 rounds done", 2)),
         # ... rounds that are out go on while they gain, for the gate wavers ...
-        (state(60.0, 61.0, 58.0, 57.0, 58.0, known=[70, 80, 90, 95, 98]), Continue()),
-        (state(60.0, 61.0, 58.0, 57.0, 56.0, known=[70, 80, 95, 94, 93]), Continue()),
-        (state(60.0, 61.0, 58.0, 57.0, 56.0, 55.0, known=[70, 80, 95, 94, 93, 92]), Stop(NO_BETTER, 1)),
-        (state(60.0, 61.0, 58.0, 58.0, 58.0, 59.0, known=[70, 80, 95, 94, 93, 94]), Continue()),
+        (state(60.0, 61.0, 58.0, 57.0, 58.0, labelled_top1=[70, 80, 90, 95, 98]), Continue()),
+        (state(60.0, 61.0, 58.0, 57.0, 56.0, labelled_top1=[70, 80, 95, 94, 93]), Continue()),
+        (state(60.0, 61.0, 58.0, 57.0, 56.0, 55.0, labelled_top1=[70, 80, 95, 94, 93, 92]), Stop(NO_BETTER, 1)),
+        (state(60.0, 61.0, 58.0, 58.0, 58.0, 59.0, labelled_top1=[70, 80, 95, 94, 93, 94]), Continue()),
         # ... and where they gain alike, the gate does.
-        (state(60.0, 60.0, 61.0, 61.0, max_rounds=3, known=[70, 90, 90, 90]), Stop("3 of 3 rounds done", 2)),
+        (state(60.0, 60.0, 61.0, 61.0, max_rounds=3, labelled_top1=[70, 90, 90, 90]), Stop("3 of 3 rounds done", 2)),
         # They may lose no more themselves: the query side, where the gate can not change, goes by this alone.
-        (state(60.0, 60.0, 60.0, max_rounds=2, known=[70, 69.5, 69.0]), Stop("2 of 2 rounds done", 1)),
-        (state(60.0, 60.0, 60.0, max_rounds=2, known=[70, 68.5, 68.0]), Reject("", 1.5)),
-        (state(60.0, 60.0, 60.0, 60.0, 60.0, known=[70, 90, 80, 75, 60]), Stop(NO_BETTER, 1)),
+        (state(60.0, 60.0, 60.0, max_rounds=2, labelled_top1=[70, 69.5, 69.0]), Stop("2 of 2 rounds done", 1)),
+        (state(60.0, 60.0, 60.0, max_rounds=2, labelled_top1=[70, 68.5, 68.0]), Reject("", 1.5)),
+        (state(60.0, 60.0, 60.0, 60.0, 60.0, labelled_top1=[70, 90, 80, 75, 60]), Stop(NO_BETTER, 1)),
     ],
 )
 def test_the_policy_does_what_the_table_says(given_state: RefineState, expected: object):
@@ -106,7 +106,7 @@ def test_what_was_not_measured_is_refused():
     with pytest.raises(AssertionError):
         state(60.0, float("nan"))
     with pytest.raises(AssertionError):
-        state(60.0, 60.0, known=[1.0, float("nan")])
+        state(60.0, 60.0, labelled_top1=[1.0, float("nan")])
     with pytest.raises(AssertionError):
         RefineState(((1.0,), (1.0,)), (1.0,), 1, 1, 1.0)
     with pytest.raises(AssertionError):
@@ -120,10 +120,10 @@ def test_what_was_not_measured_is_refused():
     st.integers(0, 5),
 )
 def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_better(
-    measured: list[tuple[int, int, int]], max_rounds: int, patience: int, loss: int
+    values: list[tuple[int, int, int]], max_rounds: int, patience: int, loss: int
 ):
     """Rounds told one after the other until they end. Better: more labelled questions, then the gate, then earlier."""
-    rows = [tuple(map(float, row)) for row in measured]
+    rows = [tuple(map(float, row)) for row in values]
 
     def worth(r: int) -> tuple[float, float, int]:
         known, *gates = rows[r]
@@ -150,12 +150,12 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_be
         return
 
 
-def tried(*rows: tuple[float, float, tuple[float, ...]]) -> list[TriedWeight]:
+def trials(*rows: tuple[float, float, tuple[float, ...]]) -> list[TriedWeight]:
     return [TriedWeight(*row) for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("before", "weights", "loss", "chosen"),
+    ("before", "weights", "loss", "expected"),
     [
         ((70.0,), [(0.7, 92.0, (71.0,)), (0.8, 97.0, (69.5,))], 1.0, 0.8),
         ((70.0,), [(0.7, 92.0, (71.0,)), (0.8, 97.0, (68.9,))], 1.0, 0.7),
@@ -169,8 +169,8 @@ def tried(*rows: tuple[float, float, tuple[float, ...]]) -> list[TriedWeight]:
         ((70.0,), [(0.8, 50.0, (70.0,))], 0.0, 0.8),
     ],
 )
-def test_the_weight_that_the_table_says_is_chosen(before, weights, loss, chosen):
-    assert choose_weight(before, tried(*weights), loss) == chosen
+def test_the_weight_that_the_table_says_is_chosen(before, weights, loss, expected):
+    assert choose_weight(before, trials(*weights), loss) == expected
 
 
 @given(
@@ -182,11 +182,11 @@ def test_the_weight_that_the_table_says_is_chosen(before, weights, loss, chosen)
     st.integers(0, 6),
     st.randoms(),
 )
-def test_the_chosen_weight_gains_most_within_the_bound_in_whatever_order_weights_were_tried(found, loss, shuffled):
+def test_the_chosen_weight_gains_most_within_the_bound_in_whatever_order_weights_were_tried(outcomes, loss, order):
     before = (10.0, 10.0)
-    rows = [(weight, float(known), tuple(map(float, gates))) for weight, (known, gates) in found.items()]
-    shuffled.shuffle(rows)
-    chosen = choose_weight(before, tried(*rows), loss)
+    rows = [(weight, float(known), tuple(map(float, gates))) for weight, (known, gates) in outcomes.items()]
+    order.shuffle(rows)
+    chosen = choose_weight(before, trials(*rows), loss)
     allowed = {weight: known for weight, known, gates in rows if min(gates) >= 10 - loss}
     if allowed:
         assert chosen == min(weight for weight in allowed if allowed[weight] == max(allowed.values()))

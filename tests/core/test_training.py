@@ -60,9 +60,9 @@ class ToyEncoder(nn.Module):
         rows = [np.random.default_rng(int(text)).normal(size=5) for text in texts]
         return self.dropout(torch.tanh(self.question(torch.tensor(np.array(rows)))))
 
-    def encode_passages(self, tokenized) -> ToyViews:
-        rows = torch.tensor(np.array([np.random.default_rng(100 + n).normal(size=6) for n in tokenized]))
-        mask = torch.tensor([[True, n % 2 == 0, n % 3 != 0] for n in tokenized])
+    def encode_passages(self, batch) -> ToyViews:
+        rows = torch.tensor(np.array([np.random.default_rng(100 + n).normal(size=6) for n in batch]))
+        mask = torch.tensor([[True, n % 2 == 0, n % 3 != 0] for n in batch])
         return ToyViews(self.dropout(torch.tanh(self.passage(rows))).unflatten(1, (VIEWS, DIM)), mask)
 
 
@@ -126,9 +126,9 @@ def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return terms.total.detach(), gradients(encoder)
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), name
+        assert torch.allclose(result[name], gradient, rtol=0, atol=tolerance), name
 
 
 def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:

@@ -95,13 +95,13 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
     tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
     seen = {}
     with torch.no_grad():
-        for filled in (True, False):
-            reader = UnpaddedCpuTower(encoder.passage_tower, filled=filled)
-            rows, inner = seen.setdefault(filled, []), reader.layers
+        for with_filling in (True, False):
+            reader = UnpaddedCpuTower(encoder.passage_tower, with_filling=with_filling)
+            rows, inner = seen.setdefault(with_filling, []), reader.layers
             reader.layers = [
                 lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner
             ]
-            seen[filled, "states"] = reader(tokenized)
+            seen[with_filling, "states"] = reader(tokenized)
     num_tokens = sum(text.num_tokens for text in tokenized)
     assert set(seen[False]) == {num_tokens} and num_tokens % 32
     assert set(seen[True]) == {num_tokens + filling_tokens(num_tokens)}

@@ -178,13 +178,13 @@ def test_the_title_is_the_first_viewers_snippet_and_the_text_has_the_others(case
 
 
 @given(
-    kept=st.booleans(),
+    with_empty=st.booleans(),
     title=st.integers(0, 40),
     lengths=st.lists(st.integers(1, 30), max_size=3),
 )
 @settings(max_examples=200)
-def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own(kept, title, lengths):
-    spec = replace(TITLED, empty_snippets="kept" if kept else "masked")
+def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own(with_empty, title, lengths):
+    spec = replace(TITLED, empty_snippets="kept" if with_empty else "masked")
     bounds = np.cumsum([0, *lengths]).tolist()
     text = TextTokens(ids=list(range(200, 200 + bounds[-1])), ends=list(range(1, bounds[-1] + 1)))
     passage = LAYOUT.passage(spec, list(range(500, 500 + title)), text, list(pairwise(bounds)))
@@ -192,7 +192,7 @@ def test_with_a_title_view_viewers_stand_in_order_and_each_snippet_after_its_own
     assert ids[-1] == S and len(ids) <= spec.max_passage_tokens
     there = [0] if title else []
     there += range(1, 1 + len(lengths))
-    order = list(range(4)) if kept else there or [0]
+    order = list(range(4)) if with_empty else there or [0]
     assert [token - VIE - 1 for token in ids if token > VIE] == order
     assert [view for view in passage.view_T.tolist() if view >= 0] == order
     pieces: dict[int, list[int]] = {}

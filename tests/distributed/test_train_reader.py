@@ -137,7 +137,7 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
                     continue
                 assert text is example.passage.text
                 assert window.first <= start <= end < window.first + window.num_text
-                first, last = start + window.skipped - window.first, end + window.skipped - window.first
+                first, last = start + window.offset - window.first, end + window.offset - window.first
                 assert text[tokens.starts[first] : tokens.stops[last]] == answer
                 held += 1
             position += count

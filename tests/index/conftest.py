@@ -88,15 +88,15 @@ def make_blocks(
     dimension: int = 16,
     *,
     palette: str = "gaussian",
-    ragged: bool = True,
+    gaps: bool = True,
     empty: bool = False,
     dtype: str = "float16",
     per_block: int = 100,
 ) -> list[EmbeddingBlock]:
-    """A shard. `ragged`: views are missing here and there; `empty`: some passages have none at all."""
+    """A shard. `gaps`: views are missing here and there; `empty`: some passages have none at all."""
     rng = np.random.default_rng(seed)
     present_PV = np.ones((num_passages, max_views), bool)
-    if ragged:
+    if gaps:
         present_PV = rng.random((num_passages, max_views)) < 0.7
         if not empty:
             present_PV[~present_PV.any(axis=1), max_views - 1] = True

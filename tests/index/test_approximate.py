@@ -61,8 +61,8 @@ def test_the_candidates_that_were_scored_are_counted(built_index, queries, monke
     _, index = built_index
     scored: list[int] = []
     rescore = BlockTable.rescore
-    monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
-    found = index.searched(queries(1, 6), k)
+    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (scored.append(len(args[2].row_M)), rescore(*args))[1])
+    found = index.search_with_counts(queries(1, 6), k)
     assert found.rescored_Q.shape == (6,)
     assert found.rescored_Q.sum() == sum(scored)
     assert (found.rescored_Q >= k).all() and found.rescored_Q.max() <= 300
@@ -115,26 +115,26 @@ def test_recall_is_the_share_of_the_best_passages_found(built_index, shard, quer
 
 
 class Stingy(ApproximateIndex):
-    """Finds only the vectors below `known`, and no more than `largest` at a time."""
+    """Finds only the vectors below `num_known`, and no more than `largest` at a time."""
 
-    kind, known, largest = "stingy", 20, 10**9
+    kind, num_known, largest = "stingy", 20, 10**9
 
     def nearest(self, queries_QD, fetch):
         number_F = np.arange(fetch)
-        return np.tile(np.where(number_F < self.known, number_F, -1), (len(queries_QD), 1))
+        return np.tile(np.where(number_F < self.num_known, number_F, -1), (len(queries_QD), 1))
 
     def max_fetch(self):
         return min(self.largest, self.num_vectors)
 
 
-@given(known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 50), num_queries=st.integers(0, 3))
+@given(num_known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 50), num_queries=st.integers(0, 3))
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
-def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, known, largest, k, num_queries):
+def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, num_known, largest, k, num_queries):
     blocks = shard(6, 40)
     index = Stingy(blocks)
-    index.known, index.largest = known, largest
+    index.num_known, index.largest = num_known, largest
     hits = index.search(queries(6, num_queries), k)
-    reach = min(known, largest)
+    reach = min(num_known, largest)
     holders = [row for row, end in enumerate(index.ends) if end - 1 < reach]
     assert (hits.rows_QK >= 0).sum(axis=1).tolist() == [min(k, 40)] * num_queries
     if len(holders) + 1 < k:
@@ -145,19 +145,19 @@ def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, know
 
 
 @given(
-    known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 20), beam=st.integers(0, 50),
+    num_known=st.integers(0, 200), largest=st.integers(1, 200), k=st.integers(1, 20), beam=st.integers(0, 50),
     first_fetch=st.integers(1, 12),
 )  # fmt: skip
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_a_beam_holds_as_many_passages_as_it_shall_or_all_within_reach(
-    shard, queries, known, largest, k, beam, first_fetch
+    shard, queries, num_known, largest, k, beam, first_fetch
 ):
     blocks = shard(6, 40)
     index = Stingy(blocks)
-    index.known, index.largest, index.beam_passages, index.first_fetch = known, largest, beam, first_fetch
+    index.num_known, index.largest, index.beam_passages, index.first_fetch = num_known, largest, beam, first_fetch
     pairs, unlucky_Q = index._candidates(queries(6, 2), k)
-    reached = int(np.searchsorted(index.ends, min(known, largest, index.num_vectors) - 1, side="right")) + 1
-    reached = reached if min(known, largest) else 0
+    reached = int(np.searchsorted(index.ends, min(num_known, largest, index.num_vectors) - 1, side="right")) + 1
+    reached = reached if min(num_known, largest) else 0
     assert unlucky_Q.tolist() == ([0, 1] if reached < k else [])
     for query in (0, 1):
         rows = pairs.row_M[pairs.query_M == query]
@@ -235,7 +235,7 @@ def test_too_few_vectors_for_a_factory_are_told(shard, tmp_path):
     with pytest.raises(
         ShardIndexError, match=r"'IVF900,Flat' over 30 vectors .*\(30\).*\(900\); use a smaller factory"
     ):
-        build_index(IndexParams("faiss", "IVF900,Flat"), shard(0, 10, 3, ragged=False), tmp_path)
+        build_index(IndexParams("faiss", "IVF900,Flat"), shard(0, 10, 3, gaps=False), tmp_path)
 
 
 def test_blocks_are_needed_to_know_the_dimension(tmp_path):

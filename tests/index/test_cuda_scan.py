@@ -18,12 +18,12 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 SHAPES = [("gaussian", True), ("ternary", False), ("nearly equal", True), ("cancelling", False), ("duplicates", True)]
 
 
-@pytest.mark.parametrize(("palette", "ragged"), SHAPES)
-@pytest.mark.parametrize("coded", [False, True])
-def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, palette, ragged, coded):
-    blocks = shard(5, 300, palette=palette, ragged=ragged)
+@pytest.mark.parametrize(("palette", "gaps"), SHAPES)
+@pytest.mark.parametrize("with_codes", [False, True])
+def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, palette, gaps, with_codes):
+    blocks = shard(5, 300, palette=palette, gaps=gaps)
     queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
     for resident in (False, True):
         hits = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident).search(queries_QD, 40)
         check_exact(hits, queries_QD, blocks, 40)
@@ -73,8 +73,8 @@ for dimension, counts, queries in CASES:
     kernel, plain = FusedKernel("cpu", Tuning(rows=32)), TorchKernel("cpu")
     assert kernel.fused
     of = np.array(counts)
-    coded = map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None]))
-    rows = DeviceRows(torch.from_numpy(vectors), None), DeviceRows(*coded)
+    code_rows = map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None]))
+    rows = DeviceRows(torch.from_numpy(vectors), None), DeviceRows(*code_rows)
     for one in rows:
         wide = plain.ready(one.rows_ND, one.scale_N1)
         truth = plain.best_views(torch.from_numpy(asked), wide, of, uniform).double().numpy()
@@ -103,7 +103,7 @@ from mvr_ray.core.searching.cuda_scan import Tuning
 tuning, names = Tuning(), best_views.arg_names
 for architecture, product in ((90, "wgmma"), (80, "mma.sync")):
     for kind, scaled, views in (("i8", True, 8), ("fp16", False, 0)):
-        sizes = {"DIMENSION": 384, "VIEWS": views, "SLOTS": 8, "SCALED": scaled, "PASSAGES": tuning.rows // 8}
+        sizes = {"DIMENSION": 384, "VIEWS": views, "SLOTS": 8, "WITH_SCALES": scaled, "PASSAGES": tuning.rows // 8}
         sizes |= {"QUERIES": 64, "QUERY_TILES": 1, "COMPONENTS": tuning.row_bytes // (1 if kind == "i8" else 2)}
         types = {"rows_ptr": f"*{kind}", "scale_ptr": "*fp32", "start_ptr": "*i32", "queries_ptr": "*fp16"}
         types |= {"power_ptr": "*fp32", "best_ptr": "*fp32"}

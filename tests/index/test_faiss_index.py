@@ -28,7 +28,7 @@ def test_the_index_file_is_mapped_and_stays_as_it_was(factory, shard, queries, t
 @pytest.mark.parametrize("factory", ["IVF8,Flat", "PCA8,IVF8,Flat", "IVF8,SQ8,RFlat"])
 def test_more_probed_lists_find_more(factory, shard, queries, tmp_path):
     found = []
-    blocks = shard(2, 600, 1, palette="gaussian", ragged=False)
+    blocks = shard(2, 600, 1, palette="gaussian", gaps=False)
     build_index(IndexParams("faiss", factory), blocks, tmp_path)
     for nprobe in (1, 8, 99):
         index = open_index(IndexParams("faiss", factory, nprobe=nprobe), blocks, tmp_path)

@@ -31,7 +31,7 @@ def as_bytes(hits) -> list[bytes]:
     return [column.tobytes() for column in hits]
 
 
-def encoded(blocks) -> Codes:
+def codes_of(blocks) -> Codes:
     return encode(np.concatenate([block.vectors_ND for block in blocks]))
 
 
@@ -41,7 +41,7 @@ def encoded(blocks) -> Codes:
     max_views=st.integers(1, 5),
     dimension=st.sampled_from([1, 2, 3, 8, 33]),
     k=st.integers(1, 70),
-    ragged=st.booleans(),
+    gaps=st.booleans(),
     empty=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),
     per_block=st.integers(1, 64),
@@ -49,22 +49,22 @@ def encoded(blocks) -> Codes:
     step=st.sampled_from([1, 7, 16384]),
     at_once=st.sampled_from([1, 3, 256]),
     pending=st.sampled_from([0, 1 << 18]),
-    coded=st.booleans(),
+    with_codes=st.booleans(),
     threads=st.sampled_from([1, 3]),
 )
 @SLOW
 def test_flat_search_equals_brute_force(
-    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, ragged, empty, dtype, per_block,
-    engine, step, at_once, pending, coded, threads,
+    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, gaps, empty, dtype, per_block,
+    engine, step, at_once, pending, with_codes, threads,
 ):  # fmt: skip
     blocks = shard(
         seed, num_passages, max_views, dimension,
-        palette=palette, ragged=ragged, empty=empty, dtype=dtype, per_block=per_block,
+        palette=palette, gaps=gaps, empty=empty, dtype=dtype, per_block=per_block,
     )  # fmt: skip
     asked = queries(seed, 4, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
-    codes = encoded(blocks) if coded else None
+    codes = codes_of(blocks) if with_codes else None
     scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
     check_exact(scan.search(asked, k), asked, blocks, k)
 
@@ -121,7 +121,7 @@ def test_a_code_is_the_nearest_of_its_levels_and_its_residual_no_less_than_the_d
 def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_faster(shard, queries, dtype):
     [block], batch = shard(8, 4000, 4, 64, dtype=dtype, per_block=4000), queries(8, 3, 64)
     vectors_ND = np.frombuffer(mmap.mmap(-1, block.vectors_ND.nbytes), dtype).reshape(block.vectors_ND.shape)
-    index = FlatIndex([block._replace(vectors_ND=vectors_ND)], codes=encoded([block]), threads=1)
+    index = FlatIndex([block._replace(vectors_ND=vectors_ND)], codes=codes_of([block]), threads=1)
     assert index.scan_for(3).codes is not None, "no page of the vectors is in memory"
     vectors_ND[:] = block.vectors_ND
     faster = dtype == "float16" and getattr(index.scan.kernel, "halves_are_faster", False)
@@ -138,10 +138,10 @@ def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_er
     before = [(tmp_path / name).read_bytes() for name in ("codes.npy", "scales.npy")]
     build_index(params, blocks, tmp_path)
     assert [(tmp_path / name).read_bytes() for name in ("codes.npy", "scales.npy")] == before
-    coded = open_index(params, blocks, tmp_path, device=device)
-    assert coded.exact
+    with_codes = open_index(params, blocks, tmp_path, device=device)
+    assert with_codes.exact
     for k in (1, 10, 500):
-        assert as_bytes(coded.search(asked, k)) == as_bytes(FlatIndex(blocks).search(asked, k))
+        assert as_bytes(with_codes.search(asked, k)) == as_bytes(FlatIndex(blocks).search(asked, k))
     with pytest.raises(ShardIndexError, match=r"codes of .* vectors, the embeddings are .*; build the index again"):
         open_index(params, shard(8, 40, 4, 24), tmp_path)
     (tmp_path / "codes.npy").write_bytes(before[0][:50])
@@ -228,7 +228,7 @@ def test_float64_queries_are_taken_as_float32(shard, queries):
 
 
 @pytest.mark.parametrize(
-    ("broken", "k", "words"),
+    ("damage", "k", "words"),
     [
         (lambda q: q, 0, "k is 0; ask for at least one passage"),
         (lambda q: q, -3, "k is -3"),
@@ -239,9 +239,9 @@ def test_float64_queries_are_taken_as_float32(shard, queries):
         (lambda q: np.sign(q) * np.float32(3e38), 3, "overflow float32 scores; normalise the embeddings"),
     ],
 )
-def test_senseless_questions_are_refused(shard, queries, broken, k, words):
+def test_senseless_questions_are_refused(shard, queries, damage, k, words):
     with pytest.raises(ShardIndexError, match=words):
-        FlatIndex(shard(0)).search(broken(queries(0, 2)), k)
+        FlatIndex(shard(0)).search(damage(queries(0, 2)), k)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -43,9 +43,9 @@ def rounding_norms(vectors_ND) -> np.ndarray:
     num_queries=st.sampled_from([1, 2, 16, 17, 32, 33, 48, 49, 64, 95, 96]),
     dimension=st.sampled_from([1, 5, 16, 31, 64, 65, 130]),
     max_views=st.sampled_from([1, 3, 8, 20]),
-    ragged=st.booleans(),
+    gaps=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),
-    coded=st.booleans(),
+    with_codes=st.booleans(),
     step=st.sampled_from([5, 200, 16384]),
     threads=st.sampled_from([1, 2, 5]),
     tiles=st.booleans(),
@@ -53,11 +53,24 @@ def rounding_norms(vectors_ND) -> np.ndarray:
 )
 @SLOW
 def test_compiled_loops_give_the_bytes_of_the_plain_ones(
-    shard, queries, palette, seed, num_queries, dimension, max_views, ragged, dtype, coded, step, threads, tiles, coarse
+    shard,
+    queries,
+    palette,
+    seed,
+    num_queries,
+    dimension,
+    max_views,
+    gaps,
+    dtype,
+    with_codes,
+    step,
+    threads,
+    tiles,
+    coarse,
 ):
-    blocks = shard(seed, 80, max_views, dimension, palette=palette, ragged=ragged, empty=ragged, dtype=dtype)
+    blocks = shard(seed, 80, max_views, dimension, palette=palette, gaps=gaps, empty=gaps, dtype=dtype)
     batch = queries(seed, num_queries, dimension, palette)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
     found = Scan(blocks, kernel, codes=codes).search(batch, 9)
@@ -77,15 +90,15 @@ def misalign(values_ND: np.ndarray, skew: int) -> np.ndarray:
 @built
 @given(
     seed=SEEDS, dimension=st.sampled_from([1, 16, 48, 64, 80, 100, 144, 192, 384]),
-    dtype=st.sampled_from(["float16", "float32"]), coded=st.booleans(), skew=st.integers(0, 63),
+    dtype=st.sampled_from(["float16", "float32"]), with_codes=st.booleans(), skew=st.integers(0, 63),
     num_queries=st.sampled_from([1, 3]), threads=st.sampled_from([1, 2]),
 )  # fmt: skip
 @SLOW
 def test_vectors_and_codes_may_begin_anywhere_in_memory(
-    shard, queries, seed, dimension, dtype, coded, skew, num_queries, threads
+    shard, queries, seed, dimension, dtype, with_codes, skew, num_queries, threads
 ):
     block, *_ = shard(seed, 30, 3, dimension, dtype=dtype)
-    codes = encode(block.vectors_ND) if coded else None
+    codes = encode(block.vectors_ND) if with_codes else None
     codes = codes and codes._replace(codes_ND=misalign(codes.codes_ND, skew))
     kernel = native.NativeKernel(threads)
     kernel.vectors_per_step = 20
@@ -95,11 +108,11 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
 
 
 @built
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("with_codes", [False, True])
 @pytest.mark.parametrize("num_queries", [1, 2])
-def test_vectors_of_many_dimensions(shard, queries, num_queries, coded):
+def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if coded else None
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
     found = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
 
@@ -120,32 +133,32 @@ def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
     batch = queries(seed, 3, dimension, palette)
     rng = np.random.default_rng(seed)
     pairs = Pairs(rng.integers(0, 3, 50), rng.integers(0, 30, 50))
-    fast, plain = (BlockTable(blocks, compiled=compiled).rescore(batch, pairs) for compiled in (True, False))
+    fast, plain = (BlockTable(blocks, use_native=use_native).rescore(batch, pairs) for use_native in (True, False))
     assert as_bytes(fast) == as_bytes(plain)
 
 
 @built
 @given(
     seed=SEEDS, num_queries=st.sampled_from([1, 7, 40]), dimension=st.sampled_from([1, 4, 65, 768]),
-    coded=st.booleans(), tiles=st.booleans(), coarse=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
+    with_codes=st.booleans(), tiles=st.booleans(), coarse=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
 )  # fmt: skip
 @SLOW
 def test_compiled_products_err_within_the_bound(
-    queries, palette, seed, num_queries, dimension, coded, tiles, coarse, spread
+    queries, palette, seed, num_queries, dimension, with_codes, tiles, coarse, spread
 ):
     """With no error allowed for, the upper bounds that a step gives are its products as computed."""
     vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
     codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles, coarse=coarse)
-    batch = kernel.prepare(asked_QD, 40, coded)
-    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if coded else kernel.ready(vectors_ND)
-    decoded_ND = (decode(codes.codes_ND, codes.scale_N) if coded else vectors_ND).astype(np.float64)
+    batch = kernel.prepare(asked_QD, 40, with_codes)
+    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if with_codes else kernel.ready(vectors_ND)
+    decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
     found = kernel.candidates(batch, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
     assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
     norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
     if batch.coarse:
-        residual = 0.0 if coded else rounding_norms(vectors_ND).max()  # codes are exact in bfloat16
+        residual = 0.0 if with_codes else rounding_norms(vectors_ND).max()  # codes are exact in bfloat16
         rounding_Q = rounding_norms(asked_QD)
         bound_Q = score_error(norm_Q + rounding_Q, norm + residual, dimension, 0.0)
         bound_Q += norm_Q * residual + rounding_Q * (norm + residual)
@@ -189,7 +202,7 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
     check_exact, shard, queries, seed, close, plain, dtype, tiles
 ):
     """After some plain blocks come passages whose scores lie within the coarse bound, or are equal; three stand out."""
-    rng, blocks = np.random.default_rng(seed), shard(seed, 600, 3, 24, dtype="float32", ragged=False)
+    rng, blocks = np.random.default_rng(seed), shard(seed, 600, 3, 24, dtype="float32", gaps=False)
     one = blocks[0].vectors_ND[:1]
     for block in blocks[plain:]:
         block.vectors_ND.setflags(write=True)
@@ -208,7 +221,7 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
 @pytest.mark.parametrize("tiles", [False, True])
 def test_rounding_that_turns_the_order_round_changes_no_answer(check_exact, shard, tiles):
     """Vectors of the best four are rounded down, those of the next four up, by nearly 2^-8."""
-    [block] = shard(1, 100, 1, 32, dtype="float32", ragged=False)
+    [block] = shard(1, 100, 1, 32, dtype="float32", gaps=False)
     block.vectors_ND.setflags(write=True)
     block.vectors_ND[:] *= 0.01
     block.vectors_ND[40:44] = 1 + 2.0**-8

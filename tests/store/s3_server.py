@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 
-class Stored(NamedTuple):
+class StoredObject(NamedTuple):
     data: bytes
     changed: datetime
 
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
-    objects: dict[str, Stored]
+    objects: dict[str, StoredObject]
     uploads: dict[str, dict[int, bytes]]
     script: Script
     writing: threading.Lock
@@ -68,17 +68,17 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def do_HEAD(self) -> None:
-        key, _ = self._asked()
+        key, _ = self._key_and_query()
         found = self.objects.get(key)
         if "/" not in key:
             self._answer(200)
         elif found:
-            self._answer(200, found.data, stored=found)
+            self._answer(200, found.data, item=found)
         else:
             self._answer(404)
 
     def do_GET(self) -> None:
-        key, query = self._asked()
+        key, query = self._key_and_query()
         if "/" not in key:
             self._answer(200, self._listing(key, query).encode())
         elif found := self.objects.get(key):
@@ -86,12 +86,12 @@ class Handler(BaseHTTPRequestHandler):
             if wanted := self.headers.get("Range"):
                 first, _, last = wanted.removeprefix("bytes=").partition("-")
                 low, high = int(first), min(int(last) + 1, high) if last else high
-            self._answer(206 if wanted else 200, found.data[low:high], stored=found)
+            self._answer(206 if wanted else 200, found.data[low:high], item=found)
         else:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
     def do_PUT(self) -> None:
-        key, query = self._asked()
+        key, query = self._key_and_query()
         data = self._body()
         once = self.headers.get("If-None-Match") == "*"
         if not self._goes_on("before"):
@@ -111,9 +111,9 @@ class Handler(BaseHTTPRequestHandler):
             elif "partNumber" in query:
                 self.uploads[query["uploadId"]][int(query["partNumber"])] = data
             elif source := self.headers.get("x-amz-copy-source"):
-                self.objects[key] = Stored(self.objects[unquote(source).lstrip("/")].data, datetime.now(UTC))
+                self.objects[key] = StoredObject(self.objects[unquote(source).lstrip("/")].data, datetime.now(UTC))
             elif "/" in key and fault != "broken":
-                self.objects[key] = Stored(data, datetime.now(UTC))
+                self.objects[key] = StoredObject(data, datetime.now(UTC))
             if fault in ("lost", "broken", "down"):
                 type(self).down = fault == "down"
                 self._break_off()
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(status, body, etag=data)
 
     def do_POST(self) -> None:
-        key, query = self._asked()
+        key, query = self._key_and_query()
         body = self._body()
         if not self._goes_on("before"):
             return
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, text.encode())
         elif "uploadId" in query:
             parts = self.uploads.pop(query["uploadId"])
-            self.objects[key] = Stored(b"".join(parts[number] for number in sorted(parts)), datetime.now(UTC))
+            self.objects[key] = StoredObject(b"".join(parts[number] for number in sorted(parts)), datetime.now(UTC))
             self._answer(200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>")
         else:
             names = [n.text for n in ElementTree.fromstring(body).iter() if n.tag.rpartition("}")[2] == "Key"]
@@ -146,12 +146,12 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def do_DELETE(self) -> None:
-        key, _ = self._asked()
+        key, _ = self._key_and_query()
         if self._goes_on("before"):
             self.objects.pop(key, None)
             self._answer(204)
 
-    def _asked(self) -> tuple[str, dict[str, str]]:
+    def _key_and_query(self) -> tuple[str, dict[str, str]]:
         """`bucket/key`, or `bucket`, and the query."""
         assert self.headers["Authorization"].endswith(self._signature()), f"{self.command} {self.path}: wrong signature"
         url = urlsplit(self.path)
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
     def _listing(self, bucket: str, query: dict[str, str]) -> str:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         contents, folders = [], set()
-        for name, stored in sorted(self.objects.items()):
+        for name, item in sorted(self.objects.items()):
             key = name.removeprefix(f"{bucket}/")
             if not name.startswith(f"{bucket}/") or not key.startswith(prefix):
                 continue
@@ -221,8 +221,8 @@ class Handler(BaseHTTPRequestHandler):
                 folders.add(prefix + head + delimiter)
             else:
                 contents.append(
-                    f"<Contents><Key>{escape(key)}</Key><Size>{len(stored.data)}</Size>"
-                    f"<LastModified>{stored.changed:%Y-%m-%dT%H:%M:%S.%fZ}</LastModified></Contents>"
+                    f"<Contents><Key>{escape(key)}</Key><Size>{len(item.data)}</Size>"
+                    f"<LastModified>{item.changed:%Y-%m-%dT%H:%M:%S.%fZ}</LastModified></Contents>"
                 )
         common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in sorted(folders))
         count = len(contents) + len(folders)
@@ -233,14 +233,14 @@ class Handler(BaseHTTPRequestHandler):
             f"{''.join(contents[:limit])}{common}</ListBucketResult>"
         )
 
-    def _answer(self, status: int, body: bytes = b"", stored: Stored | None = None, etag: bytes = b"") -> None:
+    def _answer(self, status: int, body: bytes = b"", item: StoredObject | None = None, etag: bytes = b"") -> None:
         if self.command in ("PUT", "POST", "DELETE") and not self._goes_on("after"):
             return
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.md5(stored.data if stored else etag).hexdigest()}"')
-        if stored:
-            self.send_header("Last-Modified", format_datetime(stored.changed, usegmt=True))
+        self.send_header("ETag", f'"{hashlib.md5(item.data if item else etag).hexdigest()}"')
+        if item:
+            self.send_header("Last-Modified", format_datetime(item.changed, usegmt=True))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

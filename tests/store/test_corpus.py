@@ -139,7 +139,7 @@ def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
         again.part(1)
     with pytest.raises(DigestError):
         again.get([str(i) for i in range(50)])
-    assert [bad for bad, _ in again.damaged()] == [path]
+    assert [bad for bad, _ in again.find_damage()] == [path]
     corpus.store.write_bytes(path, whole)
     assert Corpus.open(corpus.store, "corpus").part(1).ids() == corpus.part(1).ids()
 
@@ -161,11 +161,11 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
 
 
 def test_damage_is_named(corpus: Corpus):
-    assert corpus.damaged() == []
+    assert corpus.find_damage() == []
     path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
     data = corpus.store.read_bytes(path)
     corpus.store.write_bytes(path, data[:-1] + b"X")
-    assert corpus.damaged() == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
+    assert corpus.find_damage() == [(path, f"has another sha256 than {corpus.info.parts[1].sha256}")]
     corpus.store.write_bytes(path, data[:-1])
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)

@@ -28,7 +28,7 @@ from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 FIRST = replace(describe([]), config_digest="old")
 
 
-def published(store: Store, folder: Path) -> Manifest:
+def publish_shard(store: Store, folder: Path) -> Manifest:
     """The work that is cut short: a finished folder becomes a shard, and a version that follows the live one names it.
 
     `PUBLISHER` does the same in a process of its own.
@@ -103,7 +103,7 @@ def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
     live = manifest.read(store, "i")
     assert live == first or (live.version, live.config_digest) == (2, "new")
     assert manifest.verify(store, live).problems == []
-    after = published(store, folder)
+    after = publish_shard(store, folder)
     assert manifest.read(store, "i") == after and after.version == live.version + 1
     assert after.shards[0].digest != first.shards[0].digest
     assert live == first or live.shards == after.shards
@@ -234,7 +234,7 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
     with pytest.raises(StorageError, match=r"version 2 not published, 1 stays live: .*File too large.*free space and"):
         manifest.publish(store, replace(first, shards=(entry,), parent=1))
     with pytest.raises(StorageError, match=r"cannot write .*File too large \(\d+ bytes to write, \d+ free\); free"):
-        published(store, new)
+        publish_shard(store, new)
     full_disk(False)
     left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
     assert left == [] and len(store.list(paths.shards_dir("i"))) == 2

@@ -58,7 +58,7 @@ def test_changes_laid_over_read_as_the_shard_rewritten(tmp_path_factory, count, 
     for number, num_changes in enumerate(generations):
         rows = rng.permutation(count)[:num_changes].tolist()
         changes = {row: random_views(rng) for row in rows}
-        before = laid.changed.num_passages if isinstance(laid, DeltaShard) else 0
+        before = laid.delta.num_passages if isinstance(laid, DeltaShard) else 0
         folder, other = root / f"laid{number}", root / f"plain{number}"
         folder.mkdir()
         other.mkdir()

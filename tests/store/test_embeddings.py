@@ -44,10 +44,10 @@ def to_rows(shard: EmbeddingShard) -> Rows:
     return rows
 
 
-def same(left: Rows, right: Rows) -> bool:
-    return len(left) == len(right) and all(
+def same(rows: Rows, others: Rows) -> bool:
+    return len(rows) == len(others) and all(
         a == b and np.array_equal(x.view_numbers_N, y.view_numbers_N) and np.array_equal(x.vectors_ND, y.vectors_ND)
-        for (a, x), (b, y) in zip(left, right)
+        for (a, x), (b, y) in zip(rows, others)
     )
 
 

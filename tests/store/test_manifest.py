@@ -235,7 +235,7 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
     entry = make_shard(store, tmp_path / "new", b"new")
     create = Store.create_once
 
-    def torn(self, path, data):
+    def tear(self, path, data):
         monkeypatch.setattr(Store, "create_once", create)
         create(self, path, data)
         store.delete_dir(paths.shard_dir("i", entry.digest))
@@ -245,7 +245,7 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
         else:
             store.delete_dir(paths.shard_dir("i", old.digest))
 
-    monkeypatch.setattr(Store, "create_once", torn)
+    monkeypatch.setattr(Store, "create_once", tear)
     lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
     if other == "publishes":
         told = (

@@ -47,7 +47,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_everything_read_is_written_and_counted(write: Write, store: Store):
     path = write("rows.jsonl", lines(*map(passage, range(40)), question(1, 3), question(2)))
     seen = []
-    report = prepare(config(path, num_shards=3), store, lambda *told: seen.append(told))
+    report = prepare(config(path, num_shards=3), store, lambda *args: seen.append(args))
     assert (report.passages_read, report.passages_written, report.parts) == (40, 40, 3)
     assert report.questions == {"q": 2}
     corpus = Corpus.open(store, "corpus")
@@ -56,7 +56,7 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert corpus.info.questions == {"q": 2}
     assert {what for what, _, _ in seen} == {"rows read", "parts sorted", "parts written"}
     assert read_questions(store, "q")[0] == Question("q1", "why?", (), ("p3",))
-    assert corpus.damaged() == []
+    assert corpus.find_damage() == []
 
 
 def test_the_same_rows_in_any_order_give_the_same_parts_and_the_same_run_the_same_bytes(write: Write, tmp_path: Path):
@@ -81,8 +81,8 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     with pytest.raises(DataError, match="max_bad_rows=4"):
         prepare(config(path, max_bad_rows=4), store)
     report = prepare(config(path, max_bad_rows=5), store)
-    told = [str(row).partition("/sources/")[2].partition(" stands already")[0] for row in report.bad_rows]
-    assert told == [
+    args = [str(row).partition("/sources/")[2].partition(" stands already")[0] for row in report.bad_rows]
+    assert args == [
         "rows.jsonl:3: text is empty",
         "rows.jsonl:7: id is missing",
         "rows.jsonl:8: question id 'q2'",
@@ -213,8 +213,8 @@ def test_a_reader_of_the_corpus_before_keeps_it_and_what_is_older_goes(write: Wr
 
 
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
-    def lose_a_file(what: str, done: int, total: int) -> None:
-        if what == "parts sorted" and done == 1:
+    def lose_a_file(what: str, number: int, total: int) -> None:
+        if what == "parts sorted" and number == 1:
             (spooled,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
             spooled.unlink()
 
@@ -253,7 +253,7 @@ def test_stopped_anywhere_the_corpus_stays_whole_and_the_same_command_finishes(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (-9, -2, 1), done.stderr
     corpus = Corpus.open(store, "corpus")
-    assert corpus.damaged() == []
+    assert corpus.find_damage() == []
     assert corpus.digest == before.digest
     assert sum(1 for _ in corpus) == 20
     if stop == "SIGINT":

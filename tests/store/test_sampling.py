@@ -1,39 +1,41 @@
 """Draws and chunks: the same whatever else is there; nothing lost, nothing twice; offsets stay true."""
 
 import random
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvr_ray.store.chunks import carried, chunk, locate
-from mvr_ray.store.sampling import BottomK, SplitShares, draw, hash_rank, split
+from mvr_ray.store.chunks import carry_over, chunk, locate
+from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.types import Passage, Question
 
-shares = st.builds(SplitShares, st.floats(0, 1), st.floats(0, 0.6), st.floats(0, 0.4), st.integers(0, 3))
+shares = st.fixed_dictionaries(
+    {
+        "unseen_share": st.floats(0, 1),
+        "known_share": st.floats(0, 0.6),
+        "gate_share": st.floats(0, 0.4),
+        "seed": st.integers(0, 3),
+    }
+)
 
 
 @given(st.sets(st.text(max_size=5), max_size=60), st.integers(1, 20), st.integers(0, 9))
-def test_keeping_the_lowest_lots_equals_sorting_all(names: set[str], limit: int, seed: int):
-    lots = BottomK(limit, "purpose")
+def test_a_draw_is_the_same_in_any_order_and_equals_sorting_all(names: set[str], limit: int, seed: int):
     shuffled = sorted(names)
     random.Random(seed).shuffle(shuffled)
-    for name in shuffled:
-        lots.add(name)
-    assert lots.names() == draw(names, limit, "purpose")
+    by_rank = sorted(names, key=lambda name: (hash_rank(name, "purpose"), name))
+    assert draw(iter(shuffled), limit, "purpose") == set(by_rank[:limit])
 
 
-def test_long_streams_keep_little_and_first_ones_win():
-    lots = BottomK(10, "p")
-    for number in range(5000):
-        lots.add(str(number), first=number % 1000 == 7)
-        assert len(lots._kept) <= 2 * 10 + 1024
+def test_first_names_precede_the_others_of_a_long_stream():
     names = [str(number) for number in range(5000)]
     first = {str(number) for number in range(5000) if number % 1000 == 7}
     others = sorted(set(names) - first, key=lambda name: hash_rank(name, "p"))
-    assert lots.names() == first | set(others[:5])
+    assert draw(iter(names), 10, "p", first=first) == first | set(others[:5])
 
 
-def test_lots_of_purposes_and_seeds_are_independent():
+def test_ranks_of_purposes_and_seeds_are_independent():
     names = [str(number) for number in range(2000)]
     both = draw(names, 1000, "a") & draw(names, 1000, "b")
     seeds = draw(names, 1000, "a", 0) & draw(names, 1000, "a", 1)
@@ -42,23 +44,23 @@ def test_lots_of_purposes_and_seeds_are_independent():
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), shares)
-def test_a_split_loses_and_repeats_nothing_and_keeps_articles_apart(owners: list[int], wanted: SplitShares):
+def test_a_split_loses_and_repeats_nothing_and_keeps_articles_apart(owners: list[int], settings: dict[str, Any]):
     questions = [Question(str(i), "?") for i in range(len(owners))]
     articles = {str(i): f"article {owner}" for i, owner in enumerate(owners)}
-    sets = split(questions, articles, wanted)
+    sets = split(questions, articles, **settings)
     assert sorted(sets) == ["gate", "known", "other", "unseen"]
     assert sorted((q for part in sets.values() for q in part), key=lambda q: int(q.id)) == questions
     for part in sets.values():
         assert part == sorted(part, key=lambda q: int(q.id))
     unseen = {articles[q.id] for q in sets["unseen"]}
     assert unseen.isdisjoint(articles[q.id] for name in ("known", "other", "gate") for q in sets[name])
-    assert split(questions, articles, wanted) == sets
+    assert split(questions, articles, **settings) == sets
 
 
 def test_split_shares_are_kept():
     questions = [Question(str(i), "?") for i in range(10_000)]
     articles = {str(i): str(i % 100) for i in range(10_000)}
-    sets = split(questions, articles, SplitShares(0.3, 0.6, 0.1, 0))
+    sets = split(questions, articles, unseen_share=0.3, known_share=0.6, gate_share=0.1, seed=0)
     # 30 of 100 articles are unseen, 3 of those for the gate; of 7,000 questions 60 % are known, 10 % for the gate.
     assert {name: len(part) for name, part in sets.items()} == {
         "unseen": 2700,
@@ -117,6 +119,6 @@ def test_a_question_over_chunks_names_each_once_and_no_positive_as_negative():
     question = Question("q", "?", ("a",), ("p", "r"), ("n",), (0,))
     first = locate("a b", chunk(Passage("p", "T", "a b"), 1), ["a"], [0])
     second = locate("c a", chunk(Passage("r", "T", "c a"), 1), ["a"], [])
-    assert carried(question, [first, second], ("n#0", "p#0")) == Question(
+    assert carry_over(question, [first, second], ("n#0", "p#0")) == Question(
         "q", "?", ("a",), ("p#0", "r#1"), ("n#0",), (0,)
     )

@@ -1,1 +1,1 @@
-"""Texts to vectors: sentences and snippets, the layout of views, backbones and their forward passes, snapshots."""
+"""Turn texts into vectors: sentences and snippets, layout of views, backbones and their forward passes, snapshots."""

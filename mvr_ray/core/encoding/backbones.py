@@ -1,4 +1,4 @@
-"""Pretrained backbones: which are supported, how each counts positions, and one tower around one of them.
+"""Load pretrained backbones, and wrap each in a tower with its tokenizer and viewers.
 
 A tower is a transformer, its tokenizer and, where the strategy has viewers, their embeddings. The ids of viewers begin
 after the vocabulary's: `num_words` is the query's, `num_words + 1 + i` that of view i.
@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
 )
 from transformers.utils import logging as transformers_logging
 
-from mvr_ray.errors import CrossEncoderError, EncoderError, MvrRayError, ReaderError
+from mvr_ray.errors import EncoderError, MvrRayError
 
 VIEWERS_FILE = "viewers.safetensors"
 VIEWER_STD = 0.02
@@ -112,15 +110,15 @@ class Tower(nn.Module):
         self.viewers = nn.Embedding.from_pretrained(weight, freeze=False)
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: Any) -> Tensor:
-        """Token states_BTD. `real_BT` is false on padding; `options` go to the backbone's attention."""
+        """Compute token states_BTD. `real_BT` is false on padding; `options` go to the backbone's attention."""
         return self._run(ids_BT, positions_BT, real_BT, **options).last_hidden_state
 
     def attentions(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Sequence[Tensor]:
-        """Attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
+        """Compute attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
         return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
 
     def embed_ids(self, ids: Tensor) -> Tensor:
-        """What the tables of words and viewers hold for ids of any shape, a dimension more."""
+        """Look up ids of any shape in the tables of words and viewers; the result has one dimension more."""
         words = self._words
         if self.viewers is None:
             return words(ids)
@@ -133,9 +131,11 @@ class Tower(nn.Module):
         return self.backbone(inputs_embeds=inputs_BTD, attention_mask=mask, position_ids=positions_BT, **options)
 
     def _moved_bias(self, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
-        """What attention takes besides MPNet's own bias, [B, heads, T, T], so that distances are those of the position
-        ids: transformers counts them by place in the row, where viewers at position 0 have one each. Nothing is added
-        where ids run with the row; keys on padding get the least number."""
+        """Correct MPNet's own attention bias, [B, heads, T, T], so that distances are those of the position ids.
+
+        transformers counts distances by place in the row, where each viewer at position 0 has a place of its own. The
+        correction is 0 where ids run with the row; keys on padding get the least number.
+        """
         encoder: Any = self.backbone.encoder
         places_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
 
@@ -156,7 +156,7 @@ class Tower(nn.Module):
             self.viewers = nn.Embedding.from_pretrained(load_file(folder / VIEWERS_FILE)["weight"], freeze=False)
 
     def digest(self) -> bytes:
-        """Of the weights, the tokenizer and the architecture; the same wherever and however often it is loaded."""
+        """Digest weights, tokenizer and architecture; the digest is the same on every machine and after every load."""
         return digest_of(self.backbone.config, self.tokenizer, self.state_dict())
 
 
@@ -173,45 +173,25 @@ def open_tower(folder: str) -> Tower:
 
     Raises EncoderError naming the folder and what is wrong with it.
     """
-    named = f"backbone {folder}"
+    what = f"backbone {folder}"
     model_type = _model_type(folder, "backbone", EncoderError)
     if model_type not in KINDS:
-        raise EncoderError(f"{named} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
+        raise EncoderError(f"{what} is of model type {model_type!r}; supported are {', '.join(KINDS)}")
     pooling = {"add_pooling_layer": False} if KINDS[model_type].pooler else {}
     backbone, tokenizer, missing = _load(folder, "backbone", AutoModel, EncoderError, **pooling)
     if missing:
-        raise EncoderError(_lacking(named, model_type, missing))
+        raise EncoderError(_lacking(what, model_type, missing))
     for name in ("cls_token_id", "sep_token_id", "pad_token_id"):
         if getattr(tokenizer, name) is None:
-            raise EncoderError(f"the tokenizer of {named} has no {name[:3].upper()} token, which is needed")
+            raise EncoderError(f"the tokenizer of {what} has no {name[:3].upper()} token, which is needed")
     return Tower(backbone, tokenizer, model_type)
 
 
-def open_reader_model(folder: str) -> LoadedModel:
-    """Load any extractive question-answering model, or a backbone that is to become one. Weights become float32.
+def open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
+    """Load a model of transformers' `factory`, or a backbone that is to become one. Weights become float32.
 
-    Only the head may be missing. Raises ReaderError naming the folder and what is wrong with it.
+    Only the head may be missing. Raises `refusal` naming the folder and what is wrong with it.
     """
-    return _open_task_model(folder, "reader", AutoModelForQuestionAnswering, ReaderError)
-
-
-def open_scorer_model(folder: str) -> LoadedModel:
-    """Load any model that scores a pair of texts by one logit (or by two, no and yes), or a backbone that is to become
-    one. Weights become float32. Only the head may be missing. Raises CrossEncoderError as `open_reader_model` does."""
-    kind, refusal = "cross-encoder", CrossEncoderError
-    _model_type(folder, kind, refusal)
-    with _quiet():
-        config = AutoConfig.from_pretrained(folder)
-    scoring = any("SequenceClassification" in name for name in config.architectures or ())
-    labels = int(config.num_labels or 1)
-    if scoring and labels > 2:
-        raise refusal(f"cross-encoder {folder} has {labels} labels; take a model that scores with one or two")
-    return _open_task_model(
-        folder, kind, AutoModelForSequenceClassification, refusal, **({} if scoring else {"num_labels": 1})
-    )
-
-
-def _open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
     model_type = _model_type(folder, what, refusal)
     weights = _load(folder, what, factory, refusal, **options)
     body = f"{weights.model.base_model_prefix}."
@@ -219,6 +199,13 @@ def _open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayE
     if inside:
         raise refusal(_lacking(f"{what} {folder}", model_type, inside))
     return weights
+
+
+def read_config(folder: str, what: str, refusal: type[MvrRayError]) -> Any:
+    """The settings of a model, without its weights. Raises `refusal` where there are none."""
+    _model_type(folder, what, refusal)
+    with _quiet():
+        return AutoConfig.from_pretrained(folder)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -230,10 +217,10 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def digest_of(config: Any, tokenizer: Any, weights: Mapping[str, Tensor]) -> bytes:
-    """Digest of a model: its weights, its tokenizer, and the settings that change its output."""
+    """Return the digest of a model: its weights, its tokenizer, and the settings that change its output."""
     hasher = hashlib.blake2b(digest_size=32)
-    known = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}
-    hasher.update(json.dumps(known, sort_keys=True).encode())
+    architecture = {name: getattr(config, name) for name in _ARCHITECTURE if hasattr(config, name)}
+    hasher.update(json.dumps(architecture, sort_keys=True).encode())
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     hasher.update(json.dumps({name: parts[name] for name in _TOKENIZER}, sort_keys=True).encode())
     for name, tensor in sorted(weights.items()):
@@ -244,7 +231,7 @@ def digest_of(config: Any, tokenizer: Any, weights: Mapping[str, Tensor]) -> byt
 
 
 def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | None:
-    """What config.json says the model is. `what` names the folder's part in messages."""
+    """Return the model type in config.json. `what` names the model in messages."""
     if not Path(folder).is_dir() and not _HUB_NAME.fullmatch(folder):
         raise refusal(
             f"{what} folder {folder} does not exist; give a folder with config.json, model.safetensors and "
@@ -275,28 +262,29 @@ def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **op
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 
-def _lacking(named: str, model_type: str | None, missing: list[str]) -> str:
+def _lacking(what: str, model_type: str | None, missing: list[str]) -> str:
     return (
-        f"{named} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
+        f"{what} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
         f"they would be random, so take a complete checkpoint"
     )
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[tuple[str, nn.Parameter]],
     own: tuple[str, Callable[[str], bool], float],
     lr: float,
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and those at a rate of their `own`, which
-    is the group's name, which names belong to it, and its factor of `lr`. Empty groups are left out."""
+    """Make the parameter groups for AdamW: matrices, vectors (biases and norms, never decayed), and one with its `own`
+    learning rate. `own` is that group's name, a test for the names in it, and its factor of `lr`. Empty groups are left
+    out."""
     special, belongs, factor = own
     groups: dict[str, dict[str, Any]] = {
         "matrices": {"lr": lr, "weight_decay": weight_decay},
         "vectors": {"lr": lr, "weight_decay": 0.0},
         special: {"lr": lr * factor, "weight_decay": 0.0},
     }
-    for name, parameter in named:
+    for name, parameter in parameters:
         group = special if belongs(name) else "matrices" if parameter.ndim > 1 else "vectors"
         groups[group].setdefault("params", []).append(parameter)
     return [{"name": name, **group} for name, group in groups.items() if "params" in group]
@@ -308,7 +296,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing bars and printing loading reports: what matters in them is checked."""
+    """Stop transformers from drawing bars and printing loading reports; callers check what these report."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The dual encoder: questions to vectors, passages to views.
+"""Encode questions as vectors and passages as views.
 
 What each strategy puts in and reads out is in `views`; the transformers are in `backbones`. Vectors come out in
 float32, of length 1 where the settings say so; `score_scale` belongs to the loss and never touches them.
@@ -23,7 +23,7 @@ from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.precision import FP32, InferenceCache, Precision, PrecisionName, check
 from mvr_ray.core.encoding.quantized import calibrate
-from mvr_ray.core.encoding.snapshot import read_snapshot, tower_names, write_snapshot
+from mvr_ray.core.encoding.snapshot import read_parts, tower_names, write_parts
 from mvr_ray.core.encoding.snippets import (
     TITLE,
     PunktParams,
@@ -32,9 +32,10 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import EncoderSpec, Layout, TextTokens, TokenizedPassage
-from mvr_ray.errors import EncoderError, FingerprintError
+from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
@@ -57,10 +58,12 @@ class EmbeddedViews(NamedTuple):
     mask_PV: np.ndarray
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(StoredModel):
     """Two towers, or one for both sides. Make it with `from_backbone` or `load`."""
 
-    what: ClassVar[str] = "encoder"
+    what: ClassVar[str] = "encoder snapshot"
+    description_file: ClassVar[str] = "encoder.json"
+    refusal: ClassVar = EncoderError
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class DualEncoder(nn.Module):
 
     @classmethod
     def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
-        """An untrained encoder. `punkt` is needed when `spec.sentences` is corpus; else None: the packaged one."""
+        """Make an untrained encoder. `punkt` is needed when `spec.sentences` is corpus; else None: the packaged one."""
         if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
             raise EncoderError(
                 "encoder.sentences is corpus, but no Punkt parameters were given; "
@@ -104,19 +107,17 @@ class DualEncoder(nn.Module):
     @classmethod
     def load(cls, folder: str | Path) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
-        snapshot = read_snapshot(Path(folder))
-        encoder = cls(snapshot.spec, snapshot.towers, snapshot.punkt, snapshot.precision).eval()
-        if encoder.fingerprint != snapshot.fingerprint:
-            raise FingerprintError(
-                f"encoder snapshot {folder} was saved as {snapshot.fingerprint} but loads as {encoder.fingerprint}: "
-                f"its files have changed; copy or make it again"
-            )
+        description = cls.read_description(Path(folder))
+        encoder = cls(*read_parts(Path(folder), description)).eval()
+        encoder.check_fingerprint(folder, description)
         return encoder
 
     def save(self, folder: str | Path) -> None:
-        """Write a snapshot, laid out as `snapshot` says."""
+        """Write a snapshot, in the layout of module `snapshot`."""
         towers = {name: _tower(tower) for name, tower in self.towers.items()}
-        write_snapshot(Path(folder), self.spec, towers, self.splitter.params, self.fingerprint, self.precision)
+        description = write_parts(Path(folder), self.spec, towers, self.splitter.params, self.precision)
+        description |= {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
+        self.write_description(Path(folder), dict(sorted(description.items())))
 
     @property
     def question_tower(self) -> Tower:
@@ -135,8 +136,8 @@ class DualEncoder(nn.Module):
         return self.spec.effective_views
 
     @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
+    def transformers(self) -> list[Any]:
+        return [_tower(tower).backbone for tower in self.towers.values()]
 
     @property
     def fingerprint(self) -> str:
@@ -153,24 +154,27 @@ class DualEncoder(nn.Module):
     def to_precision(
         self, precision: PrecisionName, passages: Sequence[Passage] = (), gpu: bool | None = None
     ) -> "DualEncoder":
-        """This encoder, its weights shared, embedding passages in another precision, hence by another fingerprint.
-        Questions and training stay in float32. int8 finds its scales from `passages`. `gpu`: whether passages will be
-        embedded on one; absent: where the encoder is now. Raises EncoderError where that cannot be."""
+        """Return an encoder with the same weights that embeds passages in another precision, under its own fingerprint.
+
+        Questions and training stay in float32. int8 finds its scales from `passages`. `gpu` says whether passages will
+        be embedded on one; None: the device where the encoder is now decides. Raises EncoderError where that device
+        does not support the precision.
+        """
         check(self.passage_tower, precision, gpu)
         scales = calibrate(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
         towers = [_tower(tower) for tower in self.towers.values()]
         return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, scales)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
-        """Cut to `max_query_tokens`. Raises EncoderError for a query without a token."""
-        tokens = _tokens(self.question_tower, texts)
-        for at, (text, found) in enumerate(zip(texts, tokens)):
-            if not found.ids or not text.strip():
+        """Tokenize queries, cut to `max_query_tokens`. Raises EncoderError for a query without a token."""
+        encodings = _tokens(self.question_tower, texts)
+        for at, (text, encoding) in enumerate(zip(texts, encodings)):
+            if not encoding.ids or not text.strip():
                 raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
-        return [self.layout.query(self.spec, found.ids) for found in tokens]
+        return [self.layout.query(self.spec, encoding.ids) for encoding in encodings]
 
     def tokenize_passages(self, passages: Sequence[Passage], max_tokens: int = 0) -> list[TokenizedPassage]:
-        """The tokens of each passage and where its views are read; same passages, same arrays, on any machine.
+        """Tokenize passages and mark the tokens of each view; same passages, same arrays, on any machine.
 
         `max_tokens` shortens passages further than the settings do, for training; 0 does not.
         """
@@ -188,7 +192,7 @@ class DualEncoder(nn.Module):
         ]
 
     def snippets(self, passage: Passage) -> list[Span]:
-        """Character spans of the text's snippets, before any is lost to truncation; empty without snippets.
+        """Find the character spans of the text's snippets, before truncation; empty without snippets.
 
         The first of them has view `spec.first_text_view`.
         """
@@ -199,8 +203,8 @@ class DualEncoder(nn.Module):
         return snippet_spans(passage.text, self.spec.num_views - self.spec.first_text_view, self.splitter)
 
     def view_spans(self, passage: Passage) -> list[Span | None]:
-        """The characters of each view's snippet, `TITLE` where it is the title; None where the view is missing, stands
-        before nothing, or reads the whole passage."""
+        """Find the character span of each view's snippet: `TITLE` where it is the title, None where the view is
+        missing, has no snippet, or reads the whole passage."""
         spans: list[Span | None] = [None] * self.num_views
         there = set(self.tokenize_passages([passage])[0].view_T.tolist())
         if self.spec.title_view and passage.title.strip() and 0 in there:
@@ -210,42 +214,47 @@ class DualEncoder(nn.Module):
                 spans[view] = span
         return spans
 
-    def forward(self, texts: Sequence[str], tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, PassageViews]:
-        """Both sides in one call, as wrappers that watch `forward` need (DistributedDataParallel)."""
-        return self.encode_queries(texts), self.encode_passages(tokenized)
+    def forward(self, texts: Sequence[str], batch: Sequence[TokenizedPassage]) -> tuple[Tensor, PassageViews]:
+        """Encode both sides in one call, as wrappers of `forward` need (DistributedDataParallel)."""
+        return self.encode_queries(texts), self.encode_passages(batch)
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
-        """queries_QD, differentiable."""
+        """Encode queries as queries_QD, differentiable."""
         return self._read(self.question_tower, self.tokenize_queries(texts), 1, FP32).views_PVD[:, 0]
 
-    def encode_passages(self, tokenized: Sequence[TokenizedPassage]) -> PassageViews:
-        """Views of a batch, differentiable. Pads to the batch's longest; padding changes nothing but rounding."""
-        return self._read(self.passage_tower, tokenized, self.num_views, self.precision)
+    def encode_passages(self, batch: Sequence[TokenizedPassage]) -> PassageViews:
+        """Encode a batch of passages, differentiable. It is padded to its longest, which changes rounding only."""
+        return self._read(self.passage_tower, batch, self.num_views, self.precision)
 
-    def states(self, tokenized: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
-        """states_PTD of the passage tower, and which tokens are real (the others are padding). Packed, as views are,
-        where nothing is to be learned and that can be."""
+    def states(self, batch: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
+        """Compute states_PTD of the passage tower, and which tokens are real (the others are padding).
+
+        Without gradients it runs the unpadded forward pass where the backbone has one.
+        """
         tower = self.passage_tower
-        padded = pad(tower, tokenized)
+        tokens = pad(tower, batch)
         if self._learns() or self.precision.name != "fp32" or not supports_unpadded_cpu(tower.backbone):
-            return tower(padded.ids_PT, padded.positions_PT, padded.real_PT), padded.real_PT
+            return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT), tokens.real_PT
         reader = self._inference.of(tower, self.precision)
         assert isinstance(reader, UnpaddedCpuTower)
-        return reader.padded_states(tokenized), padded.real_PT
+        return reader.padded_states(batch), tokens.real_PT
 
-    def attentions(self, tokenized: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
-        """Attention weights of each layer over a batch of passages, [P, heads, T, T] (`attention.view_attention`)."""
-        padded = pad(self.passage_tower, tokenized)
-        return self.passage_tower.attentions(padded.ids_PT, padded.positions_PT, padded.real_PT)
+    def attentions(self, batch: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
+        """Compute attention weights of each layer over a batch, [P, heads, T, T] (`attention.view_attention`)."""
+        tokens = pad(self.passage_tower, batch)
+        return self.passage_tower.attentions(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
 
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
-        """The backbone's own reading, targets_QD of a warm start: the mean of all states of `[CLS] question [SEP]`, not
-        normalised, without dropout or gradient, by the weights of this moment."""
+        """Average all states of `[CLS] question [SEP]`: targets_QD of a warm start, as the backbone alone reads them.
+
+        They are not normalised and have no dropout or gradient; the weights are the current ones.
+        """
         return self._mean_pool(self.question_tower, self.tokenize_queries(texts))
 
-    def mean_pool_passages(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
-        """targets_PD, as `mean_pool_queries`, of `[CLS] (title [SEP]) text [SEP]`: viewers are taken out. A title that
-        is a snippet has no separator after it here either.
+    def mean_pool_passages(self, batch: Sequence[TokenizedPassage]) -> Tensor:
+        """Average all states of `[CLS] (title [SEP]) text [SEP]`, without viewers: targets_PD, as `mean_pool_queries`.
+
+        A title that is a snippet has no separator after it here either.
 
         Raises EncoderError where pieces are read alone: there is no reading of the whole to move towards.
         """
@@ -254,108 +263,94 @@ class DualEncoder(nn.Module):
                 f"strategy {self.spec.strategy!r} reads every piece alone and cannot be warmed up towards the mean of "
                 f"the whole passage; set train.warm_start_steps to 0, and encoder.readout to snippet_mean instead"
             )
-        return self._mean_pool(self.passage_tower, tokenized)
+        return self._mean_pool(self.passage_tower, batch)
 
     def embed_queries(self, texts: Sequence[str], batch_size: int = 64) -> FloatArray:
-        """queries_QD as float32, for searching."""
+        """Embed queries as float32 queries_QD, for searching."""
         if not len(texts):
             return np.zeros((0, self.dimension), np.float32)
-        with _Inference(self):
+        with self.inference():
             batches = [self.encode_queries(texts[at : at + batch_size]) for at in range(0, len(texts), batch_size)]
         return torch.cat(batches).cpu().numpy()
 
     def passage_batches(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """Rows of passages so long, in batches for `embed_batches` of at most `budget` tokens: as they come where
-        nothing is padded, else by length, padding counted; all at once where reading makes blocks of its own."""
+        """Divide rows with these numbers of tokens into batches for `embed_batches` of at most `budget` tokens.
+
+        Rows stay in order where nothing is padded, else they are sorted by length and padding counts. The unpadded CPU
+        pass makes its own blocks, so there all rows are one batch.
+        """
         if supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
         return filled_batches(lengths, budget) if self.precision.name != "fp32" else token_batches(lengths, budget)
 
     def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
-        """`embed_passages` of each. What a GPU made of a batch is fetched when it has been handed the next one."""
+        """Embed each batch. Results of a GPU are fetched after the next batch was started."""
         before: _Fetch | None = None
-        for tokenized in batches:
-            with _Inference(self):
-                coming = _Fetch(self.encode_passages(tokenized))
+        for batch in batches:
+            with self.inference():
+                coming = _Fetch(self.encode_passages(batch))
             if before is not None:
-                yield before.arrived()
+                yield before.wait()
             before = coming
         if before is not None:
-            yield before.arrived()
+            yield before.wait()
 
-    def embed_passages(self, tokenized: Sequence[TokenizedPassage]) -> EmbeddedViews:
-        """Views of one batch as float32, for indexing."""
-        [embedded] = self.embed_batches([tokenized])
-        return embedded
+    def embed_passages(self, batch: Sequence[TokenizedPassage]) -> EmbeddedViews:
+        """Embed one batch as float32, for indexing."""
+        [views] = self.embed_batches([batch])
+        return views
 
     def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
+        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
         viewers = ("viewers", lambda name: ".viewers." in name, viewer_lr_factor)
         return parameter_groups(self.named_parameters(), viewers, lr, weight_decay)
 
-    def set_dropout(self, share: float) -> None:
-        """Set every dropout, attention's too."""
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = share
-
-    def set_gradient_checkpointing(self, on: bool) -> None:
-        """Trade a second forward pass for the memory of activations, in training."""
-        for tower in self.towers.values():
-            backbone: Any = _tower(tower).backbone
-            if on:
-                backbone.gradient_checkpointing_enable({"use_reentrant": False})
-            else:
-                backbone.gradient_checkpointing_disable()
-
     def _read(
-        self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, precision: Precision
+        self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision
     ) -> PassageViews:
-        if not tokenized:
+        if not batch:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
         if self.spec.has_pieces and tower is self.passage_tower and num_views == self.num_views:
-            rows = [self.layout.rows(passage) for passage in tokenized]
+            rows = [self.layout.rows(passage) for passage in batch]
             passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
             views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views, precision)
             views_PVD = views_RVD.new_zeros(len(rows), *views_RVD.shape[1:]).index_add(0, passage_R, views_RVD)
             count_PV = count_RV.new_zeros(len(rows), num_views).index_add(0, passage_R, count_RV)
         else:
-            views_PVD, count_PV = self._states(tower, tokenized, num_views, precision)
+            views_PVD, count_PV = self._states(tower, batch, num_views, precision)
         if self.spec.normalize:
             views_PVD = F.normalize(views_PVD, dim=-1)
         return PassageViews(views_PVD, count_PV > 0)
 
-    def _states(
-        self, tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int, precision: Precision
-    ) -> Means:
-        """Packed where that can be; else padded, on a CPU to the longest of few texts of about one length."""
+    def _states(self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision) -> Means:
+        """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of about one length."""
         if not self._learns() and (precision.name != "fp32" or supports_unpadded_cpu(tower.backbone)):
-            return self._inference.of(tower, precision).views(tokenized, num_views)
-        if self.device.type != "cpu" or len(tokenized) == 1:
-            return padded_views(tower, tokenized, num_views)
-        groups = token_batches([passage.num_tokens for passage in tokenized], PADDED_TOKENS)
-        parts = [padded_views(tower, [tokenized[row] for row in rows], num_views) for rows in groups]
+            return self._inference.of(tower, precision).views(batch, num_views)
+        if self.device.type != "cpu" or len(batch) == 1:
+            return padded_views(tower, batch, num_views)
+        groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
+        parts = [padded_views(tower, [batch[row] for row in rows], num_views) for rows in groups]
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
         return Means(views_PVD, count_PV)
 
     def _learns(self) -> bool:
-        """Whether a gradient may be asked for, or torch is to choose the precision: packed weights are as they were."""
+        """Whether gradients or autocast may be needed, which the unpadded passes with their copied weights lack."""
         return self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
 
-    def _mean_pool(self, tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+    def _mean_pool(self, tower: Tower, batch: Sequence[TokenizedPassage]) -> Tensor:
         plain = []
-        for passage in tokenized:
+        for passage in batch:
             words = passage.input_ids[passage.input_ids < tower.num_words]
             if self.spec.has_viewers:
                 words = np.concatenate([np.asarray([self.layout.cls_id], words.dtype), words])[: tower.num_positions]
             positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
             plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
-        with _Inference(self):
-            padded = pad(tower, plain)
-            states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT).float()
-            return (states_PTD * padded.real_PT[..., None]).sum(1) / padded.real_PT.sum(1, keepdim=True)
+        with self.inference():
+            tokens = pad(tower, plain)
+            states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()
+            return (states_PTD * tokens.real_PT[..., None]).sum(1) / tokens.real_PT.sum(1, keepdim=True)
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[TextTokens]:
@@ -371,33 +366,17 @@ def _tower(module: nn.Module) -> Tower:
 
 
 class _Fetch:
-    """Views on their way from the device to the host."""
+    """Copies views from the device to the host without waiting."""
 
     def __init__(self, views: PassageViews) -> None:
         self._views, self._event = views, None
         if views.views_PVD.is_cuda:
-            pinned = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in views]
-            self._views = PassageViews(*(host.copy_(one, non_blocking=True) for host, one in zip(pinned, views)))
+            hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in views]
+            self._views = PassageViews(*(host.copy_(one, non_blocking=True) for host, one in zip(hosts, views)))
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def arrived(self) -> EmbeddedViews:
+    def wait(self) -> EmbeddedViews:
         if self._event is not None:
             self._event.synchronize()
         return EmbeddedViews(self._views.views_PVD.cpu().numpy(), self._views.mask_PV.cpu().numpy())
-
-
-class _Inference:
-    """Evaluation mode and no gradient, put back afterwards."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        self._encoder, self._grad = encoder, torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._training = self._encoder.training
-        self._encoder.eval()
-        self._grad.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._grad.__exit__(None, None, None)
-        self._encoder.train(self._training)

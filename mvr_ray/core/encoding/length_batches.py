@@ -1,10 +1,10 @@
-"""Batches of texts by their number of tokens."""
+"""Divide texts into batches by their number of tokens."""
 
 from collections.abc import Sequence
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows in batches of at most `budget` tokens once padded to the batch's longest, longest first, ties by row.
+    """Divide rows into batches of at most `budget` tokens, padding included: longest first, ties by row.
 
     A text longer than the budget has a batch of its own.
     """
@@ -19,14 +19,14 @@ def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def filled_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Texts in their order, in batches of at most `budget` tokens; a longer text has a batch of its own."""
+    """Divide texts, in their order, into batches of at most `budget` tokens; a longer text has a batch of its own."""
     batches: list[list[int]] = []
-    start = taken = 0
+    start = num_tokens = 0
     for row, length in enumerate(lengths):
-        if row > start and taken + length > budget:
+        if row > start and num_tokens + length > budget:
             batches.append(list(range(start, row)))
-            start, taken = row, 0
-        taken += length
+            start, num_tokens = row, 0
+        num_tokens += length
     if lengths:
         batches.append(list(range(start, len(lengths))))
     return batches

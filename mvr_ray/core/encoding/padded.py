@@ -24,14 +24,14 @@ class PaddedTokens(NamedTuple):
     real_PT: Tensor
 
 
-def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> PaddedTokens:
-    """On the tower's device."""
-    shape = (len(tokenized), max(passage.num_tokens for passage in tokenized))
+def pad(tower: Tower, batch: Sequence[TokenizedPassage]) -> PaddedTokens:
+    """Pad texts to the longest, on the tower's device."""
+    shape = (len(batch), max(passage.num_tokens for passage in batch))
     ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
     positions = np.full(shape, max(0, tower.first_position - 1), np.int64)
     views = np.full(shape, -1, np.int64)
     real = np.zeros(shape, bool)
-    for row, passage in enumerate(tokenized):
+    for row, passage in enumerate(batch):
         end = passage.num_tokens
         ids[row, :end], positions[row, :end], views[row, :end] = passage
         real[row, :end] = True
@@ -39,11 +39,11 @@ def pad(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> PaddedTokens:
     return PaddedTokens(*(torch.from_numpy(array).to(device) for array in (ids, positions, views, real)))
 
 
-def padded_views(tower: Tower, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
-    """The means of the states of each view's tokens, differentiable."""
-    padded = pad(tower, tokenized)
-    states_PTD = tower(padded.ids_PT, padded.positions_PT, padded.real_PT)
-    member_PVT = padded.views_PT[:, None, :] == torch.arange(num_views, device=states_PTD.device)[:, None]
+def padded_views(tower: Tower, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """Average the states of each view's tokens, differentiable."""
+    tokens = pad(tower, batch)
+    states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
+    member_PVT = tokens.views_PT[:, None, :] == torch.arange(num_views, device=states_PTD.device)[:, None]
     count_PV = member_PVT.sum(-1)
     with torch.autocast(states_PTD.device.type, enabled=False):
         weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]

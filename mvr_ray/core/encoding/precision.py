@@ -29,7 +29,7 @@ class Precision(NamedTuple):
     scales: Scales | None = None
 
     def digest(self) -> bytes:
-        """Nothing for fp32, so that its encoders keep their names."""
+        """Digest name and scales; empty for fp32, whose fingerprints are older than other precisions."""
         if self.name == "fp32":
             return b""
         hasher = hashlib.blake2b(self.name.encode(), digest_size=32)
@@ -44,32 +44,34 @@ FP32 = Precision("fp32")
 class InferenceTower(Protocol):
     """A tower laid out for reading without a gradient."""
 
-    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means: ...
+    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means: ...
 
 
 class InferenceCache:
-    """The packed form of towers, made when it is first asked for and again when a weight has changed since. It is never
-    copied nor shipped: who gets the encoder lays its weights out anew."""
+    """Caches towers laid out for inference, and lays one out again when a weight has changed.
+
+    Copies and pickles of the cache are empty: another process lays the weights out itself.
+    """
 
     def __init__(self) -> None:
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._kept: dict[tuple[int, PrecisionName], tuple[object, InferenceTower]] = {}
+        self._towers: dict[tuple[int, PrecisionName], tuple[object, InferenceTower]] = {}
 
     def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
         return InferenceCache, ()
 
     def of(self, tower: Tower, precision: Precision) -> InferenceTower:
-        """Raises EncoderError where this tower, torch or processor has no such products."""
+        """Return the tower laid out in this precision. Raises EncoderError where the machine does not support it."""
         parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        kept = self._kept.get((id(tower), precision.name))
-        if kept is None or kept[0] != state:
-            kept = self._kept[id(tower), precision.name] = (state, build_tower(tower, precision))
-        return kept[1]
+        entry = self._towers.get((id(tower), precision.name))
+        if entry is None or entry[0] != state:
+            entry = self._towers[id(tower), precision.name] = (state, build_tower(tower, precision))
+        return entry[1]
 
 
 def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
-    """The tower's weights of this moment in the order and precision in which they are multiplied."""
+    """Copy the tower's current weights in the order and precision in which they are multiplied."""
     check(tower, precision.name)
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
     if _on_gpu(tower):

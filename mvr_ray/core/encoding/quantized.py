@@ -32,8 +32,8 @@ from mvr_ray.core.encoding.unpadded_cpu import (
     UnpaddedCpuTower,
     attention,
     blocks,
+    layer_norm,
     layer_weights,
-    normalised,
 )
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import FloatArray
@@ -123,14 +123,14 @@ class Int8Layer:
         self.out = Int8Linear(weights.out, out_step_D, torch.full((wide,), 128.0))
         gelu = (float(down_step), float(down_zero))
         self.up = Int8Linear(weights.up, up_step_D, up_zero_D, gelu_step=gelu[0], gelu_zero=gelu[1])
-        hidden = weights.down.weight.shape[1]
-        self.down = Int8Linear(weights.down, down_step.expand(hidden), down_zero.expand(hidden))
+        width = weights.down.weight.shape[1]
+        self.down = Int8Linear(weights.down, down_step.expand(width), down_zero.expand(width))
 
     def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
         own_ND = attention(self.qkv(self.to_qkv(x_ND)), runs, self.heads)
         bytes_ND = own_ND.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8).add_(128)
-        x_ND = normalised(self.out.plus(bytes_ND, x_ND), self.norm, self.eps)
-        return normalised(self.down.plus(self.up(self.to_up(x_ND)), x_ND), self.last_norm, self.eps)
+        x_ND = layer_norm(self.out.plus(bytes_ND, x_ND), self.norm, self.eps)
+        return layer_norm(self.down.plus(self.up(self.to_up(x_ND)), x_ND), self.last_norm, self.eps)
 
 
 def attention_dtype() -> torch.dtype:
@@ -155,24 +155,24 @@ class ActivationObserver:
     def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
         weights = self.weights
         own_ND = attention(F.linear(x_ND, *weights.qkv), runs, weights.heads)
-        middle_ND = normalised(x_ND + F.linear(own_ND, *weights.out), weights.norm, weights.eps)
+        middle_ND = layer_norm(x_ND + F.linear(own_ND, *weights.out), weights.norm, weights.eps)
         hidden_ND = F.gelu(F.linear(middle_ND, *weights.up))
         for name, entering in (("qkv", x_ND), ("out", own_ND), ("up", middle_ND), ("down", hidden_ND)):
             self.inputs[name].append(self.keep(entering).clone())
-        return normalised(middle_ND + F.linear(hidden_ND, *weights.down), weights.last_norm, weights.eps)
+        return layer_norm(middle_ND + F.linear(hidden_ND, *weights.down), weights.last_norm, weights.eps)
 
 
-def calibrate(tower: Tower, tokenized: Sequence[TokenizedPassage]) -> Scales:
+def calibrate(tower: Tower, texts: Sequence[TokenizedPassage]) -> Scales:
     """Scales from texts like those that are to be read: same weights and texts, same scales."""
-    total = sum(text.num_tokens for text in tokenized)
+    total = sum(text.num_tokens for text in texts)
     every = max(1, total // SAMPLE_ROWS)
     layers = [ActivationObserver(weights, lambda x_ND: x_ND[::every]) for weights in layer_weights(tower.backbone)]
-    packed = UnpaddedCpuTower(tower, layers, filled=False)
+    reader = UnpaddedCpuTower(tower, layers, with_filling=False)
     with torch.no_grad():
-        for rows in blocks([text.num_tokens for text in tokenized]):
-            packed([tokenized[row] for row in rows])
-        found = [_layer_scales(layer) for layer in layers]
-    return Scales(*(np.stack(values).astype(np.float32) for values in zip(*found)))
+        for rows in blocks([text.num_tokens for text in texts]):
+            reader([texts[row] for row in rows])
+        scales = [_layer_scales(layer) for layer in layers]
+    return Scales(*(np.stack(values).astype(np.float32) for values in zip(*scales)))
 
 
 def _layer_scales(layer: ActivationObserver) -> list[np.ndarray]:
@@ -182,8 +182,8 @@ def _layer_scales(layer: ActivationObserver) -> list[np.ndarray]:
     up_step_D, up_zero_D = _steps(up_ND, weights.up)
     out_step_D, _ = _steps(out_ND, weights.out, both_sides=True)
     down_step, down_zero = _one_step(down_ND, weights.down)
-    found = (qkv_step_D, qkv_zero_D, out_step_D, up_step_D, up_zero_D, down_step, down_zero)
-    return [values.numpy() for values in found]
+    scales = (qkv_step_D, qkv_zero_D, out_step_D, up_step_D, up_zero_D, down_step, down_zero)
+    return [values.numpy() for values in scales]
 
 
 def _steps(x_ND: Tensor, affine: Affine, both_sides: bool = False) -> tuple[Tensor, Tensor]:
@@ -195,23 +195,23 @@ def _steps(x_ND: Tensor, affine: Affine, both_sides: bool = False) -> tuple[Tens
         low_D = -high_D
     width_D = (high_D - low_D).clamp(min=1e-6)
     wide_D = affine.weight.abs().amax(0).clamp(min=1e-6)
-    wanted_NO, tried = F.linear(x_ND, affine.weight), []
+    wanted_NO, trials = F.linear(x_ND, affine.weight), []
     for power in POWERS:
         shape_D = width_D**power / wide_D ** (1 - power)
         step_D = shape_D * (width_D / shape_D).amax() / 254
         zero_D = torch.zeros_like(step_D) if both_sides else (-low_D / step_D).round()
-        tried.append((step_D, zero_D))
-    return min(tried, key=lambda pair: _error(x_ND, affine, wanted_NO, *pair, both_sides))
+        trials.append((step_D, zero_D))
+    return min(trials, key=lambda pair: _error(x_ND, affine, wanted_NO, *pair, both_sides))
 
 
 def _one_step(x_ND: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """One step and zero for all dimensions, of values that begin little below 0."""
     low, high = x_ND.amin(), x_ND.amax()
-    wanted_NO, tried = F.linear(x_ND, affine.weight), []
+    wanted_NO, trials = F.linear(x_ND, affine.weight), []
     for cut in CUTS:
         step = ((high * cut - low) / 255).clamp(min=1e-9)
-        tried.append((step, (-low / step).round()))
-    return min(tried, key=lambda pair: _error(x_ND, affine, wanted_NO, *pair, False))
+        trials.append((step, (-low / step).round()))
+    return min(trials, key=lambda pair: _error(x_ND, affine, wanted_NO, *pair, False))
 
 
 def _error(x_ND: Tensor, affine: Affine, wanted_NO: Tensor, step: Tensor, zero: Tensor, both_sides: bool) -> float:

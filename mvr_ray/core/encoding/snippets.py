@@ -51,7 +51,7 @@ _MIN_COUNT = 5
 
 @dataclass(frozen=True)
 class PunktParams:
-    """What Punkt knows of a language. Every tuple is sorted, all entries are in small letters."""
+    """Punkt's parameters for a language. Every tuple is sorted, all entries are in small letters."""
 
     abbreviations: tuple[str, ...]
     collocations: tuple[tuple[str, str], ...]
@@ -113,7 +113,7 @@ def packaged_params() -> PunktParams:
 
 
 def load_punkt(params: PunktParams | None = None) -> Splitter:
-    """A splitter by these parameters, or by the packaged ones."""
+    """Make a splitter with these parameters, or with the packaged ones."""
     return Splitter(params or packaged_params())
 
 
@@ -128,36 +128,36 @@ def train_punkt(texts: Iterable[str]) -> PunktParams:
     for text in texts:
         trainer.train(text, finalize=False)
     trainer.finalize_training()
-    learned = trainer.get_params()
-    seen = trainer._type_fdist
+    params = trainer.get_params()
+    frequency = trainer._type_fdist
     small = {
         word: flags
-        for word, flags in learned.ortho_context.items()
-        if word.isalpha() and seen[word] >= _MIN_COUNT and flags & _ANY_SMALL
+        for word, flags in params.ortho_context.items()
+        if word.isalpha() and frequency[word] >= _MIN_COUNT and flags & _ANY_SMALL
     }
     return PunktParams(
-        abbreviations=tuple(sorted(KNOWN_ABBREVIATIONS.union(filter(_ABBREVIATION.fullmatch, learned.abbrev_types)))),
-        collocations=tuple(sorted(learned.collocations)),
-        sentence_starters=tuple(sorted(learned.sent_starters)),
+        abbreviations=tuple(sorted(KNOWN_ABBREVIATIONS.union(filter(_ABBREVIATION.fullmatch, params.abbrev_types)))),
+        collocations=tuple(sorted(params.collocations)),
+        sentence_starters=tuple(sorted(params.sent_starters)),
         lowercase_words=tuple(sorted(word for word, flags in small.items() if not flags & _MID_CAPITAL)),
         mixed_case_words=tuple(sorted(word for word, flags in small.items() if flags & _MID_CAPITAL)),
     )
 
 
 def sentence_spans(text: str, splitter: Splitter) -> list[Span]:
-    """The sentences of `text`, in order; together they hold every character that is not space, and none is blank."""
+    """Split `text` into sentences, in order, none blank; together they hold every character that is not space."""
     spans: list[Span] = []
     for start, end in splitter.spans(text):
         body = text[start:end]
-        if left := len(body) - len(body.lstrip()):
-            start, body = start + left, body.lstrip()
+        if num_blanks := len(body) - len(body.lstrip()):
+            start, body = start + num_blanks, body.lstrip()
         if body.rstrip():
             spans.append((start, start + len(body.rstrip())))
     return spans
 
 
 def merge_snippets(lengths: Sequence[int], num: int) -> list[Span]:
-    """CAMVR, Algorithm 1: while more than `num` pieces are left, merge the shortest with its shorter neighbour.
+    """Run CAMVR's Algorithm 1: while there are more than `num` pieces, merge the shortest with its shorter neighbour.
 
     `lengths` are those of the sentences. Returns ranges (first, last + 1) of sentences. The earliest of several
     shortest pieces is merged; of two equal neighbours, the one before it. Fewer sentences give fewer ranges.
@@ -168,23 +168,23 @@ def merge_snippets(lengths: Sequence[int], num: int) -> list[Span]:
     ranges = [(at, at + 1) for at in range(len(size))]
     while len(size) > num:
         shortest = min(range(len(size)), key=size.__getitem__)
-        left = shortest - 1
+        first = shortest - 1
         if shortest == 0 or (shortest + 1 < len(size) and size[shortest + 1] < size[shortest - 1]):
-            left = shortest
-        size[left : left + 2] = [size[left] + size[left + 1]]
-        ranges[left : left + 2] = [(ranges[left][0], ranges[left + 1][1])]
+            first = shortest
+        size[first : first + 2] = [size[first] + size[first + 1]]
+        ranges[first : first + 2] = [(ranges[first][0], ranges[first + 1][1])]
     return ranges
 
 
 def snippet_spans(text: str, num: int, splitter: Splitter) -> list[Span]:
-    """At most `num` snippets of whole sentences, in order; the missing ones are empty. Lengths are in characters."""
+    """Divide a text into at most `num` snippets of whole sentences, in order. Lengths are in characters."""
     sentences = sentence_spans(text, splitter)
     ranges = merge_snippets([end - start for start, end in sentences], num)
     return [(sentences[first][0], sentences[last - 1][1]) for first, last in ranges]
 
 
 def equal_splits(text: str, num: int) -> list[Span]:
-    """At most `num` pieces with equally many words, or one word more in the first pieces; none is blank."""
+    """Divide a text into at most `num` pieces of equally many words, the first ones with one more; none is blank."""
     words = [match.span() for match in re.finditer(r"\S+", text)]
     num = min(num, len(words))
     bounds = [0]
@@ -194,10 +194,10 @@ def equal_splits(text: str, num: int) -> list[Span]:
 
 
 def snippet_text(passage: Passage, span: Span) -> str:
-    """The words of a view's snippet: a piece of the passage's text, or its title."""
+    """Return the text of a view's snippet: a piece of the passage's text, or its title."""
     return passage.title if span == TITLE else passage.text[span[0] : span[1]]
 
 
 def find_snippet(spans: Sequence[Span], offset: int) -> int:
-    """The snippet that holds the character at `offset`, or -1."""
+    """Find the snippet that holds the character at `offset`, or -1."""
     return next((at for at, (start, end) in enumerate(spans) if start <= offset < end), -1)

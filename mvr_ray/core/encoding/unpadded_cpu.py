@@ -94,8 +94,8 @@ class FloatLayer:
 
     def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
         own_ND = attention(self.qkv(x_ND), runs, self.heads)
-        x_ND = normalised(self.out.plus(own_ND, x_ND), self.norm, self.eps)
-        return normalised(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
+        x_ND = layer_norm(self.out.plus(own_ND, x_ND), self.norm, self.eps)
+        return layer_norm(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
 
 
 class UnpaddedCpuBackbone:
@@ -107,9 +107,9 @@ class UnpaddedCpuBackbone:
         embed_ids: Callable[[Tensor], Tensor],
         layers: Sequence[Layer] | None = None,
         dtype: torch.dtype = torch.float32,
-        filled: bool = True,
+        with_filling: bool = True,
     ) -> None:
-        """`embed_ids` gives the words' vectors. Without `filled`, layers see no token but the texts' own."""
+        """`embed_ids` gives the words' vectors. Without `with_filling`, layers see no token but the texts' own."""
         table: Any = backbone.embeddings
         self.embed_ids = embed_ids
         self.types_D = table.token_type_embeddings.weight.detach()
@@ -117,7 +117,7 @@ class UnpaddedCpuBackbone:
         self.norm = _affine(table.LayerNorm)
         self.eps = float(table.LayerNorm.eps)
         self.dtype = dtype
-        self.filled = filled
+        self.with_filling = with_filling
         self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
 
     def states(
@@ -132,12 +132,12 @@ class UnpaddedCpuBackbone:
 
         `whole`: fill the block, as one of many.
         """
-        filling = filling_tokens(len(ids_N), whole) if self.filled else 0
+        filling = filling_tokens(len(ids_N), whole) if self.with_filling else 0
         ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
         x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
         if types_N is not None:
             x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, filling))]
-        x_ND = normalised(x_ND, self.norm, self.eps).to(self.dtype)
+        x_ND = layer_norm(x_ND, self.norm, self.eps).to(self.dtype)
         runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
         runs += [Run(FILL_TOKENS, filling // FILL_TOKENS), Run(filling % FILL_TOKENS, 1)]
         runs = [run for run in runs if run.length and run.count]
@@ -154,43 +154,43 @@ class Means(NamedTuple):
 
 
 class UnpaddedCpuTower(UnpaddedCpuBackbone):
-    """A tower, so laid out."""
+    """A tower's weights laid out in the same way."""
 
     def __init__(
         self,
         tower: Tower,
         layers: Sequence[Layer] | None = None,
         dtype: torch.dtype = torch.float32,
-        filled: bool = True,
+        with_filling: bool = True,
     ) -> None:
-        super().__init__(tower.backbone, tower.embed_ids, layers, dtype, filled)
+        super().__init__(tower.backbone, tower.embed_ids, layers, dtype, with_filling)
         self.dimension = tower.dimension
 
-    def __call__(self, tokenized: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:
+    def __call__(self, batch: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:
         """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
-        ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in tokenized]).long()
-        positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in tokenized]).long()
-        return self.states(ids_N, positions_N, (text.num_tokens for text in tokenized), whole=whole)
+        ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in batch]).long()
+        positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in batch]).long()
+        return self.states(ids_N, positions_N, (text.num_tokens for text in batch), whole=whole)
 
-    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """The means of the states of each view's tokens."""
-        shape = (len(tokenized), num_views)
+        shape = (len(batch), num_views)
         views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
         def read(rows: list[int], whole: bool) -> None:
-            some = [tokenized[row] for row in rows]
+            some = [batch[row] for row in rows]
             views_PVD[rows], count_PV[rows] = view_means(self(some, whole), some, num_views)
 
-        over_blocks([text.num_tokens for text in tokenized], read)
+        over_blocks([text.num_tokens for text in batch], read)
         return Means(views_PVD, count_PV)
 
-    def padded_states(self, tokenized: Sequence[TokenizedPassage]) -> Tensor:
+    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
         """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
-        lengths = [text.num_tokens for text in tokenized]
+        lengths = [text.num_tokens for text in batch]
         states_PTD = torch.zeros(len(lengths), max(lengths), self.dimension)
 
         def read(rows: list[int], whole: bool) -> None:
-            own = self([tokenized[row] for row in rows], whole).split([lengths[row] for row in rows])
+            own = self([batch[row] for row in rows], whole).split([lengths[row] for row in rows])
             for row, states_TD in zip(rows, own):
                 states_PTD[row, : lengths[row]] = states_TD
 
@@ -199,7 +199,7 @@ class UnpaddedCpuTower(UnpaddedCpuBackbone):
 
 
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
-    """Have `read` take every row of texts so long, block by block, without a gradient, told whether to fill them.
+    """Call `read` with the rows of each block and whether to fill the block, without gradients.
 
     Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
     waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
@@ -232,23 +232,23 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def view_means(states_ND: Tensor, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
-    """Of texts laid end to end. A bag of rows for each view of each text is what the sum over an embedding table is."""
-    view_N = np.concatenate([text.view_T for text in tokenized]).astype(np.int64)
-    text_N = np.repeat(np.arange(len(tokenized)), [text.num_tokens for text in tokenized])
+def view_means(states_ND: Tensor, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """Average the states of each view of texts laid end to end, as an embedding bag over the rows of states."""
+    view_N = np.concatenate([text.view_T for text in batch]).astype(np.int64)
+    text_N = np.repeat(np.arange(len(batch)), [text.num_tokens for text in batch])
     read = np.flatnonzero(view_N >= 0)
     slot = text_N[read] * num_views + view_N[read]
     order = np.argsort(slot, kind="stable")
-    count = np.bincount(slot, minlength=len(tokenized) * num_views)
+    count = np.bincount(slot, minlength=len(batch) * num_views)
     starts = torch.from_numpy(np.cumsum(count) - count)
     means = F.embedding_bag(torch.from_numpy(read[order]), states_ND, starts, mode="mean")
-    shape = (len(tokenized), num_views)
+    shape = (len(batch), num_views)
     return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
 
 
 def filling_tokens(num_tokens: int, whole: bool = False) -> int:
-    """Of texts of nothing behind a block, which nobody reads: to the next 8 tokens, of longer blocks to the next 64, of
-    one of many blocks (`whole`) to a full one, so that who reads many sees one number of rows.
+    """Number of padding tokens appended to a block: up to a multiple of 8, for long blocks of 64, and for one of many
+    blocks (`whole`) up to a full block, so that many blocks have one number of rows.
 
     oneDNN and torch keep something for each number of rows that they have seen, 0.6 MB a product (1.4 GB after 6,000
     blocks of any number), and take a millisecond to make it.
@@ -260,22 +260,22 @@ def filling_tokens(num_tokens: int, whole: bool = False) -> int:
 def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
     """softmax(q k' / sqrt(d)) v of every text and head, [N, D]."""
     dimension = qkv_NE.shape[1] // 3
-    found, start = [], 0
+    parts, start = [], 0
     for length, count in runs:
         rows = qkv_NE[start : start + length * count].view(count, length, 3, heads, dimension // heads)
         q_BHTd, k_BHTd, v_BHTd = rows.permute(2, 0, 3, 1, 4)
         own_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd)
-        found.append(own_BHTd.transpose(1, 2).reshape(count * length, dimension))
+        parts.append(own_BHTd.transpose(1, 2).reshape(count * length, dimension))
         start += length * count
-    return torch.cat(found) if len(found) > 1 else found[0]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def normalised(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
+def layer_norm(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
     return F.layer_norm(x_ND, (x_ND.shape[1],), norm.weight, norm.bias, eps)
 
 
 def supports_unpadded_cpu(backbone: nn.Module) -> bool:
-    """Whether this can be read so: its layers are known, and it lies on a CPU whose torch has oneDNN."""
+    """Whether the unpadded pass supports this backbone: a known kind of layers, on a CPU whose torch has oneDNN."""
     config: Any = backbone.config
     weight = next(backbone.parameters())
     return (
@@ -289,12 +289,12 @@ def supports_unpadded_cpu(backbone: nn.Module) -> bool:
 
 
 def layer_weights(backbone: Any) -> list[LayerWeights]:
-    found = []
+    weights = []
     for layer in backbone.encoder.layer:
         own = layer.attention.self
         parts = [_affine(part) for part in (own.query, own.key, own.value)]
         qkv = Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
-        found.append(
+        weights.append(
             LayerWeights(
                 qkv=qkv,
                 out=_affine(layer.attention.output.dense),
@@ -306,26 +306,26 @@ def layer_weights(backbone: Any) -> list[LayerWeights]:
                 heads=int(own.num_attention_heads),
             )
         )
-    return found
+    return weights
 
 
 def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]]:
     """Rows in blocks of at most `budget` tokens: longest first, ties by row, each into the first block with room for it
     (first fit decreasing). So most blocks are full, and all of one size. A longer text has a block of its own."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # of blocks that may take more: how much, and which
     shortest = min(lengths, default=0)
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         at = next((at for at, (room, _) in enumerate(rooms) if room >= lengths[row]), len(rooms))
         if at == len(rooms):
-            rooms.append((budget, len(found)))
-            found.append([])
+            rooms.append((budget, len(result)))
+            result.append([])
         room, block = rooms[at]
-        found[block].append(row)
+        result[block].append(row)
         rooms[at] = room - lengths[row], block
         if rooms[at][0] < shortest:
             del rooms[at]
-    return found
+    return result
 
 
 def _affine(module: Any) -> Affine:

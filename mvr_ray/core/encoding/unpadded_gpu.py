@@ -49,19 +49,19 @@ class FlatTokens(NamedTuple):
     count_PV: IntArray
 
 
-def flatten_tokens(tokenized: Sequence[TokenizedPassage], num_views: int) -> FlatTokens:
+def flatten_tokens(batch: Sequence[TokenizedPassage], num_views: int) -> FlatTokens:
     """One batch of at least one text."""
-    view_T = np.concatenate([text.view_T for text in tokenized]).astype(np.int64)
-    text_T = np.repeat(np.arange(len(tokenized)), [text.num_tokens for text in tokenized])
+    view_T = np.concatenate([text.view_T for text in batch]).astype(np.int64)
+    text_T = np.repeat(np.arange(len(batch)), [text.num_tokens for text in batch])
     slot_T = np.where(view_T < 0, -1, text_T * num_views + view_T)
     order_M = np.argsort(slot_T, kind="stable")[int((slot_T < 0).sum()) :]
-    count = np.bincount(slot_T[order_M], minlength=len(tokenized) * num_views)
+    count = np.bincount(slot_T[order_M], minlength=len(batch) * num_views)
     return FlatTokens(
-        np.concatenate([text.input_ids for text in tokenized]).astype(np.int64),
-        np.concatenate([text.position_ids for text in tokenized]).astype(np.int64),
-        np.cumsum([0, *(text.num_tokens for text in tokenized)]).astype(np.int32),
+        np.concatenate([text.input_ids for text in batch]).astype(np.int64),
+        np.concatenate([text.position_ids for text in batch]).astype(np.int64),
+        np.cumsum([0, *(text.num_tokens for text in batch)]).astype(np.int32),
         order_M,
-        count.reshape(len(tokenized), num_views),
+        count.reshape(len(batch), num_views),
     )
 
 
@@ -81,17 +81,17 @@ class UnpaddedGpuTower:
         backbone.set_attn_implementation(ATTENTION)
 
     @torch.no_grad()
-    def views(self, tokenized: Sequence[TokenizedPassage], num_views: int) -> Means:
+    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """The means of the states of each view's tokens, on the device, in float32. Returns before a GPU is done."""
-        packed = flatten_tokens(tokenized, num_views)
-        ids_T, positions_T, bounds, order_M, count_PV = map(self._put, packed)
+        flat = flatten_tokens(batch, num_views)
+        ids_T, positions_T, bounds, order_M, count_PV = map(self._put, flat)
         states_TD = self.tower(
             ids_T[None],
             positions_T[None],
             torch.ones_like(ids_T[None], dtype=torch.bool),
             bounds=bounds,
-            ends=packed.bounds.tolist(),
-            longest=int(np.diff(packed.bounds).max()),
+            ends=flat.bounds.tolist(),
+            longest=int(np.diff(flat.bounds).max()),
         )[0]
         members_MD = states_TD.index_select(0, order_M).float()
         flat_count = count_PV.flatten()

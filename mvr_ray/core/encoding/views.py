@@ -63,9 +63,9 @@ class EncoderSpec:
             ("viewer_init", ("random", "cls")),
             ("empty_snippets", ("masked", "kept")),
         )
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(known)}")
+        for name, options in choices:
+            if getattr(self, name) not in options:
+                raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(options)}")
         if self.num_views < 1:
             raise EncoderError(f"encoder num_views is {self.num_views}; a passage has 1 view or more")
         if self.empty_snippets == "kept" and (self.strategy, self.readout) != ("snippets", "viewer"):
@@ -107,7 +107,7 @@ class EncoderSpec:
         return self.has_snippets and self.strategy != "splits"
 
     def settings(self) -> dict[str, str | int | bool]:
-        """What changes an embedding and is not in the weights: nothing else may enter the fingerprint."""
+        """Return the settings that enter the fingerprint: those that change an embedding and are not in the weights."""
         settings: dict[str, str | int | bool] = {
             "strategy": self.strategy,
             "num_views": self.effective_views,
@@ -148,19 +148,19 @@ TOKEN_ARRAYS = {"lengths": np.int32, "input_ids": np.int32, "position_ids": np.i
 """What `pack_tokens` gives, and its types."""
 
 
-def pack_tokens(tokenized: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
-    """Texts laid end to end, cheaper to ship than one by one: each field of all of them, and `lengths`."""
+def pack_tokens(texts: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
+    """Lay texts end to end, which makes them cheap to send: one array a field, and `lengths`."""
     lengths, *fields = TOKEN_ARRAYS.items()
-    found: dict[str, IntArray] = {lengths[0]: np.array([text.num_tokens for text in tokenized], lengths[1])}
+    arrays: dict[str, IntArray] = {lengths[0]: np.array([text.num_tokens for text in texts], lengths[1])}
     for name, dtype in fields:
-        found[name] = np.concatenate([getattr(passage, name) for passage in tokenized] or [np.zeros(0)]).astype(dtype)
-    return found
+        arrays[name] = np.concatenate([getattr(passage, name) for passage in texts] or [np.zeros(0)]).astype(dtype)
+    return arrays
 
 
-def unpack_tokens(packed: Mapping[str, IntArray]) -> list[TokenizedPassage]:
-    """The texts again, over one copy, which torch may take for its own."""
-    ends = np.cumsum(packed["lengths"]).tolist()
-    whole = [np.array(packed[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
+def unpack_tokens(arrays: Mapping[str, IntArray]) -> list[TokenizedPassage]:
+    """Undo `pack_tokens`, over one writable copy of the arrays."""
+    ends = np.cumsum(arrays["lengths"]).tolist()
+    whole = [np.array(arrays[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
     starts = [0, *ends[:-1]]
     return [TokenizedPassage(*(array[start:end] for array in whole)) for start, end in zip(starts, ends)]
 
@@ -185,21 +185,22 @@ class Layout:
     separators: int
 
     def check(self, spec: EncoderSpec, backbone: str) -> None:
-        """Raise EncoderError where this backbone cannot express what is asked."""
+        """Raise EncoderError where this backbone has too few positions or tokens for the settings."""
         own = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
-        for name, tokens, taken in (("query", spec.max_query_tokens, 0), ("passage", spec.max_passage_tokens, own)):
-            if tokens > self.num_positions - taken:
-                less = f", {taken} of them kept for viewers" if taken else ""
+        limits = (("query", spec.max_query_tokens, 0), ("passage", spec.max_passage_tokens, own))
+        for name, tokens, num_viewers in limits:
+            if tokens > self.num_positions - num_viewers:
+                less = f", {num_viewers} of them kept for viewers" if num_viewers else ""
                 raise EncoderError(
                     f"max_{name}_tokens is {tokens}, but backbone {backbone} has {self.num_positions} positions{less}; "
-                    f"lower max_{name}_tokens to {self.num_positions - taken} or less"
+                    f"lower max_{name}_tokens to {self.num_positions - num_viewers} or less"
                 )
-        wanted = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
-        needed = -(-4 * wanted // 3)
-        if spec.max_passage_tokens < needed:
+        least_beside_title = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
+        least = -(-4 * least_beside_title // 3)
+        if spec.max_passage_tokens < least:
             raise EncoderError(
                 f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
-                f"{spec.strategy!r}; give at least {needed} or lower num_views"
+                f"{spec.strategy!r}; give at least {least} or lower num_views"
             )
 
     def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
@@ -216,7 +217,7 @@ class Layout:
     def passage(
         self, spec: EncoderSpec, title: Sequence[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
-        """`title` is empty where there is none; `snippets` where the strategy has none."""
+        """Lay out a passage. `title` is empty where there is none; `snippets` where the strategy has none."""
         head: list[int] = []
         if title and spec.title_view:
             head = list(title[: spec.max_passage_tokens // 4])
@@ -226,10 +227,10 @@ class Layout:
             return self._snippets(spec, head, text, snippets)
         if spec.strategy == "viewers":
             return self._viewers(spec, head, text)
-        kept = text.ids[: spec.max_passage_tokens - 2 - len(head)]
+        text_ids = text.ids[: spec.max_passage_tokens - 2 - len(head)]
         if spec.has_pieces:
-            return self._pieces(spec, head, TextTokens(kept, text.ends[: len(kept)]), snippets)
-        ids = [self.cls_id, *head, *kept, self.sep_id]
+            return self._pieces(spec, head, TextTokens(text_ids, text.ends[: len(text_ids)]), snippets)
+        ids = [self.cls_id, *head, *text_ids, self.sep_id]
         view_T = [-1] * len(ids)
         if spec.strategy == "cls":
             view_T[0] = 0
@@ -238,18 +239,18 @@ class Layout:
         elif spec.strategy == "first_k":
             first = min(spec.num_views, len(ids))
             view_T[:first] = range(first)
-        elif kept:
+        elif text_ids:
             start = 1 + len(head)
-            view_T[start : start + len(kept)] = snippet_of_token(text.ends[: len(kept)], snippets)
+            view_T[start : start + len(text_ids)] = snippet_of_token(text.ends[: len(text_ids)], snippets)
         else:
             view_T = [0] * len(ids)
         return self._arrays(ids, range(len(ids)), view_T)
 
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
-        """MVR: viewers first, all at position 0 or each at its own at the table's end; the text from position 1."""
+        """Lay out MVR: viewers first, at position 0 or each at its own at the table's end; the text from position 1."""
         num = spec.num_views
-        kept = text.ids[: spec.max_passage_tokens - num - 1 - len(head)]
-        rest = [*head, *kept, self.sep_id]
+        text_ids = text.ids[: spec.max_passage_tokens - num - 1 - len(head)]
+        rest = [*head, *text_ids, self.sep_id]
         viewers = [self.first_viewer + 1 + view for view in range(num)]
         places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
         positions = [*places, *range(1, 1 + len(rest))]
@@ -258,7 +259,7 @@ class Layout:
     def _snippets(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
-        """A viewer before each snippet, ordinary positions; one without a snippet stands at the end, if at all.
+        """Put a viewer before each snippet, at ordinary positions; viewers without a snippet come last, or not at all.
 
         With a title view (CAMVR, figures 1 and 4) `head` is the title and view 0's snippet; the text has the others.
         """
@@ -284,7 +285,7 @@ class Layout:
     def _pieces(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
-        """MVR table 5: a sequence of its own for each snippet that has tokens, one after the other."""
+        """Lay out MVR table 5: one sequence for each snippet that has tokens, one after the other."""
         of_token = np.asarray(snippet_of_token(text.ends, snippets), np.int64)
         views = np.unique(of_token).tolist() or [0]
         ids: list[int] = []
@@ -299,7 +300,7 @@ class Layout:
         return self._arrays(ids, positions, view_T)
 
     def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
-        """The sequences of a passage whose pieces are read alone."""
+        """Split a passage whose pieces are encoded alone into its sequences."""
         starts = np.flatnonzero(passage.position_ids == self.first_position)
         return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
 
@@ -312,7 +313,7 @@ class Layout:
 
 
 def snippet_of_token(ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
-    """The snippet that holds each token's last character; a token of the space between two belongs to the second."""
+    """Find the snippet that holds each token's last character; a token between two snippets belongs to the second."""
     bounds = [end for _, end in snippets[:-1]]
     return np.searchsorted(bounds, np.asarray(ends, np.int64) - 1, side="right").tolist()
 
@@ -322,16 +323,16 @@ def shorten(lengths: Sequence[int], budget: int) -> list[int]:
     left over goes to the first pieces, one each."""
     if sum(lengths) <= budget:
         return list(lengths)
-    left, level = budget, 0
-    for done, length in enumerate(sorted(lengths)):
-        level = left // (len(lengths) - done)
+    rest, level = budget, 0
+    for num_whole, length in enumerate(sorted(lengths)):
+        level = rest // (len(lengths) - num_whole)
         if length > level:
             break
-        left -= length
-    kept = [min(length, level) for length in lengths]
-    spare = budget - sum(kept)
+        rest -= length
+    result = [min(length, level) for length in lengths]
+    spare = budget - sum(result)
     for at, length in enumerate(lengths):
-        if spare and length > kept[at]:
-            kept[at] += 1
+        if spare and length > result[at]:
+            result[at] += 1
             spare -= 1
-    return kept
+    return result

@@ -1,4 +1,4 @@
-"""Decide whether a passage holds an answer, by the field's rules to the letter.
+"""Decide whether a passage holds an answer, by exactly the rules of DPR, CuratedTREC, KILT and SQuAD.
 
 `string` mode: text and answer are put into Unicode NFD, cut into tokens (a run of letters, numbers or marks, else one
 character that is neither separator nor control), each token lower-cased; a hit is an answer whose tokens stand in a
@@ -37,49 +37,49 @@ _MAX_QUESTIONS_CACHED = 4096
 
 
 def tokenize(text: str) -> list[str]:
-    """Lower-cased tokens of the text's NFD form."""
+    """Return the lower-cased tokens of the text's NFD form."""
     return [token.lower() for token in _TOKEN.findall(unicodedata.normalize("NFD", text))]
 
 
 def has_answer(text: str, answers: Sequence[str], match: Match = "string") -> bool:
     """Whether `text` holds one of `answers`. For many passages or questions use `AnswerMatcher`."""
     haystack = _haystack(text, match)
-    return any(_found(haystack, needle) for needle in _needles(answers, match))
+    return any(_contains(haystack, needle) for needle in _needles(answers, match))
 
 
 def normalize_answer(text: str) -> str:
-    """Exact match's form: lower case, no ASCII punctuation, no article, single blanks (in this order)."""
+    """Normalise as exact match does: lower case, no ASCII punctuation, no article, single blanks (in this order)."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
     """Whether a reader's prediction equals one of the answers after `normalize_answer`."""
     assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
-    wanted = normalize_answer(prediction)
-    return any(normalize_answer(answer) == wanted for answer in answers)
+    target = normalize_answer(prediction)
+    return any(normalize_answer(answer) == target for answer in answers)
 
 
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
-    """SQuAD's F1: overlap of the multisets of normalised words, with the answer that overlaps best.
+    """Compute SQuAD's F1: the overlap of multisets of normalised words, with the answer that overlaps best.
 
     Where prediction and answer both normalise to nothing it is 1, as in SQuAD 2 (SQuAD 1.1's script says 0).
     """
     assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
-    found = Counter(normalize_answer(prediction).split())
-    return max((_overlap(found, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
+    words = Counter(normalize_answer(prediction).split())
+    return max((_overlap(words, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
 
 
 def empty_answers(answers: Sequence[str]) -> list[str]:
-    """The answers that have no token, which by the string rule match every passage."""
+    """Return the answers without a token, which by the string rule match every passage."""
     return [answer for answer in answers if not tokenize(answer)]
 
 
 class AnswerMatcher:
     """`has_answer` for many questions over the same passages: each passage is tokenised once.
 
-    Prepared passages are kept, least recently used dropped, up to `max_cached_bytes`, and the answers of the last
-    `max_questions` questions. With `strict`, a question with
-    an answer that matches everything raises DataError. Not shared between threads.
+    It caches prepared passages up to `max_cached_bytes`, dropping the least recently used, and the answers of the last
+    `max_questions` questions. With `strict`, a question with an answer that matches everything raises DataError. Not
+    safe for several threads.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class AnswerMatcher:
         if not needles:
             return False
         haystack = self._haystack_of(text)
-        return any(_found(haystack, needle) for needle in needles)
+        return any(_contains(haystack, needle) for needle in needles)
 
     def mark(self, texts: Sequence[str], answers: Sequence[str]) -> list[bool]:
         """For one question, whether each text holds an answer."""
         return [self.has_answer(text, answers) for text in texts]
 
     def index(self, answers: Sequence[Sequence[str]]) -> "AnswerIndex":
-        """The answers of many questions, to be looked for in one passage after another."""
+        """Prepare the answers of many questions, for one passage after another."""
         return AnswerIndex(self.match, [self._needles_of(one) for one in answers])
 
     def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
@@ -142,10 +142,11 @@ class AnswerMatcher:
 
 
 class AnswerIndex:
-    """Which of many questions have an answer in a passage: the passage is prepared once, and an answer is looked for
-    only where the passage has its longest token. Made by `AnswerMatcher.index`.
+    """Finds which of many questions have an answer in a passage. Made by `AnswerMatcher.index`.
 
-    Shapes: Q questions, A answers of all of them, P questions that are asked about one passage.
+    It prepares the passage once, and looks for an answer only where the passage has the answer's longest token.
+
+    Shapes: Q questions, A answers of all of them, P questions about one passage.
     """
 
     def __init__(self, match: Match, needles_Q: "Sequence[Sequence[Needle]]") -> None:
@@ -163,16 +164,16 @@ class AnswerIndex:
         has[[0, *(number for word in set(haystack.split(" ")) if (number := self._number.get(word)))]] = True
         first_P = self._start_Q[question_P]
         count_P = self._start_Q[question_P + 1] - first_P
-        asked = np.repeat(np.arange(len(question_P)), count_P)
-        answer = np.arange(len(asked)) + np.repeat(first_P - np.cumsum(count_P) + count_P, count_P)
+        position = np.repeat(np.arange(len(question_P)), count_P)
+        answer = np.arange(len(position)) + np.repeat(first_P - np.cumsum(count_P) + count_P, count_P)
         marked_P = np.zeros(len(question_P), bool)
         likely = np.flatnonzero(has[self._token_A[answer]])
-        for at, number in zip(asked[likely].tolist(), answer[likely].tolist()):
-            marked_P[at] = marked_P[at] or _found(haystack, self._needles_A[number])
+        for at, number in zip(position[likely].tolist(), answer[likely].tolist()):
+            marked_P[at] = marked_P[at] or _contains(haystack, self._needles_A[number])
         return marked_P
 
     def _token(self, needle: "Needle") -> int:
-        """Number of the longest token, 0 where there is none to go by: a substring or pattern need not begin a word."""
+        """Number of the longest token; 0 for substrings and patterns, which need not begin at a word."""
         longest = max(needle.split(" "), key=len) if self.match == "string" and isinstance(needle, str) else ""
         return self._number.setdefault(longest, len(self._number) + 1) if longest else 0
 
@@ -181,7 +182,7 @@ Needle = str | regex.Pattern[str]
 
 
 def _haystack(text: str, match: Match) -> str:
-    """The text as it is searched. Tokens hold no blank, so joined by blanks a run of tokens is a substring."""
+    """Prepare a text for search. Tokens hold no blank, so a run of tokens joined by blanks is a substring."""
     match match:
         case "string":
             return f" {' '.join(tokenize(text))} "
@@ -197,17 +198,17 @@ def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
         case "string":
             return [f" {' '.join(tokens)} " if (tokens := tokenize(answer)) else "" for answer in answers]
         case "regex":
-            compiled = (_compile(unicodedata.normalize("NFD", answer)) for answer in answers)
-            return [pattern for pattern in compiled if pattern is not None]
+            patterns = (_compile(unicodedata.normalize("NFD", answer)) for answer in answers)
+            return [pattern for pattern in patterns if pattern is not None]
         case "kilt":
             return [normalize_answer(answer) for answer in answers]
 
 
-def _overlap(found: Counter[str], wanted: Counter[str]) -> float:
+def _overlap(words: Counter[str], reference: Counter[str]) -> float:
     """Harmonic mean of precision and recall of one multiset of words against another."""
-    if not found or not wanted:
-        return float(found == wanted)
-    return 2 * (found & wanted).total() / (found.total() + wanted.total())
+    if not words or not reference:
+        return float(words == reference)
+    return 2 * (words & reference).total() / (words.total() + reference.total())
 
 
 def _compile(pattern: str) -> regex.Pattern[str] | None:
@@ -217,7 +218,7 @@ def _compile(pattern: str) -> regex.Pattern[str] | None:
         return None
 
 
-def _found(haystack: str, needle: Needle) -> bool:
+def _contains(haystack: str, needle: Needle) -> bool:
     return needle in haystack if isinstance(needle, str) else needle.search(haystack) is not None
 
 

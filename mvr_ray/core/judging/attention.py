@@ -1,4 +1,4 @@
-"""Attention of each view: the last layer's, of the tokens that a view is made of.
+"""Measure how the attention of a passage's views differs, in the last layer.
 
 A view is the mean over its tokens' states, so its attention alpha is the mean over the same tokens and over the heads.
 For a viewer, which is one token, that is the row that CAMVR compares. Attention falls on all tokens of the passage.
@@ -24,14 +24,14 @@ _AT_ONCE = 8
 
 
 class ViewAttention(NamedTuple):
-    """Of one passage: attention_VT, each row a distribution over its tokens, and which views there are."""
+    """Attention of one passage: each row of attention_VT is a distribution over its tokens; mask_V marks views."""
 
     attention_VT: FloatArray
     mask_V: np.ndarray
 
 
-def view_attention(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> list[ViewAttention]:
-    """The last layer's attention of every view of each passage, float64.
+def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> list[ViewAttention]:
+    """Compute the last layer's attention of every view of each passage, float64.
 
     Raises EncoderError where pieces are read alone: their views share no tokens to attend to.
     """
@@ -46,14 +46,14 @@ def view_attention(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) 
     encoder.eval()
     backbone.set_attn_implementation("eager")  # the fast kernels do not give their weights
     try:
-        found: list[ViewAttention] = []
-        for start in range(0, len(tokenized), _AT_ONCE):
-            part = tokenized[start : start + _AT_ONCE]
+        results: list[ViewAttention] = []
+        for start in range(0, len(batch), _AT_ONCE):
+            part = batch[start : start + _AT_ONCE]
             with torch.no_grad():
                 last_PHTT = encoder.attentions(part)[-1]
             mean_PTT = last_PHTT.double().mean(1).cpu().numpy()
-            found += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
-        return found
+            results += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
+        return results
     finally:
         backbone.set_attn_implementation(before)
         encoder.train(training)
@@ -68,7 +68,7 @@ def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) ->
 
 
 def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
-    """D(i, j) of CAMVR eq. 14 in row i and column j, averaged over the passages that have both views. float64 [V, V]
+    """Average D(i, j) of CAMVR eq. 14 over the passages that have both views. float64 [V, V], row i, column j.
 
     D(i, j) is KL(view j || view i), in nats: the column's view comes first. NaN where no passage has both. A share
     below 1e-12 counts as 1e-12. All zero: every view reads alike.
@@ -87,7 +87,7 @@ def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
 
 
 def mean_attention_kl(table_VV: FloatArray) -> float | None:
-    """Mean of D(i, j) over the pairs i < j, the triangle that CAMVR's table 3 prints; None where no pair was measured.
+    """Average D(i, j) over the pairs i < j, the triangle that CAMVR's table 3 prints; None without a measured pair.
 
     The other triangle holds the same pairs of views with the arguments of KL exchanged, and is not in the mean.
     """

@@ -1,4 +1,4 @@
-"""Metrics of rankings with intervals and tests, and measures of how views differ.
+"""Compute metrics of rankings with intervals and tests, and measures of how views differ.
 
 Ranking metrics give one value a question, so that intervals and tests come from the same numbers. Ranks count from 0;
 -1 is "not found". View metrics are None where there is nothing to measure.
@@ -45,34 +45,29 @@ def top_k_accuracy(ranks_Q: IntArray, ks: Sequence[int]) -> dict[int, float]:
 
 
 def reciprocal_ranks(ranks_Q: IntArray, cutoff: int | None = None) -> FloatArray:
-    """1 / (rank + 1) of the first relevant hit; 0 where none stands among the first `cutoff`."""
+    """1 / (rank + 1) of the first relevant hit; 0 where none stands among the first `cutoff` (MS MARCO's has 10)."""
     found_Q = (ranks_Q >= 0) & (ranks_Q < (cutoff or np.iinfo(np.int64).max))
     return np.where(found_Q, 1.0 / (np.maximum(ranks_Q, 0) + 1), 0.0)
 
 
-def mrr(ranks_Q: IntArray, cutoff: int | None = None) -> float:
-    """Mean reciprocal rank; MS MARCO's official number has cutoff 10."""
-    return float(reciprocal_ranks(ranks_Q, cutoff).mean())
+def ndcg(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], cutoff: int) -> FloatArray:
+    """Compute normalised discounted cumulative gain of each question, as trec_eval does: the gain is the grade.
 
-
-def ndcg(ranked: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], cutoff: int) -> FloatArray:
-    """Normalised discounted cumulative gain of each question, as trec_eval has it: the gain is the grade.
-
-    `ranked` holds passage ids, best first; `relevance` the grade of each judged one (grades below 1 gain nothing). A
+    `rankings` holds passage ids, best first; `relevance` the grade of each judged one (grades below 1 gain nothing). A
     question without a relevant passage scores 0. Of an id that stands twice only the first counts.
     """
     values = []
-    for ids, grades in zip(ranked, relevance, strict=True):
+    for ids, grades in zip(rankings, relevance, strict=True):
         gains = [max(grades.get(passage, 0), 0) for passage in dict.fromkeys(ids)]
-        ideal = _discounted(sorted((max(grade, 0) for grade in grades.values()), reverse=True)[:cutoff])
-        values.append(_discounted(gains[:cutoff]) / ideal if ideal else 0.0)
+        ideal = _discounted_gain(sorted((max(grade, 0) for grade in grades.values()), reverse=True)[:cutoff])
+        values.append(_discounted_gain(gains[:cutoff]) / ideal if ideal else 0.0)
     return np.array(values, np.float64)
 
 
 def cluster_interval(
     values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
 ) -> Interval:
-    """Bootstrap interval of the mean over questions that come in groups, such as all those of one article.
+    """Bootstrap the interval of the mean over questions that come in groups, such as all those of one article.
 
     Questions of one article share its passages and its style, so their values are not independent: whole groups are
     resampled, with all their values. The quantiles are those of Hesterberg's expanded percentile interval (The American
@@ -126,10 +121,10 @@ def paired_test(
     difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q).sum_G
     difference_M = difference_G[np.abs(difference_G) > _NEAR]
     size = len(difference_M)
-    observed = abs(difference_M.sum()) - _NEAR * np.abs(difference_M).sum()
+    distance = abs(difference_M.sum()) - _NEAR * np.abs(difference_M).sum()
     if size and 2**size <= num:
         flips = (np.arange(2**size)[:, None] >> np.arange(size)) & 1
-        return float((np.abs((1 - 2 * flips) @ difference_M) >= observed).mean())
+        return float((np.abs((1 - 2 * flips) @ difference_M) >= distance).mean())
     if not size:
         return 1.0
     rng = np.random.default_rng(seed)
@@ -138,7 +133,7 @@ def paired_test(
     for start in range(0, num, part):
         flips = rng.integers(0, 2, (min(part, num - start), size), dtype=np.int8)
         sums = difference_M.sum() - 2 * (flips @ difference_M)
-        as_far += int((np.abs(sums) >= observed).sum())
+        as_far += int((np.abs(sums) >= distance).sum())
     return as_far / (num + 1)
 
 
@@ -249,7 +244,7 @@ def gold_answer_view_share(view_Q: IntArray, answer_view_Q: IntArray) -> float |
     return float((view_Q[known_Q] == answer_view_Q[known_Q]).mean()) if known_Q.any() else None
 
 
-def _discounted(gains: Sequence[int]) -> float:
+def _discounted_gain(gains: Sequence[int]) -> float:
     return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains))
 
 

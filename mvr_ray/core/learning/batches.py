@@ -41,7 +41,7 @@ class JoinedBatch(NamedTuple):
     positive_Q      int64, row of the question's passage
     known_QP        true where a passage is another positive of the question
     answer_start_Q  int64, -1 where unknown
-    teacher_QP      float32, a cross-encoder's score of the pair, NaN where it was not asked
+    teacher_QP      float32, a cross-encoder's score of the pair, NaN where it scored none
     """
 
     texts: list[str]
@@ -64,7 +64,7 @@ class RankShare(NamedTuple):
 def plan_epoch(
     passage_E: IntArray, article_E: IntArray | None, *, batch: int, per_passage: int, seed: int, epoch: int
 ) -> IntArray:
-    """examples_SB: every example once, in random order, the last batch filled up from the beginning.
+    """Plan examples_SB: every example once, in random order, the last batch filled up from the beginning.
 
     Questions of one passage stand together, at most `per_passage` of them (only the end of a batch can part them). With
     articles given, passages of one article stand together too, half a batch at most, so that each batch mixes several.
@@ -93,7 +93,7 @@ def _runs(key_E: IntArray, longest: int) -> IntArray:
 
 
 def _shuffle_groups(group_E: IntArray, rng: np.random.Generator) -> IntArray:
-    """An order in which the members of each group stay together and in order, and the groups are shuffled."""
+    """Shuffle the groups; the members of each stay together and in order."""
     if not len(group_E):
         return group_E
     place_G = rng.permutation(int(group_E.max()) + 1)
@@ -101,7 +101,7 @@ def _shuffle_groups(group_E: IntArray, rng: np.random.Generator) -> IntArray:
 
 
 def join_batch(examples: Sequence[Example]) -> JoinedBatch:
-    """Bring each passage in once, so that no question has its own passage, or another of its positives, as negative."""
+    """Join a batch with each passage once, so that no positive of a question is also its negative."""
     row_of: dict[str, int] = {}
     passages: list[Passage] = []
     for passage in [e.passage for e in examples] + [n for e in examples for n in e.negatives]:
@@ -110,9 +110,9 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
             passages.append(passage)
     known_QP = np.zeros((len(examples), len(passages)), bool)
     for question, example in enumerate(examples):
-        for known in example.known_ids:
-            if known in row_of and known != example.passage.id:
-                known_QP[question, row_of[known]] = True
+        for known_id in example.known_ids:
+            if known_id in row_of and known_id != example.passage.id:
+                known_QP[question, row_of[known_id]] = True
     teacher_QP = np.full(known_QP.shape, np.nan, np.float32)
     for question, example in enumerate(examples):
         for passage, score in zip((example.passage, *example.negatives), example.teacher):
@@ -129,7 +129,7 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
 
 
 def negatives_for(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
-    """Passages that do not answer example `at`: its hard negatives, else those of the examples after it in the batch.
+    """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples.
 
     A passage in which the answer's words stand, or that is another positive, is none.
     """
@@ -137,18 +137,18 @@ def negatives_for(at: int, examples: Sequence[Example], most: int) -> list[Passa
     if own.negatives:
         return list(own.negatives[:most])
     answer = own.passage.text[own.answer_start : own.answer_stop].lower() if own.answer_start >= 0 else ""
-    barred = {own.passage.id, *own.known_ids}
-    found: dict[str, Passage] = {}
+    positive_ids = {own.passage.id, *own.known_ids}
+    negatives: dict[str, Passage] = {}
     for other in (*examples[at + 1 :], *examples[:at]):
-        if len(found) == most:
+        if len(negatives) == most:
             break
-        if other.passage.id not in barred and not (answer and answer in other.passage.text.lower()):
-            found[other.passage.id] = other.passage
-    return list(found.values())
+        if other.passage.id not in positive_ids and not (answer and answer in other.passage.text.lower()):
+            negatives[other.passage.id] = other.passage
+    return list(negatives.values())
 
 
 def rank_share(num_questions: int, num_passages: int, rank: int, world: int) -> RankShare:
-    """Equal slices for every rank: questions divide evenly, passages are padded with row 0 at the end."""
+    """Divide a batch into equal slices: questions divide evenly, passages are padded with row 0 at the end."""
     assert num_questions % world == 0, f"{num_questions} questions do not divide by {world} ranks"
     mine = num_questions // world
     each = -(-num_passages // world)

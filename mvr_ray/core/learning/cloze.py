@@ -1,4 +1,4 @@
-"""Questions without labels: a sentence of a passage asks for the rest of it (inverse cloze, Lee et al. 2019).
+"""Make questions without labels: a sentence of a passage asks for the rest of it (inverse cloze, Lee et al. 2019).
 
 The sentence is taken out of its passage, except now and then, so that exact words keep some weight. Where it stood is
 known, which gives the answer's snippet for CAMVR.
@@ -17,7 +17,7 @@ MIN_WORDS = 4
 
 
 def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: np.random.Generator) -> Example:
-    """One question from one passage. A passage of a single sentence keeps it."""
+    """Make one question from one passage. A passage of a single sentence keeps it."""
     spans = sentence_spans(passage.text, splitter)
     if not spans:
         return Example(passage.title or passage.id, passage)

@@ -16,7 +16,7 @@ Shapes: Q questions, P passages, V views per passage, D dimension.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,50 +41,17 @@ def pairwise_scores(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> T
     return scores_QPV.masked_fill(~mask_PV, -torch.inf)
 
 
-def dpr_loss(
-    queries_QD: Tensor,
-    views_PVD: Tensor,
-    mask_PV: Tensor,
-    positive_Q: Tensor,
-    *,
-    tau: float = 1.0,
-    scale: float = 1.0,
-    local_weight: float = 0.0,
-    answer_QV: Tensor | None = None,
-    answer_share: float = 1.0,
-    known_QP: Tensor | None = None,
-) -> LossTerms:
-    """MVR eq. 2. Takes what the other losses take; the local weight and the answer's view mean nothing here.
-
-    positive_Q holds the row of each question's positive; known_QP is true where a passage is another positive of the
-    question, which is then no negative.
-    """
-    scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
-    best_QP = scores_QPV.amax(-1)
-    global_ = _softmax_loss(best_QP, _positive(best_QP, positive_Q), positive_Q, known_QP)
-    return _terms(global_, global_.new_zeros(()), 0.0)
+def dpr_loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor, positive_Q: Tensor, **settings: Any) -> LossTerms:
+    """Compute MVR eq. 2: the global term alone. `settings` are those of `camvr_loss`."""
+    settings |= {"local_weight": 0.0}
+    terms = mvr_loss(queries_QD, views_PVD, mask_PV, positive_Q, **settings)
+    return terms._replace(local=torch.zeros_like(terms.local))
 
 
-def mvr_loss(
-    queries_QD: Tensor,
-    views_PVD: Tensor,
-    mask_PV: Tensor,
-    positive_Q: Tensor,
-    *,
-    tau: float = 1.0,
-    scale: float = 1.0,
-    local_weight: float = 0.01,
-    answer_QV: Tensor | None = None,
-    answer_share: float = 1.0,
-    known_QP: Tensor | None = None,
-) -> LossTerms:
-    """MVR eqs. 5-7; the answer's view means nothing here."""
-    scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
-    best_QP = scores_QPV.amax(-1)
-    positive = _positive(best_QP, positive_Q)
-    global_ = _softmax_loss(best_QP, positive, positive_Q, known_QP)
-    local = (_own_views(scores_QPV, positive_Q).logsumexp(-1) - positive).mean()
-    return _terms(global_, local, local_weight)
+def mvr_loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor, positive_Q: Tensor, **settings: Any) -> LossTerms:
+    """Compute MVR eqs. 5-7: CAMVR's loss without the answer's view. `settings` are those of `camvr_loss`."""
+    settings |= {"answer_QV": None}
+    return camvr_loss(queries_QD, views_PVD, mask_PV, positive_Q, **settings)
 
 
 def camvr_loss(
@@ -100,8 +67,11 @@ def camvr_loss(
     answer_share: float = 1.0,
     known_QP: Tensor | None = None,
 ) -> LossTerms:
-    """CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local one
-    (ours; the paper's loss is eq. 13 alone, a local weight of 0).
+    """Compute CAMVR eq. 13 as the global term, and MVR eq. 7 with the answer's view in place of the best as the local
+    one (ours; the paper's loss is eq. 13 alone, a local weight of 0).
+
+    positive_Q holds the row of each question's positive; known_QP is true where a passage is another positive of the
+    question, which is then no negative.
 
     answer_QV marks the views whose snippets hold the answer: the paper knows one, of several the best counts (ours).
     Where a question has none, or only such as its passage lacks (cut off by truncation), its best view stands in. With
@@ -114,32 +84,32 @@ def camvr_loss(
     parts = [(1.0, best)]
     if answer_QV is not None:
         answer = own_QV.masked_fill(~answer_QV, -torch.inf).amax(-1)
-        answered = torch.where(answer.isfinite(), answer, best)
-        parts = [(share, by) for share, by in ((answer_share, answered), (1 - answer_share, best)) if share]
+        by_answer = torch.where(answer.isfinite(), answer, best)
+        parts = [(share, by) for share, by in ((answer_share, by_answer), (1 - answer_share, best)) if share]
     global_ = sum((share * _softmax_loss(best_QP, by, positive_Q, known_QP) for share, by in parts), best.new_zeros(()))
     local = sum((share * (own_QV.logsumexp(-1) - by).mean() for share, by in parts), best.new_zeros(()))
-    return _terms(global_, local, local_weight)
+    return LossTerms(global_ + local_weight * local, global_.detach(), local.detach())
 
 
 def distillation_loss(
     queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor, teacher_QP: Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """How far a question's passages are from where a teacher puts them, for those that the teacher scored: the mean
-    over questions of KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et
-    al. 2021), which trains both models together where ours has a finished teacher.
+    """Compare the scores of a question's passages with a teacher's: the mean over questions of
+    KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et al. 2021), which
+    trains both models together where ours has a finished teacher.
 
-    teacher_QP is NaN where the teacher was not asked. Questions with fewer than two scored passages count nothing.
+    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages count nothing.
     """
     student_QP = scale * pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
-    asked_QP = ~teacher_QP.isnan()
-    taught_Q = asked_QP.sum(-1) > 1
-    if not taught_Q.any():
+    scored_QP = ~teacher_QP.isnan()
+    several_Q = scored_QP.sum(-1) > 1
+    if not several_Q.any():
         return student_QP.sum() * 0.0
-    wanted_QP = teacher_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
-    held_QP = student_QP.masked_fill(~asked_QP, -torch.inf)[taught_Q].log_softmax(-1)
-    asked_QP = asked_QP[taught_Q]
-    apart_QP = (wanted_QP - held_QP).masked_fill(~asked_QP, 0.0)
-    return (wanted_QP.exp() * apart_QP).sum(-1).mean()
+    teacher_log_QP = teacher_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
+    student_log_QP = student_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
+    scored_QP = scored_QP[several_Q]
+    apart_QP = (teacher_log_QP - student_log_QP).masked_fill(~scored_QP, 0.0)
+    return (teacher_log_QP.exp() * apart_QP).sum(-1).mean()
 
 
 def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_QP: Tensor | None) -> Tensor:
@@ -158,7 +128,3 @@ def _positive(best_QP: Tensor, positive_Q: Tensor) -> Tensor:
 def _own_views(scores_QPV: Tensor, positive_Q: Tensor) -> Tensor:
     """The scores of each question with its own positive's views, QV."""
     return scores_QPV[torch.arange(len(positive_Q), device=scores_QPV.device), positive_Q]
-
-
-def _terms(global_: Tensor, local: Tensor, local_weight: float) -> LossTerms:
-    return LossTerms(global_ + local_weight * local, global_.detach(), local.detach())

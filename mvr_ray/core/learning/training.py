@@ -1,4 +1,4 @@
-"""One training step on one rank of several: gather, loss, gradients, schedule. No files, no Ray.
+"""Run one training step on one rank of several: gather, loss, gradients, schedule. No files, no Ray.
 
 Every rank encodes its share, gathers the vectors of all, and computes the same loss on the joined batch. The gradient
 of the mean of the ranks' losses comes back through the gather, and the parameters' gradients are averaged once a step:
@@ -43,19 +43,19 @@ class Encoder(Protocol):
     """What a step needs of a dual encoder."""
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor: ...
-    def encode_passages(self, tokenized: Sequence[Any]) -> ViewBatch: ...
+    def encode_passages(self, batch: Sequence[Any]) -> ViewBatch: ...
 
 
 class RankInputs(NamedTuple):
     """What this rank encodes in a step. `real_P` is false where a passage only pads; all ranks hold equally many."""
 
     texts: Sequence[str]
-    tokenized: Sequence[Any]
+    passages: Sequence[Any]
     real_P: Tensor
 
 
 class PassSettings(NamedTuple):
-    """How a step runs: `chunk` texts or passages a pass (0: all in one), the lower precision, and who draws dropout."""
+    """How a step runs: `chunk` texts or passages a pass (0: all in one), the precision, and the seeds of dropout."""
 
     chunk: int = 0
     precision: torch.dtype = torch.float32
@@ -92,31 +92,31 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed)
-        return summed[rank() * ctx.rows : (rank() + 1) * ctx.rows]
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total[rank() * ctx.rows : (rank() + 1) * ctx.rows]
 
 
 def gather(local: Tensor) -> Tensor:
-    """Rows of all ranks in rank order, differentiable; every rank must hold equally many."""
+    """Concatenate the rows of all ranks in rank order, differentiable; every rank must hold equally many."""
     if world_size() == 1:
         return local
     if local.dtype == torch.bool:
         return gather(local.to(torch.uint8)).bool()
-    gathered = _Gather.apply(local)
-    assert isinstance(gathered, Tensor)
-    return gathered
+    rows = _Gather.apply(local)
+    assert isinstance(rows, Tensor)
+    return rows
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Replace each gradient by its mean over the ranks, in one message; a missing gradient counts as zero."""
     if world_size() == 1:
         return
-    wanted = [p for p in parameters if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in wanted])
+    trainable = [p for p in parameters if p.requires_grad]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trainable])
     dist.all_reduce(flat)
     flat /= world_size()
-    for parameter, piece in zip(wanted, flat.split([p.numel() for p in wanted])):
+    for parameter, piece in zip(trainable, flat.split([p.numel() for p in trainable])):
         parameter.grad = piece.view_as(parameter)
 
 
@@ -127,18 +127,18 @@ def loss_and_gradients(
 
     With a chunk the result is the same, up to rounding, in two passes of less memory.
     """
-    cached = 0 < settings.chunk < max(len(share.texts), len(share.tokenized))
-    with torch.no_grad() if cached else nullcontext():
+    with_cache = 0 < settings.chunk < max(len(share.texts), len(share.passages))
+    with torch.no_grad() if with_cache else nullcontext():
         queries_QD = torch.cat([encode() for encode in _query_passes(encoder, share, settings)])
         passes = [encode() for encode in _passage_passes(encoder, share, settings)]
         views_PVD = torch.cat([views.views_PVD for views in passes])
         mask_PV = torch.cat([views.mask_PV for views in passes]) & share.real_P[:, None]
-    if cached:
+    if with_cache:
         queries_QD, views_PVD = queries_QD.requires_grad_(), views_PVD.requires_grad_()
     all_QD, all_PVD, all_PV = gather(queries_QD), gather(views_PVD), gather(mask_PV)
     terms = loss(all_QD, all_PVD, all_PV)
     (terms.total * scale).backward()
-    if cached:
+    if with_cache:
         _second_pass(_query_passes(encoder, share, settings), queries_QD, settings.chunk)
         second = ((lambda views=encode: views().views_PVD) for encode in _passage_passes(encoder, share, settings))
         _second_pass(second, views_PVD, settings.chunk)
@@ -165,7 +165,7 @@ def distil_gradients(
     A passage is read as the mean of its views: pulling each view to one target would make them equal. `num_passages`
     counts those of the joined batch. Returns this rank's part of the loss; the ranks' mean is the loss.
     """
-    chunk = settings.chunk or max(len(share.texts), len(share.tokenized))
+    chunk = settings.chunk or max(len(share.texts), len(share.passages))
     total = targets_QD.new_zeros(())
     for encode, target in zip(_query_passes(encoder, share, settings), targets_QD.split(chunk)):
         loss = (1 - F.cosine_similarity(encode(), target)).sum() / len(share.texts)
@@ -184,16 +184,16 @@ def distil_gradients(
 
 def _query_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], Tensor]]:
     for number, texts in enumerate(chunks(share.texts, settings.chunk)):
-        yield partial(seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
+        yield partial(run_seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
 
 
 def _passage_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], ViewBatch]]:
-    for number, some in enumerate(chunks(share.tokenized, settings.chunk)):
-        yield partial(seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
+    for number, some in enumerate(chunks(share.passages, settings.chunk)):
+        yield partial(run_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
 
 
-def seeded(settings: PassSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
-    """One pass in the step's precision, with the dropout of (seed, step, rank, which)."""
+def run_seeded(settings: PassSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
+    """Run one pass in the step's precision, with the dropout of (seed, step, rank, which)."""
     state = np.random.SeedSequence([settings.seed, _DROPOUT, settings.step, rank(), *which])
     torch.manual_seed(int(state.generate_state(1, np.uint64)[0]) >> 1)
     with _lower(settings.precision, device.type):
@@ -205,7 +205,7 @@ def _lower(precision: torch.dtype, device: str) -> AbstractContextManager[Any]:
 
 
 def chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:
-    """Pieces of at most `chunk` items; all in one where it is 0."""
+    """Divide items into pieces of at most `chunk`; one piece where it is 0."""
     size = chunk or max(1, len(items))
     return (items[at : at + size] for at in range(0, len(items), size))
 
@@ -219,7 +219,7 @@ def lr_factor(step: int, total: int, warmup_share: float) -> float:
 
 
 def winning_views(output: StepOutput, positive_Q: Tensor) -> Tensor:
-    """views_Q: which view of its passage answers each question best."""
+    """Find views_Q: which view of its passage answers each question best."""
     own_QVD, there_QV = output.views_PVD[positive_Q], output.mask_PV[positive_Q]
     scores_QV = torch.einsum("qd,qvd->qv", output.queries_QD, own_QVD).masked_fill(~there_QV, -torch.inf)
     return scores_QV.argmax(-1)

@@ -1,9 +1,9 @@
-"""A cross-encoder: how well a passage answers a question, from both read together.
+"""Score how well a passage answers a question with a model that reads both together (a cross-encoder).
 
     s(q, p) = head( [CLS] question [SEP] title text [SEP] )           Nogueira and Cho 2019; RocketQA (Qu et al. 2021)
 
 Far slower than two encoders and far better: nothing of a passage can be computed before the question is known. It
-serves to tell which hits of a search are answers that nobody has labelled (`share`), and as a teacher.
+finds unlabelled answers among the hits of a search (`share_beside`), and serves as a teacher.
 
 Trained on a question's positive among its negatives (Gao, Dai and Callan 2021, eq. 5):
 
@@ -19,10 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
-from mvr_ray.core.encoding.backbones import LoadedModel, open_scorer_model
-from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks
+from mvr_ray.core.encoding.backbones import LoadedModel, open_task_model, read_config
+from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.errors import CrossEncoderError
 from mvr_ray.types import FloatArray, Passage
@@ -47,82 +47,84 @@ class CrossEncoder(TaskModel):
 
     what: ClassVar[str] = "cross-encoder"
     task: ClassVar[str] = "cross_encoder"
+    description_file: ClassVar[str] = "cross_encoder.json"
     head: ClassVar[str] = "scoring pairs"
     refusal: ClassVar = CrossEncoderError
+    factory: ClassVar = AutoModelForSequenceClassification
+    default_spec: ClassVar = PairSpec()
 
-    open_model = staticmethod(open_scorer_model)
-
-    def __init__(self, weights: LoadedModel, spec: PairSpec, named: str) -> None:
-        super().__init__(weights, spec)
-        if spec.max_tokens > self.positions:
+    def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
+        super().__init__(weights, spec, name)
+        if self.spec.max_tokens > self.positions:
             raise CrossEncoderError(
-                f"max_tokens is {spec.max_tokens}, but cross-encoder {named} has {self.positions} positions; lower "
+                f"max_tokens is {self.spec.max_tokens}, but cross-encoder {name} has {self.positions} positions; lower "
                 f"mine.max_pair_tokens to {self.positions} or less"
             )
 
     @classmethod
-    def make(cls, weights: LoadedModel, spec: PairSpec | None, named: str) -> "CrossEncoder":
-        return cls(weights, spec or PairSpec(), named)
+    def open_model(cls, folder: str) -> LoadedModel:
+        """Load any model that scores a pair of texts by one logit, or by two, no and yes."""
+        config = read_config(folder, cls.what, cls.refusal)
+        if not any("SequenceClassification" in name for name in config.architectures or ()):
+            return open_task_model(folder, cls.what, cls.factory, cls.refusal, num_labels=1)
+        if int(config.num_labels or 1) > 2:
+            raise cls.refusal(
+                f"cross-encoder {folder} has {config.num_labels} labels; take a model that scores with one or two"
+            )
+        return super().open_model(folder)
 
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
-        """The inputs of pairs, unpadded."""
+        """Tokenize pairs, unpadded."""
         spec, tokenizer = self.spec, self.tokenizer
-        asked = list(dict.fromkeys(pair.question for pair in pairs))
-        ids = tokenizer(asked, add_special_tokens=False, truncation=True, max_length=spec.max_question_tokens)
-        short = {text: self._cut(text, len(own)) for text, own in zip(asked, ids["input_ids"])}
-        encoded = tokenizer(
+        questions = list(dict.fromkeys(pair.question for pair in pairs))
+        ids = tokenizer(questions, add_special_tokens=False, truncation=True, max_length=spec.max_question_tokens)
+        short = {text: self._cut(text, len(own)) for text, own in zip(questions, ids["input_ids"])}
+        inputs = tokenizer(
             [short[pair.question] for pair in pairs],
             [f"{pair.passage.title} {pair.passage.text}".strip() for pair in pairs],
             truncation="only_second",
             max_length=spec.max_tokens,
         )
-        return [{name: encoded[name][row] for name in encoded} for row in range(len(pairs))]
+        return [{name: inputs[name][row] for name in inputs} for row in range(len(pairs))]
 
     def _cut(self, question: str, num_tokens: int) -> str:
         if num_tokens < self.spec.max_question_tokens:
             return question
         options: dict[str, Any] = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
-        placed = self.tokenizer(question, max_length=self.spec.max_question_tokens, **options)
-        return question[: placed["offset_mapping"][-1][1]]
+        tokens = self.tokenizer(question, max_length=self.spec.max_question_tokens, **options)
+        return question[: tokens["offset_mapping"][-1][1]]
 
-    def forward(self, tokenized: Sequence[dict[str, list[int]]]) -> Tensor:
+    def forward(self, batch: Sequence[dict[str, list[int]]]) -> Tensor:
         """scores_B of one padded batch, differentiable; padding changes nothing but rounding."""
-        padded = self.tokenizer.pad(list(tokenized), padding="longest", return_tensors="pt").to(self.device)
-        types = {"token_type_ids": padded["token_type_ids"]} if self.with_types else {}
-        return _one(self.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], **types).logits)
+        inputs = self.tokenizer.pad(list(batch), padding="longest", return_tensors="pt").to(self.device)
+        types = {"token_type_ids": inputs["token_type_ids"]} if self.with_types else {}
+        return _one(self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits)
 
     def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
-        """float32 scores of pairs, in their order. What is read together follows from `pairs` alone.
-
-        On a CPU pairs are read end to end (`encoding.packed`), else padded to so many tokens a batch.
-        """
-        tokenized = self.tokenize(pairs) if pairs else []
-        lengths = [len(one["input_ids"]) for one in tokenized]
+        """Score pairs as float32, in their order. What is read together follows from `pairs` alone (see `infer`)."""
+        inputs = self.tokenize(pairs) if pairs else []
         scores = np.zeros(len(pairs), np.float32)
-        with self.inference():
-            if (packed := self.packed()) is not None:
 
-                def read(rows: list[int], whole: bool) -> None:
-                    scores[rows] = self._packed([tokenized[row] for row in rows], packed, whole).numpy()
+        def take(rows: list[int], scores_B: Tensor) -> None:
+            scores[rows] = scores_B.cpu().numpy()
 
-                over_blocks(lengths, read)
-            else:
-                for together in token_batches(lengths, tokens_per_batch):
-                    scores[together] = self([tokenized[at] for at in together]).cpu().numpy()
+        self.infer(inputs, [len(one["input_ids"]) for one in inputs], tokens_per_batch, take)
         if not np.isfinite(scores).all():
             raise CrossEncoderError("the cross-encoder's scores are not finite numbers; its weights are damaged")
         return scores
 
-    def _packed(self, tokenized: Sequence[dict[str, list[int]]], packed: UnpaddedCpuBackbone, whole: bool) -> Tensor:
-        """scores_B of pairs that are read end to end; heads look at the first token of each."""
-        lengths = [len(one["input_ids"]) for one in tokenized]
+    def forward_unpadded(
+        self, batch: Sequence[dict[str, list[int]]], backbone: UnpaddedCpuBackbone, whole: bool
+    ) -> Tensor:
+        """scores_B of pairs that stand end to end; heads look at the first token of each."""
+        lengths = [len(one["input_ids"]) for one in batch]
         ids_N, types_N = (
-            torch.tensor([number for one in tokenized for number in one[name]]) if name in tokenized[0] else None
+            torch.tensor([number for one in batch for number in one[name]]) if name in batch[0] else None
             for name in ("input_ids", "token_type_ids")
         )
         assert ids_N is not None, "a tokenizer without input_ids"
         positions_N = torch.cat([torch.arange(length) for length in lengths]) + self.first_position
-        states_ND = packed.states(ids_N, positions_N, lengths, types_N if self.with_types else None, whole)
+        states_ND = backbone.states(ids_N, positions_N, lengths, types_N if self.with_types else None, whole)
         first_B1D = states_ND[np.cumsum([0, *lengths[:-1]])][:, None]
         model: Any = self.model
         pooler = getattr(model.base_model, "pooler", None)
@@ -141,7 +143,7 @@ def listwise_loss(scores_B: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def share_beside(positive: float, scores: FloatArray) -> FloatArray:
-    """How likely each candidate is the answer when it and the known positive are the only ones: 1 / (1 + exp(s+ - s)).
+    """Compute the chance of each candidate to be the answer beside the known positive alone: 1 / (1 + exp(s+ - s)).
 
     Scores of a cross-encoder are shifts of each other from one question to the next, so an absolute threshold (RocketQA
     keeps negatives below 0.1) would mean another thing for each; this one stands on the question's own positive.

@@ -1,4 +1,4 @@
-"""An extractive reader: which words of a passage answer a question, and which of several passages to believe.
+"""Find the words of a passage that answer a question, and choose among several passages (an extractive reader).
 
 A passage's answer is the best span over its windows; a question's answer is that of the passage where this is largest
 (BERTserini, Yang et al. 2019, adds up logits and weighs the retrieval in; that the null token's logits are taken off
@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForQuestionAnswering
 
-from mvr_ray.core.encoding.backbones import LoadedModel, open_reader_model
-from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks
+from mvr_ray.core.encoding.backbones import LoadedModel
+from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.spans import best_spans, log_shares
 from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.core.reading.windows import PassageTokens, ReaderSpec, Window, Windower
@@ -69,85 +69,71 @@ class Reader(TaskModel):
 
     what: ClassVar[str] = "reader"
     task: ClassVar[str] = "reader"
+    description_file: ClassVar[str] = "reader.json"
     head: ClassVar[str] = "extractive question answering"
     refusal: ClassVar = ReaderError
+    factory: ClassVar = AutoModelForQuestionAnswering
+    default_spec: ClassVar = ReaderSpec()
 
-    open_model = staticmethod(open_reader_model)
+    def __init__(self, weights: LoadedModel, spec: ReaderSpec | None, name: str) -> None:
+        super().__init__(weights, spec, name)
+        self.windower = Windower(self.tokenizer, self.spec)
+        self._check(name)
 
-    def __init__(self, weights: LoadedModel, spec: ReaderSpec, named: str) -> None:
-        super().__init__(weights, spec)
-        self.windower = Windower(self.tokenizer, spec)
-        self._check(named)
+    def read(self, requests: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
+        """Find the best span of every passage of every question; None where a passage has no token.
 
-    @classmethod
-    def make(cls, weights: LoadedModel, spec: ReaderSpec | None, named: str) -> "Reader":
-        return cls(weights, spec or ReaderSpec(), named)
-
-    def read(self, asked: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
-        """The best span of every passage of every question; None where a passage has no token.
-
-        Equal scores: the earlier start, then the shorter span. Windows are sorted by length; on a CPU they are read end
-        to end (`encoding.packed`), else in batches of at most so many padded tokens. What is read together, and with it
-        every last bit, follows from `asked` alone.
+        Equal scores: the earlier start, then the shorter span. Windows are read as `infer` says: what is read together,
+        and with it every last bit, follows from `requests` alone.
         """
-        tokens = self.windower.tokenize(text for item in asked for text in item.passages)
+        tokens = self.windower.tokenize(text for item in requests for text in item.passages)
         owners: list[tuple[int, int]] = []
         windows: list[Window] = []
-        for row, item in enumerate(asked):
+        for row, item in enumerate(requests):
             frame = self.windower.frame(item.question)
             for column, text in enumerate(item.passages):
-                made = self.windower.windows(frame, tokens[text])
-                owners += [(row, column)] * len(made)
-                windows += made
+                own = self.windower.windows(frame, tokens[text])
+                owners += [(row, column)] * len(own)
+                windows += own
+        spans: dict[int, _WindowSpan] = {}
+
+        def take(rows: list[int], logits: Logits) -> None:
+            spans.update(zip(rows, self._best_spans([windows[row] for row in rows], logits)))
+
+        self.infer(windows, [len(window.input_ids) for window in windows], tokens_per_batch, take)
         best: dict[tuple[int, int], _WindowSpan] = {}
-        lengths = [len(window.input_ids) for window in windows]
-        packed = self.packed()
-        founds: dict[int, _WindowSpan] = {}
-
-        def read(rows: list[int], whole: bool = False) -> None:
-            founds.update(zip(rows, self._best([windows[row] for row in rows], packed, whole)))
-
-        with self.inference():
-            if packed is not None:
-                over_blocks(lengths, read)
-            else:
-                for together in token_batches(lengths, tokens_per_batch):
-                    read(together)
-        for at, found in founds.items():
-            best[owners[at]] = min(best.get(owners[at], found), found)
+        for at, span in spans.items():
+            best[owners[at]] = min(best.get(owners[at], span), span)
         return [
             [
                 _span(text, tokens[text], best[row, column]) if (row, column) in best else None
                 for column, text in enumerate(item.passages)
             ]
-            for row, item in enumerate(asked)
+            for row, item in enumerate(requests)
         ]
 
     def forward(self, windows: Sequence[Window]) -> Logits:
         """Logits of a batch, differentiable; padding changes nothing but rounding."""
-        padded = self.windower.pad(windows)
-        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array).to(self.device) for array in padded)
+        batch = self.windower.pad(windows)
+        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array).to(self.device) for array in batch)
         types = {"token_type_ids": types_FT} if self.with_types else {}
         out = self.model(input_ids=ids_FT, attention_mask=real_FT.long(), **types)
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
-    def _packed(self, windows: Sequence[Window], packed: UnpaddedCpuBackbone, whole: bool) -> Logits:
-        """The same of windows that are read end to end; where no token is, 0."""
-        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(windows))
+    def forward_unpadded(self, batch: Sequence[Window], backbone: UnpaddedCpuBackbone, whole: bool) -> Logits:
+        """Compute the logits of windows that stand end to end; 0 on padding."""
+        ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(batch))
         types_N = types_FT[real_FT].long() if self.with_types else None
         positions_N = torch.arange(real_FT.shape[1]).expand_as(real_FT)[real_FT] + self.first_position
-        lengths = [len(window.input_ids) for window in windows]
-        states_ND = packed.states(ids_FT[real_FT].long(), positions_N, lengths, types_N, whole)
+        lengths = [len(window.input_ids) for window in batch]
+        states_ND = backbone.states(ids_FT[real_FT].long(), positions_N, lengths, types_N, whole)
         model: Any = self.model
         logits_FT2 = torch.zeros(*real_FT.shape, 2)
         logits_FT2[real_FT] = model.qa_outputs(states_ND)
         return Logits(logits_FT2[..., 0], logits_FT2[..., 1], candidate_FT)
 
-    def _best(
-        self, windows: Sequence[Window], packed: UnpaddedCpuBackbone | None, whole: bool
-    ) -> Iterator[_WindowSpan]:
+    def _best_spans(self, windows: Sequence[Window], logits: Logits) -> Iterator[_WindowSpan]:
         text_FT = self.windower.pad(windows).text_FT
-        logits = self(windows) if packed is None else self._packed(windows, packed, whole)
         start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in logits)
         best = best_spans(start_FT, end_FT, text_FT, self.spec.max_answer_tokens)
         if not np.isfinite(best.score_F).all():
@@ -160,12 +146,12 @@ class Reader(TaskModel):
                 null - float(score), first, last, *map(float, (start_shares[row, start], end_shares[row, end]))
             )
 
-    def _check(self, named: str) -> None:
-        """Refuse settings that this model cannot read by, or that leave a window nothing new."""
+    def _check(self, name: str) -> None:
+        """Raise ReaderError for settings beyond the model's positions, or that leave a window no new token."""
         spec, positions, room = self.spec, self.positions, self.windower.room_tokens
         if spec.max_tokens > positions:
             raise ReaderError(
-                f"max_tokens is {spec.max_tokens}, but reader {named} has {positions} positions; lower read.max_tokens "
+                f"max_tokens is {spec.max_tokens}, but reader {name} has {positions} positions; lower read.max_tokens "
                 f"to {positions} or less"
             )
         if room <= spec.overlap_tokens:
@@ -177,7 +163,7 @@ class Reader(TaskModel):
 
 
 def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:
-    """Row of the passage that answers best, -1 where none has a span. Equal: the one that is ranked higher.
+    """Return the row of the passage that answers best, -1 where none has a span. Of equals the higher rank wins.
 
     `scores` are the retrieval's, one a passage; they are not looked at where the weight is 0.
     """
@@ -189,9 +175,9 @@ def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float 
     return max(worth, key=lambda row: (worth[row], -row), default=-1)
 
 
-def _span(text: str, tokens: PassageTokens, found: _WindowSpan) -> Span:
-    """In characters of the text, without blanks around it."""
-    start, stop = int(tokens.starts[found.first]), int(tokens.stops[found.last])
+def _span(text: str, tokens: PassageTokens, best: _WindowSpan) -> Span:
+    """Convert a span to characters of the text, without blanks around it."""
+    start, stop = int(tokens.starts[best.first]), int(tokens.stops[best.last])
     piece = text[start:stop]
     start += len(piece) - len(piece.lstrip())
-    return Span(start, start + len(piece.strip()), -found.cost, *found[3:])
+    return Span(start, start + len(piece.strip()), -best.cost, *best[3:])

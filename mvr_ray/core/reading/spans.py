@@ -1,4 +1,4 @@
-"""Spans of tokens in a window of text: the best one, and the loss that teaches a model to find it.
+"""Find the best span of tokens in a window of text, and compute the loss that trains a model to find it.
 
     score(s, e)  = start_s + end_e                                          s <= e < s + L, both tokens of the text
     log p(s, e)  = log softmax(start)_s + log softmax(end)_e                over the text's tokens and the null token
@@ -32,7 +32,7 @@ class BestSpans(NamedTuple):
 
 
 def best_spans(start_FT: FloatArray, end_FT: FloatArray, text_FT: NDArray[np.bool_], max_tokens: int) -> BestSpans:
-    """Of the spans with at most `max_tokens` tokens of the text, which stands in one piece, that of the largest score.
+    """Find the span of largest score among those with at most `max_tokens` tokens of the text, which is contiguous.
 
     Equal scores: the earlier start, then the shorter span.
     """
@@ -71,7 +71,7 @@ def log_shares(logits_FT: FloatArray, candidate_FT: NDArray[np.bool_]) -> FloatA
 
 
 def tokens_of(starts: IntArray, stops: IntArray, start: int, stop: int) -> tuple[int, int]:
-    """First and last token that share a character with `start` up to `stop`; (-1, -1) where none does.
+    """Find the first and last token that share a character with `start` up to `stop`; (-1, -1) where none does.
 
     `starts` and `stops` are the tokens' characters, in order.
     """

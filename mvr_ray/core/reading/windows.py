@@ -42,7 +42,7 @@ class PassageTokens(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands before and after the passage when one question is asked, and the segments of all three."""
+    """The tokens before and after the passage in the input of one question, and the segments of all three."""
 
     before: IntArray
     after: IntArray
@@ -52,22 +52,22 @@ class Frame(NamedTuple):
 
 
 class Window(NamedTuple):
-    """One input: the passage's tokens `skipped` up to `skipped + num_text` stand from `first` on, [CLS] at `null`."""
+    """One input: the passage's tokens `offset` up to `offset + num_text` stand from `first` on, [CLS] at `null`."""
 
     input_ids: IntArray
     type_ids: IntArray
     first: int
-    skipped: int
+    offset: int
     num_text: int
     null: int
 
     def place(self, token: int) -> int:
-        """Where a token of the passage stands in this window."""
-        return self.first + token - self.skipped
+        """Return the position of a token of the passage in this window."""
+        return self.first + token - self.offset
 
     def holds(self, first: int, last: int) -> bool:
         """Whether all tokens `first` to `last` of the passage stand in this window."""
-        return self.skipped <= first <= last < self.skipped + self.num_text
+        return self.offset <= first <= last < self.offset + self.num_text
 
 
 class PaddedWindows(NamedTuple):
@@ -98,28 +98,28 @@ class Windower:
         return self.spec.max_tokens - self.spec.max_question_tokens - special
 
     def tokenize(self, texts: Iterable[str]) -> dict[str, PassageTokens]:
-        """The tokens of each distinct text."""
+        """Tokenize each distinct text."""
         distinct = list(dict.fromkeys(texts))
         encodings = self._backend.encode_batch([_clean(text) for text in distinct], add_special_tokens=False)
-        made = {}
+        tokens = {}
         for text, encoding in zip(distinct, encodings):
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            made[text] = PassageTokens(np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1])
-        return made
+            tokens[text] = PassageTokens(np.array(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1])
+        return tokens
 
     def frame(self, question: str) -> Frame:
-        """The question, cut to `max_question_tokens`, with special tokens as the tokenizer sets them around a pair."""
-        asked = self._backend.encode(_clean(question), add_special_tokens=False)
-        asked.truncate(self.spec.max_question_tokens)
+        """Tokenize a question, cut to `max_question_tokens`, with the tokenizer's special tokens around a pair."""
+        question_tokens = self._backend.encode(_clean(question), add_special_tokens=False)
+        question_tokens.truncate(self.spec.max_question_tokens)
         probe = self._backend.encode("a", add_special_tokens=False)
-        pair = self._backend.post_process(asked, probe, add_special_tokens=True)
+        pair = self._backend.post_process(question_tokens, probe, add_special_tokens=True)
         inside = [at for at, sequence in enumerate(pair.sequence_ids) if sequence == 1]
         ids, types = np.array(pair.ids, np.int64), np.array(pair.type_ids, np.int64)
         before, after = slice(0, inside[0]), slice(inside[-1] + 1, None)
         return Frame(ids[before], ids[after], types[before], types[after], int(types[inside[0]]))
 
     def windows(self, frame: Frame, passage: PassageTokens) -> list[Window]:
-        """As few windows as cover all of the passage's tokens, in order; none where it has none."""
+        """Cut the fewest windows that cover all of the passage's tokens, in order; none where it has none."""
         room = self.spec.max_tokens - len(frame.before) - len(frame.after)
         step = room - self.spec.overlap_tokens
         total = len(passage.ids)
@@ -127,7 +127,7 @@ class Windower:
         return [self._window(frame, passage.ids[start : start + room], start) for start in range(0, count * step, step)]
 
     def pad(self, windows: Sequence[Window]) -> PaddedWindows:
-        """A batch, padded to its longest window."""
+        """Pad a batch to its longest window."""
         shape = (len(windows), max(len(window.input_ids) for window in windows))
         ids_FT, types_FT = np.full(shape, self._pad_id, np.int64), np.zeros(shape, np.int64)
         real_FT, text_FT = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -139,7 +139,7 @@ class Windower:
         candidate_FT[np.arange(len(windows)), [window.null for window in windows]] = True
         return PaddedWindows(ids_FT, types_FT, real_FT, text_FT, candidate_FT)
 
-    def _window(self, frame: Frame, piece: IntArray, skipped: int) -> Window:
+    def _window(self, frame: Frame, piece: IntArray, offset: int) -> Window:
         ids = np.concatenate([frame.before, piece, frame.after])
         middle = np.full(len(piece), frame.passage_type, np.int64)
         nulls = np.flatnonzero(ids == self._cls_id)
@@ -147,7 +147,7 @@ class Windower:
             input_ids=ids,
             type_ids=np.concatenate([frame.before_types, middle, frame.after_types]),
             first=len(frame.before),
-            skipped=skipped,
+            offset=offset,
             num_text=len(piece),
             null=int(nulls[0]) if len(nulls) else 0,
         )

@@ -1,1 +1,1 @@
-"""Moving stored embeddings by labels: pseudo-labels, AOpt steps, feedback views, and when to stop."""
+"""Move stored embeddings by labels: pseudo-labels, AOpt steps, feedback views, and when to stop."""

@@ -1,4 +1,4 @@
-"""Moving stored vectors by labels (AOpt, Future Internet 2023). Closed forms, no autograd.
+"""Move stored vectors by labels (AOpt, Future Internet 2023), in closed forms without autograd.
 
 A vector x (a view, or a query) has partners y (queries, or views), some positive. The ratio loss, eqs. 11 and 13, is
 
@@ -71,7 +71,7 @@ class StepResult(NamedTuple):
 
     loss                 mean loss of the moved vectors before the step, nan where none moved or the form has no loss
     num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: left where it was
-    num_no_positive      labelled, never positively: left (the linear form moves it if told to)
+    num_no_positive      labelled, never positively: left
     num_no_negative      labelled, never negatively: left (the linear form moves it)
     num_negative_loss    moved with a loss below zero, for its negatives' scores sum below zero: a sign of overdoing it
     """
@@ -89,8 +89,8 @@ class StepResult(NamedTuple):
         return len(self.moved_M)
 
     def keep_length(self, vectors_ND: FloatArray) -> "StepResult":
-        """The same step, with every moved vector scaled to the length that it has in `vectors_ND`; one that was moved
-        to zero has no direction, and stays where it was."""
+        """Scale every moved vector to the length that it has in `vectors_ND`; one that was moved to zero has no
+        direction, and stays where it was."""
         before_MD = vectors_ND[self.moved_M].astype(np.float64)
         after_MD = self.vectors_MD.astype(np.float64)
         length_M = np.sqrt(np.einsum("md,md->m", after_MD, after_MD))
@@ -108,8 +108,10 @@ def passage_step(
     guard: float = 1e-3,
     single: bool = False,
 ) -> StepResult:
-    """Passage-centric step, eqs. 13 and 14, of all views at once. `single`: in float32, where the package was built
-    with a compiler or torch is installed."""
+    """Run the passage-centric step, eqs. 13 and 14, of all views at once.
+
+    `single`: in float32, where the package was built with a compiler or torch is installed.
+    """
     if single and (native_step.library() is not None or importlib.util.find_spec("torch") is not None):
         return _single_step(views_ND, queries_QD, labels, step_size, guard)
     return _step_in_parts(views_ND, queries_QD, labels, step_size, guard)
@@ -118,12 +120,12 @@ def passage_step(
 def query_step(
     queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
 ) -> StepResult:
-    """Query-centric step down eq. 11, of all queries at once; `labels` as for the passage side."""
-    return _step_in_parts(queries_QD, views_ND, labels.transposed(), step_size, guard)
+    """Run the query-centric step down eq. 11, of all queries at once; `labels` as for the passage side."""
+    return _step_in_parts(queries_QD, views_ND, labels.transpose(), step_size, guard)
 
 
 def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
-    """A and B of every row of the label matrices. For queries whose passages lie in several shards: sum, then step."""
+    """Compute A and B of every row of the label matrices. Sums of several shards add up before a step."""
     partners_QD = partners_QD.astype(np.float64)
     positive_ND = labels.positive_NQ @ partners_QD
     total_ND = positive_ND + labels.negative_NQ @ partners_QD
@@ -131,7 +133,7 @@ def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
 
 
 def ratio_step(vectors_ND: FloatArray, sums: LabelSums, *, step_size: float, guard: float = 1e-3) -> StepResult:
-    """One step down the ratio loss from sums that are known."""
+    """Run one step down the ratio loss from its sums."""
     rows_M, no_positive, no_negative = _labelled_both_ways(sums.num_positive_N, sums.num_negative_N)
     x_MD = vectors_ND[rows_M].astype(np.float64)
     positive_MD, total_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M]
@@ -161,7 +163,7 @@ def softmax_step(
     step_size: float,
     temperature: float = 1.0,
 ) -> StepResult:
-    """One step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ): the form without a domain.
+    """Run one step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ), which has no domain.
 
     Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
     For the query side give `labels.transposed()`.
@@ -201,12 +203,11 @@ def linear_step(
     alpha: float = 1.0,
     beta: float = 0.6,
     gamma: float = -0.1,
-    move_without_positive: bool = False,
 ) -> StepResult:
-    """Linear form of the passage side, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
+    """Move passages by the linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
 
-    The mean of no vectors is zero. A vector without a positive stays unless `move_without_positive`: nearly every
-    retrieved passage is a negative of something, so moving those dirties the whole index.
+    The mean of no vectors is zero. A vector without a positive stays: nearly every retrieved passage is a negative of
+    something, so moving those would dirty the whole index.
     """
     labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     step = linear_combination(
@@ -215,7 +216,6 @@ def linear_step(
         alpha=alpha,
         beta=beta,
         gamma=gamma,
-        move_without_positive=move_without_positive,
     )
     return step._replace(moved_M=labelled_M[step.moved_M])
 
@@ -229,8 +229,8 @@ def rocchio_step(
     beta: float = 0.6,
     gamma: float = -0.1,
 ) -> StepResult:
-    """Rocchio on the queries, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side."""
-    return linear_step(queries_QD, views_ND, labels.transposed(), alpha=alpha, beta=beta, gamma=gamma)
+    """Move queries by Rocchio's form, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side."""
+    return linear_step(queries_QD, views_ND, labels.transpose(), alpha=alpha, beta=beta, gamma=gamma)
 
 
 def linear_combination(
@@ -240,11 +240,10 @@ def linear_combination(
     alpha: float,
     beta: float,
     gamma: float,
-    move_without_positive: bool = False,
 ) -> StepResult:
-    """The linear form (eqs. 7 and 9) from sums that are known, such as those of queries over several shards."""
+    """Move vectors by the linear form (eqs. 7 and 9) from its sums, such as those of queries over several shards."""
     num_positive_N, num_negative_N = sums.num_positive_N, sums.num_negative_N
-    rows_M = np.flatnonzero(num_positive_N + num_negative_N if move_without_positive else num_positive_N)
+    rows_M = np.flatnonzero(num_positive_N)
     positive_MD, negative_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M] - sums.positive_ND[rows_M]
     x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
     x_MD += beta * positive_MD / np.maximum(num_positive_N[rows_M, None], 1)
@@ -263,7 +262,7 @@ def linear_combination(
 def _step_in_parts(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
 ) -> StepResult:
-    """`ratio_step`, some labelled vectors at a time, so that memory follows a part and not the index."""
+    """Run `ratio_step` on some labelled vectors at a time, which bounds memory."""
     partners_QD = partners_QD.astype(np.float64)
     labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     parts = []
@@ -288,7 +287,7 @@ def _step_in_parts(
 def _single_step(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
 ) -> StepResult:
-    """`ratio_step` in float32, of the vectors that are labelled both ways."""
+    """Run `ratio_step` in float32 on the vectors with both kinds of labels."""
     both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
     take = _stepped_by_torch if native_step.library() is None else native_step.step
     moved_MD, scores_M2 = take(vectors_ND, partners_QD, labels, both.rows_M, step_size)
@@ -308,7 +307,7 @@ def _single_step(
 def _stepped_by_torch(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
 ) -> native_step.StepVectors:
-    """What `native_step.step` gives, some vectors at a time."""
+    """Compute what `native_step.step` does, in torch, some vectors at a time."""
     import torch
 
     positive_MQ, negative_MQ = labels.rows(rows_M)

@@ -1,4 +1,4 @@
-"""Feedback views: what a passage learned from questions that it answered, as extra views beside its own.
+"""Make feedback views: extra views of a passage from the questions that it answered, beside its own views.
 
     view of a cluster C of the passage's positive questions     w |p| m / |m|,     m = sum_C q
 
@@ -10,7 +10,7 @@ is drawn, questions are put in the order of their bytes before anything is added
 to the first. Centres start far apart (Gonzalez, Theoretical Computer Science 38, 1985): the question farthest from the
 direction of all, then the one farthest from the centres so far.
 
-Shapes: P passages, N vectors, Q questions, A questions asked of some passage, F feedback views, X pairs of a passage
+Shapes: P passages, N vectors, Q questions, A distinct questions of the labels, F feedback views, X pairs of a passage
 and a question, C centres, D dimension.
 """
 
@@ -26,7 +26,7 @@ from mvr_ray.types import FloatArray, IntArray
 SAME_COSINE = 1 - 1e-6
 """Questions nearer than this, a thousandth of their length apart, are one: rounding in float32 is far below it."""
 MAX_ROUNDS = 20
-_CANCELLED = 1e-6
+_CANCEL_SHARE = 1e-6
 _ROWS_AT_ONCE = 16_384
 
 
@@ -56,7 +56,7 @@ def feedback_views(
     share_Q: FloatArray | None = None,
     away_PD: FloatArray | None = None,
 ) -> FeedbackViews:
-    """At most `clusters` extra views for every passage with a positive label; its own views stay as they are.
+    """Make at most `clusters` extra views for every passage with a positive label; its own views do not change.
 
     `norms_P` is the norm of each passage's own views (see `own_norms`), so that a weight below 1 keeps a new view from
     outshining them. Each question counts once a passage; with `share_Q` it counts so much in the mean. `away_PD` is
@@ -88,7 +88,7 @@ def feedback_views(
     if away_PD is not None:
         mean_FD -= away_PD[passage_F]
     length_F = np.linalg.norm(mean_FD, axis=1)
-    kept_F = length_F > _CANCELLED * (shares_FA @ length_A) / total_F
+    kept_F = length_F > _CANCEL_SHARE * (shares_FA @ length_A) / total_F
     scale_F = weight * norms_P[passage_F[kept_F]] / length_F[kept_F]
     vectors_FD = (mean_FD[kept_F] * scale_F[:, None]).astype(np.float32)
     count_F = np.bincount(row_X, minlength=len(view_F))[kept_F]
@@ -96,7 +96,7 @@ def feedback_views(
 
 
 def spherical_clusters(unit_ND: FloatArray, most: int) -> IntArray:
-    """The cluster of each of some unit vectors: 0 is the largest, equals in order of bytes. int64 [N], at most `most`.
+    """Cluster unit vectors: cluster 0 is the largest, equals in order of bytes. int64 [N], at most `most` clusters.
 
     There are fewer clusters than `most` where there are fewer distinct vectors (SAME_COSINE), or where a centre loses
     all of its own.
@@ -112,7 +112,7 @@ def spherical_clusters(unit_ND: FloatArray, most: int) -> IntArray:
         for cluster in distinct(group_N):
             sum_D = sorted_ND[group_N == cluster].sum(axis=0)
             length = float(np.linalg.norm(sum_D))
-            if length > _CANCELLED:
+            if length > _CANCEL_SHARE:
                 centres_CD[cluster] = sum_D / length
     _, first_C, inverse_N, count_C = np.unique(group_N, return_index=True, return_inverse=True, return_counts=True)
     number_C = np.empty(len(first_C), np.int64)
@@ -123,7 +123,7 @@ def spherical_clusters(unit_ND: FloatArray, most: int) -> IntArray:
 
 
 def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArray, num_views: int) -> FloatArray:
-    """Mean norm of each passage's own views, feedback views (numbers from `num_views` on) left out. float64 [P]."""
+    """Average the norms of each passage's own views, whose numbers are below `num_views`. float64 [P]."""
     own_N = view_numbers_N < num_views
     passage_N = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))[own_N]
     norms_N = np.concatenate(
@@ -138,25 +138,25 @@ def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArra
 
 
 def _far_apart(sorted_ND: FloatArray, most: int) -> FloatArray:
-    """Copies of at most so many distinct vectors, each farthest from those before it."""
+    """Copy at most so many distinct vectors, each farthest from those before it."""
     nearest_N = _cosines(sorted_ND, sorted_ND.sum(axis=0)[None])[:, 0]
-    chosen: list[int] = []
-    while len(chosen) < most:
+    rows: list[int] = []
+    while len(rows) < most:
         farthest = int(nearest_N.argmin())
-        if chosen and nearest_N[farthest] > SAME_COSINE:
+        if rows and nearest_N[farthest] > SAME_COSINE:
             break
         cosine_N = _cosines(sorted_ND, sorted_ND[[farthest]])[:, 0]
-        nearest_N = np.maximum(nearest_N, cosine_N) if chosen else cosine_N
-        chosen.append(farthest)
-    return sorted_ND[chosen]
+        nearest_N = np.maximum(nearest_N, cosine_N) if rows else cosine_N
+        rows.append(farthest)
+    return sorted_ND[rows]
 
 
 def _cosines(unit_ND: FloatArray, centres_CD: FloatArray) -> FloatArray:
-    """Products of every vector with every centre, each alone: a matrix product may round by its shape and threads."""
+    """Multiply every vector with every centre, each product alone: a matrix product rounds by its shape and threads."""
     return np.einsum("nd,cd->nc", unit_ND, centres_CD)
 
 
 def _by_bytes(vectors_ND: FloatArray) -> IntArray:
-    """An order of the rows that depends on their values alone; equal rows are the same whichever comes first."""
+    """Order the rows by their bytes, which does not depend on where they stood."""
     rows = [row.tobytes() for row in np.ascontiguousarray(vectors_ND)]
     return np.array(sorted(range(len(rows)), key=rows.__getitem__), np.int64)

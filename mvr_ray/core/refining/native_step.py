@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors:
-    """Each vector in whole numbers of a unit of its own, the largest of them 32,767; the same with and without
+    """Convert each vector to whole numbers of a unit of its own, the largest of them 32,767; the same with and without
     `library`. A vector of numbers below 2^-110 is zero; the unit of one with an infinity or NaN is NaN."""
     vectors_QD = np.ascontiguousarray(vectors_QD, np.float32)
     loop, (count, dimension) = library(), vectors_QD.shape
@@ -78,13 +78,14 @@ def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors
     room = np.empty(2 * vectors_QD.size + LINE, np.uint8)
     start = -room.ctypes.data % LINE
     whole = room[start:][: 2 * vectors_QD.size].view(np.int16)
-    made = Int16Vectors(whole.reshape(count, dimension), np.empty(count, np.float32))
+    result = Int16Vectors(whole.reshape(count, dimension), np.empty(count, np.float32))
 
     def share(low: int, high: int) -> None:
-        loop.mvr_round(vectors_QD.ctypes.data, low, high, dimension, made.whole_QD.ctypes.data, made.unit_Q.ctypes.data)
+        addresses = result.whole_QD.ctypes.data, result.unit_Q.ctypes.data
+        loop.mvr_round(vectors_QD.ctypes.data, low, high, dimension, *addresses)
 
     _share_out(share, count, threads)
-    return made
+    return result
 
 
 def _to_int16_plain(vectors_QD: NDArray[np.float32]) -> Int16Vectors:
@@ -112,7 +113,7 @@ def step(
     step_size: float,
     threads: int | None = None,
 ) -> StepVectors:
-    """All steps of vectors `rows_M`, of which some may lie outside the loss's domain. Ask `library` first.
+    """Step vectors `rows_M`, of which some may lie outside the loss's domain. `library` must not be None.
 
     `threads`: as many as torch uses where it is loaded, else as OpenMP is told to, unless said otherwise.
     """
@@ -128,23 +129,23 @@ def step(
     vectors_ND = np.ascontiguousarray(vectors_ND, None if vectors_ND.dtype.name in KINDS else np.float32)
     partners = to_int16(partners_QD, threads)
     rows_M = np.ascontiguousarray(rows_M, np.int64)
-    kept = [_numbers(matrix) for matrix in labels]
-    both = (_Labels * 2)(*(_Labels(ptr.ctypes.data, index.ctypes.data, ptr.itemsize == 8) for ptr, index in kept))
-    made = StepVectors(np.empty((len(rows_M), dimension), np.float32), np.empty((len(rows_M), 2), np.float32))
+    numbers = [_numbers(matrix) for matrix in labels]
+    both = (_Labels * 2)(*(_Labels(ptr.ctypes.data, index.ctypes.data, ptr.itemsize == 8) for ptr, index in numbers))
+    result = StepVectors(np.empty((len(rows_M), dimension), np.float32), np.empty((len(rows_M), 2), np.float32))
 
     def share(low: int, high: int) -> None:
         space = np.zeros(3 * -(-dimension // LANES) * LANES, np.float32)
         loop.mvr_step(
             KINDS[vectors_ND.dtype.name], vectors_ND.ctypes.data, partners.whole_QD.ctypes.data,
             partners.unit_Q.ctypes.data, dimension, ctypes.addressof(both), rows_M.ctypes.data, low, high, step_size,
-            made.moved_MD.ctypes.data, made.scores_M2.ctypes.data, space.ctypes.data,
+            result.moved_MD.ctypes.data, result.scores_M2.ctypes.data, space.ctypes.data,
         )  # fmt: skip
 
     _share_out(share, len(rows_M), threads)
-    return made
+    return result
 
 
 def _numbers(matrix: csr_array) -> tuple[IntArray, IntArray]:
-    """Where each row starts, and its columns, both in 4 bytes a number or both in 8."""
+    """Return each row's start and all columns, both in 4 bytes a number or both in 8."""
     width = np.int32 if matrix.indptr.itemsize == matrix.indices.itemsize == 4 else np.int64
     return np.ascontiguousarray(matrix.indptr, width), np.ascontiguousarray(matrix.indices, width)

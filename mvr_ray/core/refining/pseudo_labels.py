@@ -1,4 +1,4 @@
-"""Hits and answers into labels: which view of which passage did, or did not, answer a question (AOpt, eq. 8).
+"""Label hits by answers: which view of which passage did, or did not, answer a question (AOpt, eq. 8).
 
 A label is a question, a passage, the view that won, and a sign. A passage number is whatever the caller counts by (a
 row of one shard, or of all shards laid end to end). Labels are in order of question, then passage, each pair once.
@@ -30,7 +30,7 @@ class Labels(NamedTuple):
     positive_L: BoolArray
 
     def take(self, chosen_L: BoolArray | IntArray) -> "Labels":
-        """Some of the labels, by mask or position (such as one shard's)."""
+        """Select labels by mask or position (such as one shard's)."""
         return Labels(
             self.question_L[chosen_L], self.passage_L[chosen_L], self.view_L[chosen_L], self.positive_L[chosen_L]
         )
@@ -51,11 +51,11 @@ class LabelMatrices(NamedTuple):
     negative_NQ: csr_array
 
     def rows(self, chosen_M: IntArray) -> "LabelMatrices":
-        """The labels of some vectors."""
+        """Select the labels of some vectors."""
         return LabelMatrices(csr_array(self.positive_NQ[chosen_M]), csr_array(self.negative_NQ[chosen_M]))
 
-    def transposed(self) -> "LabelMatrices":
-        """From the questions' side, for the query-centric step."""
+    def transpose(self) -> "LabelMatrices":
+        """Exchange questions and vectors, for the query-centric step."""
         return LabelMatrices(csr_array(self.positive_NQ.T), csr_array(self.negative_NQ.T))
 
 
@@ -93,7 +93,7 @@ def gold_relevance(passage_QK: IntArray, gold_Q: Sequence[Collection[int]]) -> B
 def winning_slots(
     queries_QD: FloatArray, vectors_ND: FloatArray, row_ptr: IntArray, question_L: IntArray, passage_L: IntArray
 ) -> IntArray:
-    """For each (question, passage), the vector number of the passage's best view (first on ties). int64 [L].
+    """Find the vector number of the passage's best view for each (question, passage), first on ties. int64 [L].
 
     Scores are sums of float64 products rounded to float32, as everywhere. Every passage has a view.
     """
@@ -103,8 +103,8 @@ def winning_slots(
     ends_L = np.cumsum(counts_L)
     start = 0
     while start < len(question_L):
-        done = ends_L[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends_L, done + _PAIRS_AT_ONCE, side="right")))
+        num_before = ends_L[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends_L, num_before + _PAIRS_AT_ONCE, side="right")))
         here = slice(start, stop)
         count_C = counts_L[here]
         first_C = np.cumsum(count_C) - count_C
@@ -123,13 +123,13 @@ def winning_slots(
 def label_matrices(
     slot_L: IntArray, question_L: IntArray, positive_L: BoolArray, num_vectors: int, num_questions: int
 ) -> LabelMatrices:
-    """Sparse vectors x questions matrices of the labels. To step only labelled vectors, number those alone."""
+    """Make the sparse vectors x questions matrices of the labels. To step only labelled vectors, number those alone."""
 
     def matrix(chosen_L: BoolArray) -> csr_array:
         where = (slot_L[chosen_L], question_L[chosen_L])
-        made = csr_array((np.ones(int(chosen_L.sum())), where), shape=(num_vectors, num_questions))
-        made.sum_duplicates()
-        made.data[:] = 1.0
-        return made
+        labels_NQ = csr_array((np.ones(int(chosen_L.sum())), where), shape=(num_vectors, num_questions))
+        labels_NQ.sum_duplicates()
+        labels_NQ.data[:] = 1.0
+        return labels_NQ
 
     return LabelMatrices(matrix(positive_L), matrix(~positive_L))

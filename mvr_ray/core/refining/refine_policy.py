@@ -5,8 +5,8 @@ after each. The gate says what a refinement may cost: a round is *acceptable* if
 themselves, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
 questions, then if the mean of the gate sets is higher, then if it moved less. Rounds go on until `patience` of them
 have brought no better one, acceptable or not (a small gate wavers about its bound), or rounds are used up, or nothing
-moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss is not asked: it
-falls while accuracy collapses.
+moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss decides nothing:
+it falls while accuracy collapses.
 
 Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the gate's
 bound, too, what the labelled questions gain decides.
@@ -48,24 +48,24 @@ class RefineState:
         assert all(map(math.isfinite, self.labelled_R)), "accuracy of the labelled questions is not finite"
 
     @property
-    def done(self) -> int:
+    def num_rounds(self) -> int:
         return len(self.heldout_RG) - 1
 
-    def lost(self, r: int) -> float:
-        """Points that the set that suffered most has lost after round r (negative if all have gained)."""
+    def loss_after(self, r: int) -> float:
+        """Points that the set with the largest loss has lost after round r (negative if all have gained)."""
         return worst_loss((self.labelled_R[0], *self.heldout_RG[0]), (self.labelled_R[r], *self.heldout_RG[r]))
 
     def acceptable(self, last: int) -> list[int]:
-        """Of rounds 1 to `last`."""
-        return [r for r in range(1, last + 1) if self.lost(r) <= self.max_heldout_loss + _POINT_NOISE]
+        """Return the acceptable ones of rounds 1 to `last`."""
+        return [r for r in range(1, last + 1) if self.loss_after(r) <= self.max_heldout_loss + _POINT_NOISE]
 
     def best(self, rounds: Iterable[int]) -> int | None:
-        """The one worth most, the earliest of equals; None of none."""
+        """Return the best of some rounds, the earliest of equals; None without rounds."""
         return max(rounds, key=lambda r: (self.labelled_R[r], math.fsum(self.heldout_RG[r]), -r), default=None)
 
     def least_harmful(self) -> int:
-        """The round whose worst loss is smallest, the earliest of equals."""
-        return min(range(1, self.done + 1), key=self.lost)
+        """Return the round whose worst loss is smallest, the earliest of equals."""
+        return min(range(1, self.num_rounds + 1), key=self.loss_after)
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,24 @@ Action = Continue | Stop | Reject
 
 @dataclass(frozen=True)
 class TriedWeight:
-    """After a first round with this weight: top-1 of the labelled questions and of each gate set, in points."""
+    """Top-1 of the labelled questions and of each gate set after a first round with this weight, in points."""
 
     weight: float
     labelled: float
     heldout_G: tuple[float, ...]
 
 
-def choose_weight(before_G: tuple[float, ...], tried: Sequence[TriedWeight], max_heldout_loss: float) -> float:
-    """The weight with the highest labelled accuracy, of those that cost no gate set more than `max_heldout_loss`.
+def choose_weight(before_G: tuple[float, ...], trials: Sequence[TriedWeight], max_heldout_loss: float) -> float:
+    """Choose the weight of highest labelled accuracy among those that cost no gate set more than `max_heldout_loss`.
 
     Where every weight costs more, the one whose worst gate set lost least: rounds then end as for one weight. Ties go
     to the smaller weight.
     """
-    lost = {one.weight: worst_loss(before_G, one.heldout_G) for one in tried}
-    acceptable = [one for one in tried if lost[one.weight] <= max_heldout_loss + _POINT_NOISE]
+    loss_of = {one.weight: worst_loss(before_G, one.heldout_G) for one in trials}
+    acceptable = [one for one in trials if loss_of[one.weight] <= max_heldout_loss + _POINT_NOISE]
     if acceptable:
         return max(acceptable, key=lambda one: (one.labelled, -one.weight)).weight
-    return min(lost, key=lambda weight: (lost[weight], weight))
+    return min(loss_of, key=lambda weight: (loss_of[weight], weight))
 
 
 def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
@@ -120,28 +120,28 @@ def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
 
 
 def next_action(state: RefineState) -> Action:
-    """Continue, Stop or Reject."""
-    done = state.done
-    if done and state.last_moved == 0:
-        return _finish(state, done - 1, f"round {done} moved nothing")
-    if done >= state.max_rounds:
-        return _finish(state, done, f"{done} of {state.max_rounds} rounds done")
-    peak, best = state.best(range(1, done + 1)) or 0, state.best(state.acceptable(done)) or 0
-    if done - max(peak, best) >= state.patience:
-        return _finish(state, done, f"no round was better for {state.patience} rounds")
+    """Decide what the loop does next: Continue, Stop or Reject."""
+    num_rounds = state.num_rounds
+    if num_rounds and state.last_moved == 0:
+        return _finish(state, num_rounds - 1, f"round {num_rounds} moved nothing")
+    if num_rounds >= state.max_rounds:
+        return _finish(state, num_rounds, f"{num_rounds} of {state.max_rounds} rounds done")
+    peak, best = state.best(range(1, num_rounds + 1)) or 0, state.best(state.acceptable(num_rounds)) or 0
+    if num_rounds - max(peak, best) >= state.patience:
+        return _finish(state, num_rounds, f"no round was better for {state.patience} rounds")
     return Continue()
 
 
 def _finish(state: RefineState, last: int, reason: str) -> Action:
-    """The end after round `last`: the best round, or a rejection."""
+    """End after round `last`: with the best round, or a rejection."""
     if last < 1:
         return Stop(reason, 0)
     best = state.best(state.acceptable(last))
     if best is not None:
         return Stop(reason, best)
-    lost = min(state.lost(r) for r in range(1, last + 1))
+    least_loss = min(state.loss_after(r) for r in range(1, last + 1))
     return Reject(
         f"{reason}; every round cost the gate or the labelled questions more than the {state.max_heldout_loss:g} "
-        f"points allowed, the least harmful {lost:.1f}",
-        lost,
+        f"points allowed, the least harmful {least_loss:.1f}",
+        least_loss,
     )

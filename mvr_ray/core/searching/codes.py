@@ -1,4 +1,4 @@
-"""Vectors in eight bits a component, and how far each is from what it stands for.
+"""Encode vectors in eight bits a component, and measure how far each code is from its vector.
 
     c = rint(v / s),  s = max_d |v_d| / 127,  w = fl32(s c),  r = |v - w|
 
@@ -28,7 +28,7 @@ class Codes(NamedTuple):
 
 
 def encode(vectors_ND: FloatArray) -> Codes:
-    """Raises ShardIndexError where a vector holds NaN or infinity."""
+    """Encode vectors. Raises ShardIndexError where a vector holds NaN or infinity."""
     wide_ND = vectors_ND.astype(np.float64)
     largest_N = np.abs(wide_ND).max(axis=1, initial=0.0)
     if not np.isfinite(largest_N).all():
@@ -42,5 +42,5 @@ def encode(vectors_ND: FloatArray) -> Codes:
 
 
 def decode(codes_ND: NDArray[np.int8], scale_N: NDArray[np.float32]) -> NDArray[np.float32]:
-    """w: one multiplication in float32 a component, the same on every device."""
+    """Compute w by one multiplication in float32 a component, the same on every device."""
     return codes_ND.astype(np.float32) * scale_N[:, None]

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201
-"""The kernel of `cuda_scan`, in Triton's language: what its Python is compiled from, and nothing else.
+"""Define the kernel of `cuda_scan` in Triton's language.
 
 Shapes: N rows of a tile (slots for the views of some passages), P its passages, Q its queries, D components at once.
 """
@@ -22,13 +22,13 @@ def best_views(
     DIMENSION: tl.constexpr,
     VIEWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    SCALED: tl.constexpr,
+    WITH_SCALES: tl.constexpr,
     PASSAGES: tl.constexpr,
     QUERIES: tl.constexpr,
     QUERY_TILES: tl.constexpr,
     COMPONENTS: tl.constexpr,
 ):
-    """PASSAGES x SLOTS rows with QUERIES queries. VIEWS: the common number of views, 0 where `start_ptr` tells."""
+    """Score PASSAGES x SLOTS rows with QUERIES queries. VIEWS: the common number of views, 0: see `start_ptr`."""
     program = tl.program_id(0)  # query tiles of the same vectors run side by side, and find these in the cache
     tile = program // QUERY_TILES
     query_Q = (program % QUERY_TILES) * QUERIES + tl.arange(0, QUERIES)
@@ -55,7 +55,7 @@ def best_views(
         rows_ND = tl.load(rows_ptr + row_N[:, None] * DIMENSION + at_D[None, :], mask=read_ND, other=0)
         half_DQ = tl.load(queries_ptr + query_Q[None, :] * DIMENSION + at_D[:, None], mask=read_DQ, other=0.0)
         scores_NQ = tl.dot(rows_ND.to(tl.float16), half_DQ, scores_NQ)
-    if SCALED:
+    if WITH_SCALES:
         scores_NQ = scores_NQ * tl.load(scale_ptr + row_N, mask=there_N, other=0.0)[:, None]
     scores_NQ = scores_NQ * tl.load(power_ptr + query_Q, mask=asked_Q, other=0.0)[None, :]
     scores_NQ = tl.where(there_N[:, None], scores_NQ, float("-inf"))

@@ -1,4 +1,4 @@
-"""The fast half of a scan on a GPU as one kernel: halves or eight-bit codes in, each passage's best score out.
+"""Run the fast half of a scan on a GPU as one kernel: from halves or eight-bit codes to each passage's best score.
 
     best(q, p) = max_v  2^e s_pv sum_d h_d c_pvd         h = fp16(2^-e q), e the exponent of q's largest component
 
@@ -9,8 +9,8 @@ vectors nor scores of single views ever do. At one query the time is that of rea
 **Error.** Codes and halves are exact as factors, and products of two halves are exact in float32. Rounding q to h errs
 by 2^-11 a component relative to it, or by 2^-25 of the largest one where h is subnormal. Tensor cores add with
 truncation and a few spare bits (Fasi, Higham, Mikaitis, Pranesh 2021, PeerJ Comput. Sci. 7:e330), which 8 u an addition
-cover many times over; for D <= 1016 that is under 2^-11 in all. So 2^-11 is told as the rounding of a factor: the bound
-of `scan` squares it, once for q and once for the sums. Longer or float32 vectors go the plain way.
+cover many times over; for D <= 1016 that is under 2^-11 in all. So 2^-11 is given as the rounding of a factor: the
+bound of `scan` squares it, once for q and once for the sums. Longer or float32 vectors go the plain way.
 
 **Selection** looks at blocks of 32 passages: the K best are among those of the K blocks with the best maxima, and only
 blocks whose maximum can still matter are opened.
@@ -62,9 +62,9 @@ class DeviceRows(NamedTuple):
 
 
 class FusedKernel(TorchKernel):
-    """What `TorchKernel` computes, without its memory traffic. Steps are `DeviceRows`: nothing is converted ahead.
+    """Computes what `TorchKernel` does, without its memory traffic. Steps are `DeviceRows`, which are not converted.
 
-    Where Triton is not there or cannot compile, it is torch that computes the scores, in the same blocks.
+    Where Triton is absent or cannot compile, torch computes the scores, in the same blocks.
     """
 
     def __init__(self, device: str = "cuda", tuning: Tuning | None = None) -> None:
@@ -83,7 +83,7 @@ class FusedKernel(TorchKernel):
         return max(2.0**-11, super().input_rounding)
 
     def ready(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> DeviceRows:
-        """The rows as they are."""
+        """Return the rows unchanged."""
         return DeviceRows(rows_ND, scale_N1)
 
     def max_norm(self, ready: DeviceRows) -> float:
@@ -96,7 +96,7 @@ class FusedKernel(TorchKernel):
     def best_views(
         self, queries_QD: torch.Tensor, vectors_ND: DeviceRows, counts_P: IntArray, uniform: int
     ) -> torch.Tensor:
-        """best_QP, and columns of -inf up to a whole number of blocks."""
+        """Compute best_QP, with columns of -inf up to a whole number of blocks."""
         rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
         most = uniform or int(counts_P.max())
         width = -(-len(counts_P) // BLOCK) * BLOCK
@@ -126,7 +126,7 @@ class FusedKernel(TorchKernel):
             DIMENSION=rows_ND.shape[1],
             VIEWS=uniform,
             SLOTS=slots,
-            SCALED=vectors_ND.scale_N1 is not None,
+            WITH_SCALES=vectors_ND.scale_N1 is not None,
             PASSAGES=passages,
             QUERIES=query_tile,
             QUERY_TILES=query_tiles,
@@ -139,7 +139,7 @@ class FusedKernel(TorchKernel):
         return best_QP
 
     def _try_out(self) -> None:
-        """Go on without the kernel where it cannot be compiled or started: no C compiler, an old card, no room."""
+        """Turn the kernel off where it cannot be compiled or started: no C compiler, an old card, no memory."""
         from triton.errors import TritonError  # pyrefly: ignore[missing-import]
 
         rows_ND = torch.ones(8, 16, dtype=torch.float16, device=self.device)
@@ -176,7 +176,7 @@ class FusedKernel(TorchKernel):
     def _best_plain(
         self, queries_QD: torch.Tensor, vectors: DeviceRows, counts_P: IntArray, uniform: int, width: int
     ) -> torch.Tensor:
-        """As torch has it, some vectors after the other."""
+        """Compute the scores in torch, some vectors at a time."""
         starts_P = np.cumsum([0, *counts_P])
         parts, low = [], 0
         while low < len(counts_P):
@@ -188,16 +188,16 @@ class FusedKernel(TorchKernel):
         return F.pad(torch.cat(parts, 1), (0, width - len(counts_P)), value=-torch.inf)
 
     def _start_of(self, counts_P: IntArray) -> torch.Tensor:
-        """Bounds of the passages' views on the device, kept with the array that they are of."""
-        kept = self._starts.get(id(counts_P))
-        if kept is None:
+        """Return the bounds of the passages' views on the device, cached for the array of counts."""
+        entry = self._starts.get(id(counts_P))
+        if entry is None:
             starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
-            kept = self._starts[id(counts_P)] = (counts_P, starts)
-        return kept[1]
+            entry = self._starts[id(counts_P)] = (counts_P, starts)
+        return entry[1]
 
 
 def _can_compile(device_type: str) -> bool:
-    """Triton compiles for GPUs; elsewhere its interpreter, asked for by TRITON_INTERPRET=1, can check the kernel."""
+    """Triton compiles for GPUs; elsewhere TRITON_INTERPRET=1 lets its interpreter check the kernel."""
     there = importlib.util.find_spec("triton") is not None
     return there and (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 

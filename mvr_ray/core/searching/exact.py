@@ -39,12 +39,12 @@ class ScoredPairs(NamedTuple):
     score_M: FloatArray
     view_M: IntArray
 
-    def take(self, chosen: IntArray) -> "ScoredPairs":
-        return ScoredPairs(self.query_M[chosen], self.row_M[chosen], self.score_M[chosen], self.view_M[chosen])
+    def take(self, places: IntArray) -> "ScoredPairs":
+        return ScoredPairs(self.query_M[places], self.row_M[places], self.score_M[places], self.view_M[places])
 
 
 def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
-    """At least one part, one after the other."""
+    """Concatenate parts, at least one."""
     return ScoredPairs(
         np.concatenate([part.query_M for part in parts]),
         np.concatenate([part.row_M for part in parts]),
@@ -54,7 +54,7 @@ def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
 
 
 def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32]:
-    """Inner products over the last axis; the leading axes broadcast, as in `exact_scores(q_QD[:, None], v_QCD)`.
+    """Multiply over the last axis; the leading axes broadcast, as in `exact_scores(q_QD[:, None], v_QCD)`.
 
     The sum adds the upper half of the products onto the lower half until one is left. Elementwise additions of float64
     have one right answer each, so the result is the same on every machine.
@@ -64,26 +64,26 @@ def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32
             f"cannot score: queries have dimension {queries.shape[-1]}, vectors have {vectors.shape[-1]}"
         )
     terms = queries.astype(np.float64) * vectors.astype(np.float64)
-    left = terms.shape[-1]
-    if not left:
+    width = terms.shape[-1]
+    if not width:
         return np.zeros(terms.shape[:-1], np.float32)
-    while left > 1:
-        half = (left + 1) // 2
-        terms[..., : left - half] += terms[..., half:left]
-        left = half
+    while width > 1:
+        half = (width + 1) // 2
+        terms[..., : width - half] += terms[..., half:width]
+        width = half
     return (terms[..., 0] + 0.0).astype(np.float32)  # + 0.0 makes every zero the positive one
 
 
 def score_views(
     queries_QD: FloatArray, passage_id: str, view_numbers_N: IntArray, vectors_ND: FloatArray
 ) -> PassageScores:
-    """All views of one passage, at least one, with all queries; the numbers ascend."""
+    """Score all views of one passage, at least one, with all queries; the view numbers ascend."""
     scores_QN = exact_scores(queries_QD[:, None], vectors_ND[None])
     return PassageScores(passage_id, view_numbers_N, scores_QN, view_numbers_N[scores_QN.argmax(axis=1)])
 
 
 def check_queries(queries_QD: FloatArray, dimension: int) -> NDArray[np.float32]:
-    """Queries as contiguous float32, or ShardIndexError."""
+    """Return queries as contiguous float32. Raises ShardIndexError for other shapes and numbers that are not finite."""
     queries = np.asarray(queries_QD)
     if queries.ndim != 2 or queries.shape[1] != dimension:
         raise ShardIndexError(
@@ -107,10 +107,10 @@ def check_k(k: int) -> int:
 class BlockTable:
     """Finds a passage's block by its row, over the blocks of one shard. Holds no vector."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock], *, compiled: bool = True) -> None:
-        """`compiled`: score with the loops of `native` where they are to be had."""
+    def __init__(self, blocks: Sequence[EmbeddingBlock], *, use_native: bool = True) -> None:
+        """`use_native`: score with the compiled loops of `native` where they exist."""
         self.blocks = [block for block in blocks if len(block.ids)]
-        self.compiled = compiled
+        self.use_native = use_native
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
         if len(dimensions) != 1:
             raise ShardIndexError(
@@ -128,7 +128,7 @@ class BlockTable:
         return self.blocks[at].ids[row - int(self.starts[at])]
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> ScoredPairs:
-        """Exact scores of the pairs with all views of each passage, sorted by row. Each row must have a view."""
+        """Score pairs exactly with all views of each passage, sorted by row. Each row must have a view."""
         order_M = np.argsort(pairs.row_M, kind="stable")
         query_M, row_M = pairs.query_M[order_M], pairs.row_M[order_M]
         score_M, view_M = np.empty(len(row_M), np.float32), np.empty(len(row_M), np.int16)
@@ -136,7 +136,7 @@ class BlockTable:
         for block, first_row, low, high in zip(self.blocks, self.starts, bounds[:-1], bounds[1:]):
             if low < high:
                 local_M = row_M[low:high] - first_row
-                score = native.rescore if self.compiled and native.rescores(block) else _rescore_block
+                score = native.rescore if self.use_native and native.rescores(block) else _rescore_block
                 score(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
         return ScoredPairs(query_M, row_M, score_M, view_M)
 
@@ -149,7 +149,7 @@ def _rescore_block(
     score_M: FloatArray,
     view_M: IntArray,
 ) -> None:
-    """Fills `score_M` and `view_M`, a bounded number of vectors at a time."""
+    """Fill `score_M` and `view_M`, a bounded number of vectors at a time."""
     count_M = block.row_ptr[row_M + 1] - block.row_ptr[row_M]
     chunk_M = (np.cumsum(count_M) - count_M) // VECTORS_AT_ONCE
     edges = [*np.flatnonzero(np.diff(chunk_M, prepend=-1)).tolist(), len(row_M)]
@@ -166,17 +166,17 @@ def _rescore_block(
 
 
 def best_first(scores: ScoredPairs, k: int) -> ScoredPairs:
-    """The best k of each query, sorted by query, then score descending, then row ascending."""
-    ranked = scores.take(np.lexsort((scores.row_M, -scores.score_M, scores.query_M)))
-    return ranked.take(np.flatnonzero(ranks(ranked.query_M) < k))
+    """Select the best k of each query, sorted by query, then score descending, then row ascending."""
+    pairs = scores.take(np.lexsort((scores.row_M, -scores.score_M, scores.query_M)))
+    return pairs.take(np.flatnonzero(ranks(pairs.query_M) < k))
 
 
 def distinct(values: IntArray) -> IntArray:
-    """The values in ascending order, each once [N]. np.unique hashes first (numpy 2.4), twenty times as slow."""
-    ordered = np.sort(values, axis=None)
-    return ordered[np.concatenate([np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]])]
+    """Return the values in ascending order, each once [N]. np.unique of numpy 2.4 hashes: it is twenty times slower."""
+    ascending = np.sort(values, axis=None)
+    return ascending[np.concatenate([np.ones(min(len(ascending), 1), bool), ascending[1:] != ascending[:-1]])]
 
 
 def ranks(query_M: IntArray) -> IntArray:
-    """Position of each pair within its query; pairs are sorted by query."""
+    """Number each pair within its query; pairs are sorted by query."""
     return np.arange(len(query_M)) - np.searchsorted(query_M, query_M)

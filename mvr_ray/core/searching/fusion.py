@@ -1,4 +1,4 @@
-"""One ranking from two: BM25 plus dense, with a weight (DPR, section 5: BM25(q, p) + lambda x dense(q, p)).
+"""Fuse two rankings with a weight: BM25 plus dense (DPR, section 5: BM25(q, p) + lambda x dense(q, p)).
 
 A passage that one list lacks gets that list's lowest score, since it scored no more. The weight is chosen on questions
 that are not reported on. Ties go to the lower passage id.
@@ -7,22 +7,20 @@ that are not reported on. Ties go to the lower passage id.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-
-class FusedHit(NamedTuple):
-    """A passage with its fused score."""
-
-    passage_id: str
-    score: float
+from mvr_ray.types import Hit
 
 
-def fuse(first: Mapping[str, float], second: Mapping[str, float], weight: float, k: int) -> list[FusedHit]:
-    """The best k of both lists by `first + weight x second`. Scores by passage id; an empty list adds nothing."""
+def fuse(first: Mapping[str, float], second: Mapping[str, float], weight: float, k: int) -> list[Hit]:
+    """Rank both lists by `first + weight x second` and return the best k hits, whose view, shard and row are -1.
+
+    The lists are scores by passage id; an empty list adds nothing.
+    """
     floors = [min(scores.values()) if scores else 0.0 for scores in (first, second)]
-    fused = [
-        FusedHit(passage, first.get(passage, floors[0]) + weight * second.get(passage, floors[1]))
+    hits = [
+        Hit(passage, first.get(passage, floors[0]) + weight * second.get(passage, floors[1]), -1, -1, -1)
         for passage in {**first, **second}
     ]
-    return sorted(fused, key=lambda one: (-one.score, one.passage_id))[:k]
+    return sorted(hits, key=lambda one: (-one.score, one.passage_id))[:k]
 
 
 class Choice(NamedTuple):
@@ -37,14 +35,14 @@ def choose_weight(
     relevant: Sequence[frozenset[str] | set[str]],
     weights: Sequence[float],
 ) -> Choice:
-    """The weight whose fused ranking has a relevant passage first most often; the smallest of equals."""
+    """Choose the weight whose fused ranking has a relevant passage first most often; the smallest of equals."""
     best = Choice(weights[0], -1.0)
     for weight in sorted(weights):
-        found = sum(
-            bool(top and top[0].passage_id in wanted)
-            for wanted, top in zip(relevant, (fuse(first, second, weight, 1) for first, second in pairs))
+        num_right = sum(
+            bool(top and top[0].passage_id in relevant_ids)
+            for relevant_ids, top in zip(relevant, (fuse(first, second, weight, 1) for first, second in pairs))
         )
-        share = found / max(len(pairs), 1)
+        share = num_right / max(len(pairs), 1)
         if share > best.accuracy:
             best = Choice(weight, share)
     return best

@@ -1,4 +1,4 @@
-"""The fast half of a scan: approximate scores of one step, on numpy, or on torch (CPU or GPU); compiled in `native`.
+"""Compute approximate scores of one step of a scan, in numpy or torch (CPU or GPU); `native` has the compiled loops.
 
 A kernel multiplies, takes the best view of each passage, and tells which passages may still be among the best k. It may
 err by a known bound; what it lets through is scored exactly elsewhere (`exact`), so two kernels give the same answers.
@@ -34,7 +34,7 @@ class Candidates(NamedTuple):
 
 
 class Coarse(NamedTuple):
-    """What coarse products, faster than fine ones, take off their factors by rounding them: norms, as for codes."""
+    """How much coarse products, faster than fine ones, round off their factors: norms, as for codes."""
 
     rounding_Q: FloatArray
     """Of each query, float64."""
@@ -46,14 +46,13 @@ class PreparedQueries(Protocol):
     """What a kernel keeps of some queries, and how well it multiplies them."""
 
     rounding_Q: FloatArray
-    """The norm of what the kernel took off each query by rounding it, float64."""
+    """The norm of what rounding took off each query, float64."""
     input_rounding: float
     """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
     products: int
     """How many products are summed for each dimension, or more where their magnitudes are larger than the term's."""
     coarse: Coarse | None
-    """How the next steps are multiplied, to the caller's choice; None: as exactly as the kernel can. One product is
-    then summed for each dimension."""
+    """Set by the caller: multiply the next steps coarsely, one product a dimension; None: as exactly as possible."""
 
 
 Queries = TypeVar("Queries", bound=PreparedQueries)
@@ -79,38 +78,41 @@ class Kernel(Protocol[Array, Queries]):
     """How many of the kernel's calls may run side by side, each for a share of the steps."""
 
     def put(self, rows: NDArray[Any]) -> Array:
-        """Host rows on the device, in their own dtype."""
+        """Copy host rows to the device, in their own dtype."""
         ...
 
     def ready(self, rows_ND: Array, scale_N1: Array | None = None) -> Any:
-        """A step as the two below take it, such as vectors in float32; codes come with their scales."""
+        """Prepare a step for the two methods below, such as vectors in float32; codes come with their scales."""
         ...
 
     def max_norm(self, ready: Any) -> float:
-        """The largest Euclidean norm, computed in float32."""
+        """Compute the largest Euclidean norm in float32."""
         ...
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> Queries:
-        """Queries of which the `limit` best passages are wanted. `coded`: steps are codes."""
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> Queries:
+        """Prepare queries for their `limit` best passages. `with_codes`: steps are codes."""
         ...
 
     def candidates(
         self, queries: Queries, ready: Any, counts_P: IntArray, uniform: int, error_Q: FloatArray
     ) -> Candidates:
-        """Who of a step may still be among the best K; the lower bounds rise. `counts_P` are the passages' numbers of
-        views, all at least 1, and `uniform` the common one, 0 where they differ. `error_Q` bounds a product's error."""
+        """Find the passages of a step that may be among the best K, and raise the lower bounds.
+
+        `counts_P` are the passages' numbers of views, all at least 1, and `uniform` the common one, 0 where they
+        differ. `error_Q` bounds a product's error.
+        """
         ...
 
     def lows(self, queries: Queries) -> FloatArray:
-        """The K best lower bounds of each query, in any order, on the host."""
+        """Return the K best lower bounds of each query, in any order, on the host."""
         ...
 
     def kth(self, queries: Queries) -> FloatArray:
-        """The least of those."""
+        """Return the least of those."""
         ...
 
     def restart(self, queries: Queries, low_QK: FloatArray) -> None:
-        """Go on from these lower bounds, best first."""
+        """Replace the lower bounds by these, best first."""
         ...
 
 
@@ -131,7 +133,7 @@ class NumpyKernel:
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> PlainQueries[FloatArray]:
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PlainQueries[FloatArray]:
         low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
         return PlainQueries(queries_QD, low_QK, np.zeros(len(queries_QD)))
 
@@ -155,13 +157,13 @@ class NumpyKernel:
         k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
         queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
         upper_M = upper_QP[query_M, passage_M]
-        kept = upper_M >= queries.low_QK[query_M, -1]
-        return Candidates(query_M[kept], passage_M[kept], upper_M[kept])
+        inside = upper_M >= queries.low_QK[query_M, -1]
+        return Candidates(query_M[inside], passage_M[inside], upper_M[inside])
 
     def _best_views(
         self, queries_QD: FloatArray, vectors_ND: FloatArray, counts_P: IntArray, uniform: int
     ) -> FloatArray:
-        """best_QP: each passage's best inner product."""
+        """Compute best_QP, each passage's best inner product."""
         scores_QN = queries_QD @ vectors_ND.T
         if uniform:
             return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
@@ -194,7 +196,20 @@ class TorchKernel:
 
     @property
     def input_rounding(self) -> float:
-        return _torch_input_rounding()
+        """How coarsely any of torch's backends may round factors now: 0 unless TF32 or bfloat16 is switched on."""
+        import torch
+
+        cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
+        precisions = {
+            torch.get_float32_matmul_precision(),
+            getattr(torch.backends, "fp32_precision", "none"),
+            getattr(cuda, "fp32_precision", "none"),
+            getattr(onednn, "fp32_precision", "none"),
+            getattr(getattr(onednn, "matmul", None), "fp32_precision", "none"),
+        }
+        if precisions <= {"highest", "ieee", "none"}:
+            return 0.0
+        return 2.0**-10 if precisions <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
 
     def put(self, rows: NDArray[Any]) -> "torch.Tensor":
         import torch
@@ -207,7 +222,7 @@ class TorchKernel:
     def max_norm(self, ready: Any) -> float:
         return float(ready.square().sum(1).max().sqrt())
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, coded: bool) -> "PlainQueries[torch.Tensor]":
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> "PlainQueries[torch.Tensor]":
         low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
         return PlainQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
 
@@ -220,13 +235,13 @@ class TorchKernel:
         error_Q: FloatArray,
     ) -> Candidates:
         best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
-        queries.low_QK, found = self.select(best_QP, error_Q, queries.low_QK)
-        return found
+        queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
+        return candidates
 
     def select(
         self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
     ) -> "tuple[torch.Tensor, Candidates]":
-        """The lower bounds risen by these scores, and who may still be among the best K."""
+        """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
         import torch
 
         error_Q1 = self.put(error_Q[:, None].astype(np.float32))
@@ -237,15 +252,15 @@ class TorchKernel:
             new_QM = best_QP.new_full((len(best_QP), int(rank_M.max()) + 1), -torch.inf)
             new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
             low_QK = torch.cat([low_QK, new_QM], dim=1).topk(low_QK.shape[1], dim=1).values
-            kept = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
-            query_M, passage_M = query_M[kept], passage_M[kept]
+            inside = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
+            query_M, passage_M = query_M[inside], passage_M[inside]
         upper_M = upper_QP[query_M, passage_M]
         return low_QK, Candidates(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
 
     def best_views(
         self, queries_QD: "torch.Tensor", vectors_ND: Any, counts_P: IntArray, uniform: int
     ) -> "torch.Tensor":
-        """best_QP: each passage's best inner product."""
+        """Compute best_QP, each passage's best inner product."""
         import torch
 
         scores_NQ = vectors_ND @ queries_QD.T  # views of a passage are then whole rows: the maximum vectorises over Q
@@ -266,25 +281,8 @@ class TorchKernel:
         queries.low_QK = self.put(low_QK)
 
 
-def _torch_input_rounding() -> float:
-    """How coarsely torch may round factors now, in any of its backends: 0 unless someone asked for TF32 or bfloat16."""
-    import torch
-
-    cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
-    precisions = {
-        torch.get_float32_matmul_precision(),
-        getattr(torch.backends, "fp32_precision", "none"),
-        getattr(cuda, "fp32_precision", "none"),
-        getattr(onednn, "fp32_precision", "none"),
-        getattr(getattr(onednn, "matmul", None), "fp32_precision", "none"),
-    }
-    if precisions <= {"highest", "ieee", "none"}:
-        return 0.0
-    return 2.0**-10 if precisions <= {"highest", "ieee", "none", "high", "tf32"} else 2.0**-8
-
-
 class _Alias:
-    """An array's memory under the claim that it may be written, and the array itself, kept alive."""
+    """Presents an array's memory as writable, and keeps the array alive."""
 
     def __init__(self, array: FloatArray) -> None:
         pointer = array.__array_interface__["data"][0]
@@ -293,5 +291,5 @@ class _Alias:
 
 
 def _as_writeable(array: FloatArray) -> NDArray[np.floating]:
-    """Torch warns of read-only memory, such as a mapped file; we hand it over unwarned, and never write to it."""
+    """Present read-only memory, such as a mapped file, as writable: torch warns otherwise. Nothing writes to it."""
     return array if array.flags.writeable or not array.size else np.asarray(_Alias(array))

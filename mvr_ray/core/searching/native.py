@@ -67,7 +67,7 @@ class _SearchArgs(ctypes.Structure):
         ("low_QK", ctypes.c_void_p),
         ("cut_Q", ctypes.c_void_p),
         ("room", ctypes.c_int64),
-        ("found", ctypes.c_int64),
+        ("num_found", ctypes.c_int64),
         ("query_M", ctypes.c_void_p),
         ("passage_M", ctypes.c_void_p),
         ("upper_M", ctypes.c_void_p),
@@ -75,12 +75,12 @@ class _SearchArgs(ctypes.Structure):
 
 
 def load_library(name: str, interface: int) -> ctypes.CDLL | None:
-    """The compiled module of this name; None where it was not built, or from sources of another interface."""
-    found = importlib.util.find_spec(name)
-    if found is None or not found.origin:
+    """Load the compiled module of this name; None where it was not built, or from sources of another interface."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.origin:
         return None
-    loops = ctypes.CDLL(found.origin)
-    if (told := getattr(loops, "mvr_interface", None)) is not None and told() == interface:
+    loops = ctypes.CDLL(spec.origin)
+    if (version := getattr(loops, "mvr_interface", None)) is not None and version() == interface:
         return loops
     log.warning("%s was built from other sources and is not used; install the package again to build it anew", name)
     return None
@@ -88,7 +88,7 @@ def load_library(name: str, interface: int) -> ctypes.CDLL | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loops, or None where they were not built or this processor cannot run them."""
+    """Load the compiled loops; None where they were not built or this processor cannot run them."""
     loops = load_library(LIBRARY, INTERFACE)
     if loops is None or not loops.mvr_supported():
         return None
@@ -117,10 +117,10 @@ class NativeRows(NamedTuple):
 
 @dataclass
 class NativeQueries:
-    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, and room; and what
-    tells the loops where these lie."""
+    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, buffers, and the
+    addresses of all these for the loops."""
 
-    packed: NDArray[Any]
+    panels: NDArray[Any]
     tiles: NDArray[Any] | None
     short: NDArray[np.uint16] | None
     bias: NDArray[np.int32]
@@ -142,18 +142,18 @@ class NativeQueries:
         self.search = _SearchArgs(
             *self.low_QK.shape, None, None, _address(self.cut_Q), room, 0, *(_address(column) for column in columns)
         )
-        whole = self.packed, self.tiles, None, self.bias, self.unit_Q
+        whole = self.panels, self.tiles, None, self.bias, self.unit_Q
         self.question = _QueryArgs(*(_address(part) for part in whole))
         self.space_at = _address(self.space)
 
 
 class NativeKernel:
-    """The loops of `scan.c`. Raises RuntimeError where they are not to be had: ask `library` first."""
+    """Runs the loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     vectors_per_step = STEP
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
-        """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where they are to be had."""
+        """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""
         loops = library()
         if loops is None:
             raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
@@ -186,29 +186,29 @@ class NativeKernel:
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_residual(kind, ready.rows_ND.ctypes.data, count, dimension)
 
-    def prepare(self, queries_QD: FloatArray, limit: int, coded: bool) -> NativeQueries:
+    def prepare(self, queries_QD: FloatArray, limit: int, with_codes: bool) -> NativeQueries:
         num_queries, dimension = queries_QD.shape
-        padded = -(-num_queries // LANES) * LANES
+        num_padded = -(-num_queries // LANES) * LANES
         tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
         short, coarse = None, None
-        if coded:
-            packed, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, padded)
-            tiles = packed if self.tiles and num_queries > 1 else None
+        if with_codes:
+            panels, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, num_padded)
+            tiles = panels if self.tiles and num_queries > 1 else None
             if self.coarse and not self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, _, rounding_CQ = _split_queries(queries_QD, padded)
+                high, _, rounding_CQ = _split_queries(queries_QD, num_padded)
                 short, coarse = _pack_short(high), Coarse(rounding_CQ, self.max_residual)
         else:
-            packed = _pack_floats(queries_QD, padded)
+            panels = _pack_floats(queries_QD, num_padded)
             if num_queries > 1 and (self.tiles or self.coarse) and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, low, rounding_CQ = _split_queries(queries_QD, padded)
+                high, low, rounding_CQ = _split_queries(queries_QD, num_padded)
                 tiles = _pack_tiles([high, low]) if self.tiles else None
                 if self.coarse:
                     short = _pack_tiles([high]) if self.tiles else _pack_short(high)
                     coarse = Coarse(rounding_CQ, self.max_residual)
-        split = tiles is not None and not coded
+        split = tiles is not None and not with_codes
         room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
         return NativeQueries(
-            packed,
+            panels,
             tiles,
             short,
             bias,
@@ -218,11 +218,11 @@ class NativeKernel:
             products=4 if split else 1,
             coarse=coarse,
             low_QK=np.full((num_queries, limit), -np.inf, np.float32),
-            cut_Q=np.full(padded, np.inf, np.float32),
+            cut_Q=np.full(num_padded, np.inf, np.float32),
             query_M=np.empty(room, np.int64),
             passage_M=np.empty(room, np.int64),
             upper_M=np.empty(room, np.float32),
-            space=np.zeros(16 + padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
+            space=np.zeros(16 + num_padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
         )
 
     def candidates(
@@ -237,13 +237,13 @@ class NativeKernel:
         counts, dimension = _address(counts_P), ready.rows_ND.shape[1]
         passage, parts = 0, []
         while passage < len(counts_P):
-            search.found = 0
+            search.num_found = 0
             passage = self.loops.mvr_scan(
                 kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(question), AHEAD_BYTES,
                 ctypes.addressof(search), queries.space_at,
             )  # fmt: skip
             parts.append(
-                [column[: search.found].copy() for column in (queries.query_M, queries.passage_M, queries.upper_M)]
+                [column[: search.num_found].copy() for column in (queries.query_M, queries.passage_M, queries.upper_M)]
             )
         return Candidates(*parts[0]) if len(parts) == 1 else Candidates(*map(np.concatenate, zip(*parts)))
 
@@ -271,7 +271,7 @@ def rescore(
     score_M: NDArray[np.float32],
     view_M: NDArray[np.int16],
 ) -> None:
-    """Fills `score_M` and `view_M` with what `exact` says of these pairs, to the last bit."""
+    """Fill `score_M` and `view_M` with the scores of `exact`, to the last bit."""
     loops = library()
     assert loops is not None, "ask `rescores` first"
     dimension, wide = queries_QD.shape[1], np.zeros(queries_QD.size + 8)
@@ -289,13 +289,13 @@ def rescore(
     )  # fmt: skip
 
 
-def _pack_floats(queries_QD: FloatArray, padded: int) -> NDArray[np.float32]:
+def _pack_floats(queries_QD: FloatArray, num_padded: int) -> NDArray[np.float32]:
     """Panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query between zeros, [16 + D + 16]."""
     if len(queries_QD) == 1:
         return np.pad(queries_QD[0].astype(np.float32, copy=False), LANES)
-    every = np.zeros((padded, queries_QD.shape[1]), np.float32)
+    every = np.zeros((num_padded, queries_QD.shape[1]), np.float32)
     every[: len(queries_QD)] = queries_QD
-    return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, padded, PANEL)])
+    return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, num_padded, PANEL)])
 
 
 class _SplitQueries(NamedTuple):
@@ -306,28 +306,28 @@ class _SplitQueries(NamedTuple):
     rounding_Q: FloatArray
 
 
-def _split_queries(queries_QD: FloatArray, padded: int) -> _SplitQueries:
+def _split_queries(queries_QD: FloatArray, num_padded: int) -> _SplitQueries:
     num_queries, dimension = queries_QD.shape
-    every = np.zeros((padded, -(-dimension // 32) * 32), np.float32)
+    every = np.zeros((num_padded, -(-dimension // 32) * 32), np.float32)
     every[:num_queries, :dimension] = queries_QD
     high = _bfloat16(every)
-    left = every - (high.astype(np.uint32) << 16).view(np.float32)
-    rounding_Q = np.linalg.norm(left[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
-    return _SplitQueries(high, _bfloat16(left), rounding_Q)
+    rest = every - (high.astype(np.uint32) << 16).view(np.float32)
+    rounding_Q = np.linalg.norm(rest[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
+    return _SplitQueries(high, _bfloat16(rest), rounding_Q)
 
 
 def _pack_tiles(parts: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
     """bfloat16 parts of queries, [16 queries][D / 32][part][16 pairs of D][query][2]."""
-    padded, width = parts[0].shape
-    paired = np.stack(parts).reshape(len(parts), padded // LANES, LANES, width // 32, 16, 2)
-    return np.ascontiguousarray(paired.transpose(1, 3, 0, 4, 2, 5)).ravel()
+    num_padded, width = parts[0].shape
+    pairs = np.stack(parts).reshape(len(parts), num_padded // LANES, LANES, width // 32, 16, 2)
+    return np.ascontiguousarray(pairs.transpose(1, 3, 0, 4, 2, 5)).ravel()
 
 
 def _pack_short(high_QD: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """Panels of 48 queries, the last of 16, 32 or 48, each [D / 2][queries][2]."""
-    padded, width = high_QD.shape
-    paired = high_QD.reshape(padded, width // 2, 2)
-    return np.concatenate([paired[at : at + PANEL].transpose(1, 0, 2).ravel() for at in range(0, padded, PANEL)])
+    num_padded, width = high_QD.shape
+    pairs = high_QD.reshape(num_padded, width // 2, 2)
+    return np.concatenate([pairs[at : at + PANEL].transpose(1, 0, 2).ravel() for at in range(0, num_padded, PANEL)])
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -337,13 +337,13 @@ def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 class _CodeQueries(NamedTuple):
-    packed: NDArray[np.int8]
+    panels: NDArray[np.int8]
     bias: NDArray[np.int32]
     unit_Q: NDArray[np.float32]
     rounding_Q: FloatArray
 
 
-def _pack_codes(queries_QD: FloatArray, padded: int) -> _CodeQueries:
+def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
     """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
     num_queries, dimension = queries_QD.shape
     alone = num_queries == 1 and dimension <= 8192
@@ -354,21 +354,21 @@ def _pack_codes(queries_QD: FloatArray, padded: int) -> _CodeQueries:
     away_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
     rounding_Q = np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40)
     width = -(-dimension // 64) * 64
-    halves_2QD = np.zeros((2, padded, width), np.int32)
+    halves_2QD = np.zeros((2, num_padded, width), np.int32)
     halves_2QD[0, :num_queries, :dimension] = (whole_QD.astype(np.int32) + 128) >> 8
     halves_2QD[1, :num_queries, :dimension] = whole_QD.astype(np.int32)
     halves_2QD[1] -= 256 * halves_2QD[0]
-    units = np.zeros(padded, np.float32)
+    units = np.zeros(num_padded, np.float32)
     units[:num_queries] = unit_Q
     if alone:
-        packed = halves_2QD[:, 0]
-        bias = -128 * packed.reshape(2, -1, LANES, 4).sum(axis=(1, 3))
+        panels = halves_2QD[:, 0]
+        bias = -128 * panels.reshape(2, -1, LANES, 4).sum(axis=(1, 3))
     else:
-        by_panel = halves_2QD.reshape(2, padded // LANES, LANES, width // 4, 4)
-        packed = by_panel.transpose(1, 3, 0, 2, 4)  # panel, four of D, half, query, one of four
+        by_panel = halves_2QD.reshape(2, num_padded // LANES, LANES, width // 4, 4)
+        panels = by_panel.transpose(1, 3, 0, 2, 4)  # panel, four of D, half, query, one of four
         bias = -128 * by_panel.sum(axis=(3, 4)).transpose(1, 0, 2)
     return _CodeQueries(
-        np.ascontiguousarray(packed, np.int8).ravel(), np.ascontiguousarray(bias, np.int32).ravel(), units, rounding_Q
+        np.ascontiguousarray(panels, np.int8).ravel(), np.ascontiguousarray(bias, np.int32).ravel(), units, rounding_Q
     )
 
 
@@ -377,9 +377,9 @@ def _address(array: NDArray[Any] | None) -> int | None:
 
 
 def num_threads() -> int:
-    """As many as torch uses where it is loaded, else as OpenMP is told to, else one a processor."""
+    """Number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return torch.get_num_threads()
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdigit() and int(told) else os.cpu_count() or 1
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdigit() and int(setting) else os.cpu_count() or 1

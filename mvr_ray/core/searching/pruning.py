@@ -1,4 +1,4 @@
-"""Views that their siblings can stand in for, left out before an index is built.
+"""Drop views that their siblings can replace, before an index is built.
 
 A view p_v that is within d of the convex hull of the passage's kept views can win by |q| d at most: for weights l >= 0
 that sum to 1 and r = p_v - sum_i l_i p_i, |r| <= d,
@@ -6,8 +6,8 @@ that sum to 1 and r = p_v - sum_i l_i p_i, |r| <= d,
     <q, p_v> = sum_i l_i <q, p_i> + <q, r> <= max_i <q, p_i> + |q| d
 
 So a passage's score without its dropped views is at most |q| d below the score with all of them. The distance that is
-found is that of weights at hand, an upper bound of the true one whatever the solver's precision. `bound` is d over the
-view's own norm; with 0, only copies of a kept view are dropped, and no score changes.
+found is that of weights at hand, an upper bound of the true one whatever the solver's precision. `tolerance` is d over
+the view's own norm; with 0, only copies of a kept view are dropped, and no score changes.
 
 Shapes: N vectors, V views of one passage, D dimension.
 """
@@ -31,28 +31,28 @@ class PrunedBlock(NamedTuple):
     worst: float
 
 
-def prune_block(block: EmbeddingBlock, bound: float) -> PrunedBlock:
-    """Drop what `bound` allows from every passage; each keeps at least one view."""
+def prune_block(block: EmbeddingBlock, tolerance: float) -> PrunedBlock:
+    """Drop what `tolerance` allows from every passage; each keeps at least one view."""
     ptr = np.asarray(block.row_ptr)
     kept_N = np.ones(len(block.vectors_ND), bool)
     worst = 0.0
     for start, stop in zip(ptr[:-1].tolist(), ptr[1:].tolist()):
         if stop - start > 1:
-            kept_V, own_worst = prune_views(block.vectors_ND[start:stop].astype(np.float64), bound)
+            kept_V, own_worst = prune_views(block.vectors_ND[start:stop].astype(np.float64), tolerance)
             kept_N[start:stop] = kept_V
             worst = max(worst, own_worst)
     counts_P = np.add.reduceat(np.r_[kept_N, False].astype(np.int64), ptr[:-1]) * (np.diff(ptr) > 0)
     row_ptr = np.r_[0, np.cumsum(counts_P)].astype(np.int64)
-    made = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])
-    return PrunedBlock(made, int((~kept_N).sum()), worst)
+    rest = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[kept_N], block.vectors_ND[kept_N])
+    return PrunedBlock(rest, int((~kept_N).sum()), worst)
 
 
-def prune_views(views_VD: FloatArray, bound: float) -> tuple[np.ndarray, float]:
-    """kept_V of one passage, and the largest distance over norm of a dropped view. Views are float64.
+def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, float]:
+    """Choose kept_V of one passage, and return the largest distance over norm of a dropped view. Views are float64.
 
     Those nearest to a sibling go first, of equals the one with the higher number.
     """
-    limit_V = bound * np.linalg.norm(views_VD, axis=1)
+    limit_V = tolerance * np.linalg.norm(views_VD, axis=1)
     apart_VV = np.linalg.norm(views_VD[:, None] - views_VD[None], axis=2)
     np.fill_diagonal(apart_VV, np.inf)
     nearest_V = apart_VV.min(axis=1)
@@ -67,7 +67,7 @@ def prune_views(views_VD: FloatArray, bound: float) -> tuple[np.ndarray, float]:
             break
         away_V = np.zeros(len(views_VD))
         for other in np.flatnonzero(~trial_V):
-            away_V[other] = hull_distance(views_VD[other], views_VD[trial_V], exact=bound == 0)
+            away_V[other] = hull_distance(views_VD[other], views_VD[trial_V], exact=tolerance == 0)
         if (away_V <= limit_V).all():
             kept_V, found_V = trial_V, away_V
     norms_V = np.linalg.norm(views_VD, axis=1)
@@ -75,7 +75,7 @@ def prune_views(views_VD: FloatArray, bound: float) -> tuple[np.ndarray, float]:
 
 
 def hull_distance(view_D: FloatArray, others_VD: FloatArray, *, exact: bool = False) -> float:
-    """At most so far is the view from the convex hull of the others; `exact`: from the nearest of them."""
+    """Bound the distance of a view from the convex hull of the others; `exact`: from the nearest of them."""
     nearest = float(np.linalg.norm(others_VD - view_D, axis=1).min())
     if exact or nearest == 0 or len(others_VD) == 1:
         return nearest
@@ -89,8 +89,8 @@ def hull_distance(view_D: FloatArray, others_VD: FloatArray, *, exact: bool = Fa
 
 
 def _span_distances(views_VD: FloatArray, nearest_V: FloatArray) -> FloatArray:
-    """No view is nearer to the hull of its siblings than to the space that they span: 1 / sqrt((G^-1)_vv), G the Gram
-    matrix. Where that cannot be told, 0; never more than the nearest sibling's distance."""
+    """Bound the distances from below: no view is nearer to the hull of its siblings than to the space that they span,
+    1 / sqrt((G^-1)_vv), G the Gram matrix. 0 where G is singular; never more than the nearest sibling's distance."""
     gram_VV = views_VD @ views_VD.T
     scale = float(np.trace(gram_VV)) / len(views_VD)
     if scale <= 0 or np.linalg.cond(gram_VV) > 1e10:

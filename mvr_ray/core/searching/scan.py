@@ -1,7 +1,8 @@
-"""Exact top k over all vectors of a shard at the speed of a float32 matrix product.
+"""Find the exact top k over all vectors of a shard at the speed of a float32 matrix product.
 
-Each step multiplies some thousands of vectors with the queries, takes the best view of each passage, and keeps whoever
-may be among the best k. At the end those few are scored exactly (`exact`) and sorted: score descending, row ascending.
+Each step multiplies some thousands of vectors with the queries, takes the best view of each passage, and keeps passages
+that may be among the best k. At the end those few are scored exactly (`exact`) and sorted: score descending, row
+ascending.
 
 **Why nothing is lost.** Let u = 2^-24 and g(n) = n u / (1 - n u). In whatever order a float32 sum of D products is
 formed, with or without fused operations, it errs by at most g(D) sum_d |q_d v_d| <= g(D) |q| |v| (Higham, Accuracy and
@@ -14,8 +15,8 @@ round, and the largest norm of a step for |v|,
     e = ((1 + r)^2 (1 + g(D + 16)) - 1) |q| max|v| + 2 D 2^-126 (2 + |q| + max|v|)
 
 bounds |a - s| for a passage's best view as for each one, since a maximum errs no more than its parts. So
-a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. Whoever has `a + e < L` scores
-less than all of those, ties included, and may go; L only grows, so it may go at once.
+a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. A passage with `a + e < L`
+scores less than all of those, ties included, and is dropped at once, since L only grows.
 
 **Eight bits.** With codes, a step multiplies w in place of v (`codes`), and e grows by |q| max r, the largest residual
 of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are scored with v as ever, so
@@ -27,7 +28,7 @@ candidates. When they are more than twice the best k and a hundredth of the pass
 coarse products save: the step is undone, the lower bounds being what they were before it, and from it on products are
 fine.
 
-**Threads.** Each thread of a kernel takes the next step that nobody has, for all queries; the best of the lower bounds
+**Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
 of all threads is a lower bound for the whole.
 
 **Memory** is the best k, a bounded number of candidates (when ties let too many through, they are scored exactly and
@@ -58,11 +59,11 @@ PAIRS_WORTH_THREADS = 2048
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
-TRUSTED = 1e15  # norms below are what their float32 squares say
+LARGEST_SQUARED_NORM = 1e15  # norms below are what their float32 squares say
 
 
 def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
-    """The bound e of the module's docstring, float64 [Q]."""
+    """Compute the bound e of the module's docstring, float64 [Q]."""
     terms = (dimension + 16) * UNIT
     relative = (1 + input_rounding) ** 2 * (1 + terms / (1 - terms)) - 1
     return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
@@ -86,7 +87,7 @@ class Step(NamedTuple):
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
-    """The blocks in order, in steps of about `vectors_per_step` vectors that never part a passage."""
+    """Cut the blocks, in order, into steps of about `vectors_per_step` vectors; no step parts a passage."""
     before = 0
     for block, first_row in zip(table.blocks, table.starts):
         ptr = np.asarray(block.row_ptr)
@@ -106,9 +107,9 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
 
 
 class Scan(Generic[Array, Queries]):
-    """All vectors of one shard, ready to be searched again and again. Only norms are remembered, 24 bytes a step,
-    unless `resident` keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) these are
-    scanned in place of the vectors, which then only the candidates need."""
+    """Searches all vectors of one shard, any number of times. It keeps norms only, 24 bytes a step, unless `resident`
+    keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) it scans these in place of the
+    vectors, which it then reads for candidates only."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Scan(Generic[Array, Queries]):
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
     ) -> None:
-        self.table = BlockTable(blocks, compiled=not isinstance(kernel, NumpyKernel))
+        self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
@@ -132,11 +133,11 @@ class Scan(Generic[Array, Queries]):
                 f"there are codes of {len(codes.codes_ND)} vectors, the embeddings are {self.table.num_vectors}; "
                 f"build the index again"
             )
-        self.residuals = [_rounded_up(self._residual(step)) for step in self.steps]
+        self.residuals = [_round_up(self._residual(step)) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def of_vectors(self) -> "Scan[Array, Queries]":
-        """A scan of the vectors themselves, over the same steps."""
+        """Make a scan of the vectors themselves, over the same steps."""
         scan = copy.copy(self)
         scan.codes, scan.resident = None, []
         scan.norms, scan.coarse_residuals = [-1.0] * len(self.steps), [-1.0] * len(self.steps)
@@ -144,42 +145,44 @@ class Scan(Generic[Array, Queries]):
         return scan
 
     def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Exact top k, as `searched`."""
-        return self.searched(queries_QD, k).hits
+        """Find the exact top k, as `search_with_counts`."""
+        return self.search_with_counts(queries_QD, k).hits
 
-    def searched(self, queries_QD: FloatArray, k: int) -> Searched:
-        """Exact top k. `queries_QD` float32 and finite; k >= 1.
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+        """Find the exact top k. `queries_QD` float32 and finite; k >= 1.
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
         limit = min(k + 1, self.table.num_scorable)
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        joined = [_joined(batches) for batches in zip(*self._by_threads(parts, limit))] if parts else []
-        hits = pack_hits([batch.finish() for batch in joined], [len(part) for part in parts], len(queries_QD), k)
-        rescored_Q = np.concatenate([batch.rescored_Q for batch in joined]) if joined else _none(len(queries_QD))
+        batches = [_join(own) for own in zip(*self._by_threads(parts, limit))] if parts else []
+        hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
+        rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
         return Searched(hits, rescored_Q)
 
-    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[_Batch[Array, Queries]]]":
-        """What each thread has for each part of the queries. Steps go to whoever is free: a thread that starts late,
-        for its core slept, holds nobody up."""
-        left = deque(range(len(self.steps)))
+    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[QueryBatch[Array, Queries]]]":
+        """Scan with several threads; each returns its batches, one for each part of the queries.
+
+        A free thread takes the next step, so a thread that starts late delays none.
+        """
+        todo = deque(range(len(self.steps)))
         others = min(self.kernel.threads, len(self.steps)) - 1
         if others < 1:
-            return [self._scan(parts, limit, left)]
+            return [self._scan(parts, limit, todo)]
         with ThreadPoolExecutor(others) as pool:
-            helping = [pool.submit(self._scan, parts, limit, left) for _ in range(others)]
-            own = self._scan(parts, limit, left)
+            helping = [pool.submit(self._scan, parts, limit, todo) for _ in range(others)]
+            own = self._scan(parts, limit, todo)
         return [own, *(other.result() for other in helping)]
 
-    def _scan(self, parts: Sequence[FloatArray], limit: int, left: deque[int]) -> "list[_Batch[Array, Queries]]":
-        """What the steps have that this thread takes of those `left`, in ascending order, for each part."""
-        batches = [_Batch(self, part, limit) for part in parts]
-        for number in _taken(left):
+    def _scan(self, parts: Sequence[FloatArray], limit: int, todo: deque[int]) -> "list[QueryBatch[Array, Queries]]":
+        """Scan the steps that this thread takes from `todo`, in ascending order, for each part."""
+        batches = [QueryBatch(self, part, limit) for part in parts]
+        for number in _take(todo):
             step = self.steps[number]
             ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(step)))
             if self.norms[number] < 0:
-                self.norms[number] = _rounded_up(self._norm(step, self.kernel.max_norm(ready)))
+                self.norms[number] = _round_up(self._norm(step, self.kernel.max_norm(ready)))
             for batch in batches:
                 coarse = batch.queries.coarse
                 if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
@@ -188,7 +191,7 @@ class Scan(Generic[Array, Queries]):
         return batches
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
-        """Exact scores of the pairs, in parts; many of them by all threads."""
+        """Score pairs exactly, in parts; many pairs by all threads."""
         count, threads = len(pairs.row_M), self.kernel.threads
         if threads == 1 or count < PAIRS_WORTH_THREADS:
             return [self.table.rescore(queries_QD, pairs)]
@@ -204,15 +207,15 @@ class Scan(Generic[Array, Queries]):
         return self.kernel.put(self.codes.codes_ND[own]), self.kernel.put(self.codes.scale_N[own, None])
 
     def _residual(self, step: Step) -> float:
-        """The most that a code of the step is away from its vector."""
+        """Largest distance of a code of the step from its vector."""
         if self.codes is None:
             return 0.0
         return float(self.codes.residual_N[step.first : step.first + len(step.vectors_ND)].max())
 
-    def _norm(self, step: Step, computed: float) -> float:
+    def _norm(self, step: Step, norm: float) -> float:
         """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
-        if computed < TRUSTED:
-            return self._trusted(computed)
+        if norm < LARGEST_SQUARED_NORM:
+            return self._round_up_norm(norm)
         norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
         if not np.isfinite(norm_N).all():
             vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
@@ -222,18 +225,18 @@ class Scan(Generic[Array, Queries]):
             )
         return float(norm_N.max()) * (1 + 2.0**-40)
 
-    def _coarse_residual(self, computed: float) -> float:
+    def _coarse_residual(self, residual: float) -> float:
         """Upper bound of what coarse products take off the vectors; infinite if that is unknown."""
-        return _rounded_up(self._trusted(computed)) if computed < TRUSTED else math.inf
+        return _round_up(self._round_up_norm(residual)) if residual < LARGEST_SQUARED_NORM else math.inf
 
-    def _trusted(self, computed: float) -> float:
+    def _round_up_norm(self, norm: float) -> float:
         """Upper bound of a norm computed in float32."""
         terms = (self.table.dimension + 2) * UNIT
-        return computed * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
+        return norm * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
 
-class _Batch(Generic[Array, Queries]):
-    """What is known so far for some queries: the best lower bounds, and the candidates."""
+class QueryBatch(Generic[Array, Queries]):
+    """Lower bounds and candidates of some queries, over the steps scanned so far."""
 
     def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
         self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
@@ -241,15 +244,15 @@ class _Batch(Generic[Array, Queries]):
         self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.codes is not None)
         self.pending: list[ScoredPairs] = []  # upper bounds in place of scores
         self.num_pending = 0
-        self.settled: list[ScoredPairs] = []
+        self.exact: list[ScoredPairs] = []
         self.rescored_Q = _none(len(queries_QD))
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
     def scan(self, step: Step, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
-        """`coarse_residual` bounds what coarse products take off the step's vectors, if there are such; of codes they
-        take off nothing."""
+        """Scan one step. `coarse_residual` bounds what coarse products round off the step's vectors; off codes they
+        round nothing."""
         self.num_seen += len(step.row_P)
         if self.queries.coarse and self.scan_of.codes is None:
             if math.isfinite(coarse_residual) and self._scan_coarsely(step, ready, norm, coarse_residual):
@@ -262,7 +265,7 @@ class _Batch(Generic[Array, Queries]):
                 self._settle()
 
     def _scan_coarsely(self, step: Step, ready: Any, norm: float, residual: float) -> bool:
-        """False, and the step is as if not scanned, if too many passages remain candidates."""
+        """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
         kernel = self.scan_of.kernel
         before_QK = kernel.lows(self.queries).copy()
         self._add(step, ready, self._error(norm, residual, coarse=True))
@@ -278,15 +281,16 @@ class _Batch(Generic[Array, Queries]):
         return False
 
     def _add(self, step: Step, ready: Any, error_Q: FloatArray) -> None:
-        """The step's candidates."""
-        found = self.scan_of.kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q)
-        if len(found.query_M):
-            row_M = step.row_P[found.passage_M]
-            self.pending.append(ScoredPairs(found.query_M, row_M, found.upper_M, np.zeros(len(row_M), np.int16)))
+        """Add the step's candidates."""
+        candidates = self.scan_of.kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q)
+        if len(candidates.query_M):
+            row_M = step.row_P[candidates.passage_M]
+            views_M = np.zeros(len(row_M), np.int16)
+            self.pending.append(ScoredPairs(candidates.query_M, row_M, candidates.upper_M, views_M))
             self.num_pending += len(row_M)
 
     def _error(self, norm: float, residual: float, coarse: bool = False) -> FloatArray:
-        """The bound e of the module's docstring, with what codes, coarse products and rounded queries add."""
+        """Return the bound e of the module's docstring, with what codes, coarse products and rounded queries add."""
         key = norm, residual, coarse
         if key not in self.errors:
             self.errors[key] = self._new_error(norm, residual, coarse)
@@ -307,19 +311,19 @@ class _Batch(Generic[Array, Queries]):
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 
-    def absorb(self, other: "_Batch[Array, Queries]") -> None:
-        """Go on with what another share of the steps has found for the same queries."""
+    def absorb(self, other: "QueryBatch[Array, Queries]") -> None:
+        """Take over the results of another share of the steps for the same queries."""
         kernel = self.scan_of.kernel
         low_QK = np.concatenate([kernel.lows(self.queries), kernel.lows(other.queries)], axis=1)
         kernel.restart(self.queries, -np.sort(-low_QK, axis=1)[:, : self.limit])
         self.pending += other.pending
-        self.settled += other.settled
+        self.exact += other.exact
         self.rescored_Q += other.rescored_Q
 
     def finish(self) -> ScoredPairs:
         self._drop_hopeless()
         self._settle()
-        return self.settled[0] if len(self.settled) == 1 else best_first(join_pairs(self.settled), self.limit)
+        return self.exact[0] if len(self.exact) == 1 else best_first(join_pairs(self.exact), self.limit)
 
     def _drop_hopeless(self) -> None:
         if not self.pending:
@@ -336,18 +340,18 @@ class _Batch(Generic[Array, Queries]):
         every = join_pairs(self.pending)
         self.rescored_Q += np.bincount(every.query_M, minlength=len(self.queries_QD))
         scores = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
-        best = best_first(join_pairs([*self.settled, *scores]), self.limit)
-        self.settled, self.pending, self.num_pending = [best], [], 0
+        best = best_first(join_pairs([*self.exact, *scores]), self.limit)
+        self.exact, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
         self.scan_of.kernel.restart(self.queries, low_QK)
 
 
-def _taken(left: deque[int]) -> Iterator[int]:
-    """One after the other from the left, until there are none."""
+def _take(todo: deque[int]) -> Iterator[int]:
+    """Yield one number after the other from the left, until there are none."""
     while True:
         try:
-            yield left.popleft()
+            yield todo.popleft()
         except IndexError:
             return
 
@@ -356,13 +360,13 @@ def _none(num_queries: int) -> IntArray:
     return np.zeros(num_queries, np.int64)
 
 
-def _rounded_up(bound: float) -> float:
-    """To six bits, so that most steps of a shard have the same bound and the same error."""
-    mantissa, exponent = math.frexp(bound)
+def _round_up(value: float) -> float:
+    """Round up to six bits, so that most steps of a shard have the same bound and the same error."""
+    mantissa, exponent = math.frexp(value)
     return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
-def _joined(batches: "Sequence[_Batch[Array, Queries]]") -> "_Batch[Array, Queries]":
+def _join(batches: "Sequence[QueryBatch[Array, Queries]]") -> "QueryBatch[Array, Queries]":
     first, *others = batches
     for other in others:
         first.absorb(other)
@@ -370,7 +374,7 @@ def _joined(batches: "Sequence[_Batch[Array, Queries]]") -> "_Batch[Array, Queri
 
 
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
-    """Hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
+    """Make hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
     rows_QK = np.full((num_queries, k), -1, np.int64)
     scores_QK = np.full((num_queries, k), -np.inf, np.float32)
     views_QK = np.full((num_queries, k), -1, np.int16)

@@ -200,7 +200,7 @@ class ShardRefiner:
         slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
         views_MD = self.views[shard].vectors(slot_M, self._state(at, shard))
         matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), num_queries)
-        return aopt.label_sums(views_MD, matrices.transposed())
+        return aopt.label_sums(views_MD, matrices.transpose())
 
     def move(
         self,

@@ -367,7 +367,7 @@ def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int) -> 
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
         return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
-    hits, rescored_Q = index.searched(queries_QD, min(k, index.num_passages))
+    hits, rescored_Q = index.search_with_counts(queries_QD, min(k, index.num_passages))
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
     return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.learning.batches import Example, negatives_for
-from mvr_ray.core.learning.training import seeded
+from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
 from mvr_ray.distributed.training.examples import DevSet, open_dev, open_question_examples
@@ -61,7 +61,7 @@ class CrossEncoderLoop(TaskModelLoop):
 
     def losses(self, units: Sequence[Sequence[Pair]], number: int) -> Tensor:
         forward = partial(self.model, self.model.tokenize([pair for group in units for pair in group]))
-        scores_B = seeded(self.settings, (_PAIRS, number), self.device, forward)
+        scores_B = run_seeded(self.settings, (_PAIRS, number), self.device, forward)
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:

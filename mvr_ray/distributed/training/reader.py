@@ -19,7 +19,7 @@ from torch import Tensor
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.learning.batches import Example, negatives_for
-from mvr_ray.core.learning.training import seeded
+from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.reader import Reader, ReadRequest
 from mvr_ray.core.reading.spans import span_losses, tokens_of
 from mvr_ray.core.reading.windows import Window
@@ -76,7 +76,7 @@ class ReaderLoop(TaskModelLoop):
 
     def losses(self, units: Sequence[Target], number: int) -> Tensor:
         forward = partial(self.model, [target.window for target in units])
-        start_FT, end_FT, candidate_FT = seeded(self.settings, (_WINDOWS, number), self.device, forward)
+        start_FT, end_FT, candidate_FT = run_seeded(self.settings, (_WINDOWS, number), self.device, forward)
         start_F, end_F = torch.tensor([target[1:] for target in units], device=self.device).T
         return span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
 

@@ -173,7 +173,7 @@ class RetrieverLoop(StepLoop):
         assert self.teacher is not None
         share = self._share(batch)
         targets_QD = self.teacher.mean_pool_queries(share.texts)
-        targets_PD = self.teacher.mean_pool_passages(share.tokenized)
+        targets_PD = self.teacher.mean_pool_passages(share.passages)
         settings, num = self.settings, len(batch.passages)
         loss = distil_gradients(self.model, share, targets_QD, targets_PD, num, settings, self.loss_scale)
         if world_size() > 1:

@@ -1,4 +1,4 @@
-"""The outside world's files: sources to read, rankings to write. `docs/formats.md` has them field by field."""
+"""Read sources and write rankings in the formats of other programs; `docs/formats.md` has them field by field."""
 
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, read_ranking, write_ranking
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record

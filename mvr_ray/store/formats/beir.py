@@ -1,4 +1,4 @@
-"""A BEIR folder: corpus.jsonl, queries.jsonl and qrels/<split>.tsv.
+"""Read a BEIR folder: corpus.jsonl, queries.jsonl and qrels/<split>.tsv.
 
 The judgements are held in memory; corpus and queries are streamed. Queries without a judgement are left out, as BEIR
 does. A document without text but with a title has its title as text.
@@ -17,12 +17,12 @@ def read_beir(folder: Path, prefix: str, split: str, passages: bool, questions: 
     if passages:
         yield from _documents(_file(folder, "corpus.jsonl"), prefix)
     if questions:
-        judged = read_qrels(_file(folder, f"qrels/{split}.tsv"))
-        yield from _queries(_file(folder, "queries.jsonl"), judged, prefix)
+        judgements = read_qrels(_file(folder, f"qrels/{split}.tsv"))
+        yield from _queries(_file(folder, "queries.jsonl"), judgements, prefix)
 
 
 def beir_files(folder: Path, split: str) -> list[Path]:
-    """The files of a BEIR folder that are there."""
+    """List the files of a BEIR folder that are there."""
     names = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
     return [folder / f"{name}{end}" for name in names for end in ("", ".gz") if (folder / f"{name}{end}").is_file()]
 
@@ -38,12 +38,12 @@ def _documents(path: Path, prefix: str) -> Iterator[Record]:
         yield passage_record(row.values.get("_id"), title, text, row.where, prefix)
 
 
-def _queries(path: Path, judged: dict[str, dict[str, int]], prefix: str) -> Iterator[Record]:
+def _queries(path: Path, judgements: dict[str, dict[str, int]], prefix: str) -> Iterator[Record]:
     for row in json_lines(path):
         if isinstance(row, BadRow):
             yield row
             continue
-        positives = [doc for doc, grade in judged.get(str(row.values.get("_id")), {}).items() if grade > 0]
+        positives = [doc for doc, grade in judgements.get(str(row.values.get("_id")), {}).items() if grade > 0]
         if positives:
             yield question_record(
                 row.values.get("_id"), row.values.get("text"), row.where, positive_ids=positives, prefix=prefix

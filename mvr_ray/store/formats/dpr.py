@@ -1,4 +1,4 @@
-"""DPR's files: passage TSV, training JSON (array or lines) and question CSV."""
+"""Read DPR's files: passage TSV, training JSON (array or lines) and question CSV."""
 
 import ast
 import hashlib
@@ -22,7 +22,7 @@ CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
 
 def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
-    """`id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it."""
+    """Read `id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it."""
     for row in tsv_rows(path, 3):
         if isinstance(row, BadRow):
             yield row
@@ -32,7 +32,7 @@ def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_dpr_json(path: Path, prefix: str = "") -> Iterator[Record]:
-    """The training array, one row at a time."""
+    """Read the training array, one row at a time."""
     with open_text(path) as file:
         reader = JsonReader(file, str(path))
         for number, row in enumerate(reader.items()):
@@ -41,7 +41,7 @@ def read_dpr_json(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_dpr_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
-    """The training rows, one a line."""
+    """Read training rows, one a line."""
     for number, row in enumerate(json_lines(path)):
         if isinstance(row, BadRow):
             yield row
@@ -50,7 +50,7 @@ def read_dpr_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_qas_csv(path: Path, prefix: str = "") -> Iterator[Record]:
-    """`question`, then its answers as a Python list, tab-separated. The list is parsed as a literal, never run."""
+    """Read `question` and its answers as a Python list, tab-separated. The list is parsed as a literal, never run."""
     for number, row in enumerate(tsv_rows(path, 2)):
         if isinstance(row, Row):
             text, literal = row.values
@@ -64,12 +64,12 @@ def read_qas_csv(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def question_id(path: Path, number: int) -> str:
-    """The id of a question that its file gives none: the file's name up to the first dot, and the row from 0."""
+    """Make the id of a question without one: the file's name up to the first dot, and the row from 0."""
     return f"{slug(path.name.partition('.')[0])}-{number}"
 
 
 def context_id(context: dict[str, Any]) -> Any:
-    """The id of a DPR context: as given, else made from title and text."""
+    """Return the id of a DPR context: its own, else one made from title and text."""
     for key in ("passage_id", "psg_id", "id"):
         if context.get(key) not in (None, ""):
             return context[key]

@@ -1,4 +1,4 @@
-"""JSON read piece by piece: the memory is that of the largest item, not of the file.
+"""Read JSON piece by piece: memory holds the largest item, not the file.
 
     reader = JsonReader(file, "train.json")
     for row in reader.items():          an array, item by item
@@ -22,7 +22,7 @@ _SPACE = " \t\n\r"
 
 
 class JsonReader:
-    """Reads one JSON text. `line` is where the next thing to be read stands."""
+    """Reads one JSON text. `line` is the number of the line to be read next."""
 
     def __init__(self, file: TextIO, name: str) -> None:
         self.name = name
@@ -30,10 +30,10 @@ class JsonReader:
         self._file = file
         self._buffer = ""
         self._at = 0
-        self._ended = False
+        self._at_end = False
 
     def peek(self) -> str:
-        """The next character that is not white space; empty at the end of the file."""
+        """Return the next character that is not white space; empty at the end of the file."""
         while True:
             stop = self._at
             while stop < len(self._buffer) and self._buffer[stop] in _SPACE:
@@ -45,7 +45,7 @@ class JsonReader:
                 return ""
 
     def value(self) -> Any:
-        """The next value, whole."""
+        """Read the next value, whole."""
         self.peek()
         num_chars = READ_CHARS
         while True:
@@ -68,7 +68,7 @@ class JsonReader:
                 raise self._format_error(f"one item is longer than {MAX_ITEM_CHARS} characters", self._at)
 
     def items(self) -> Iterator[Any]:
-        """The items of an array. While one is in hand, `line` is where it ended."""
+        """Yield the items of an array; `line` is the line where the last one ends."""
         self._take("[")
         if self.peek() == "]":
             self._take("]")
@@ -81,7 +81,7 @@ class JsonReader:
         self._take("]")
 
     def members(self) -> Iterator[str]:
-        """The keys of an object; the caller reads each key's value before asking for the next."""
+        """Yield the keys of an object; the caller reads each key's value before asking for the next."""
         self._take("{")
         if self.peek() == "}":
             self._take("}")
@@ -98,14 +98,15 @@ class JsonReader:
         self._take("}")
 
     def finish(self) -> None:
-        """Make sure that nothing follows."""
+        """Raise DataError if anything follows."""
         if rest := self.peek():
             raise self._format_error(f"the JSON text ends, but {rest!r} follows", self._at)
 
     def _take(self, char: str) -> None:
-        found = self.peek()
-        if found != char:
-            raise self._format_error(f"{char!r} expected, {found!r} found" if found else f"{char!r} expected", self._at)
+        next_char = self.peek()
+        if next_char != char:
+            reason = f"{char!r} expected, {next_char!r} found" if next_char else f"{char!r} expected"
+            raise self._format_error(reason, self._at)
         self._advance(self._at + 1)
 
     def _advance(self, to: int) -> None:
@@ -113,12 +114,12 @@ class JsonReader:
         self._at = to
 
     def _more(self, num_chars: int) -> bool:
-        """Drop what was read and take in more; False at the end of the file."""
-        if self._ended:
+        """Drop the characters already read and read more; False at the end of the file."""
+        if self._at_end:
             return False
         piece = self._file.read(num_chars)
         if not piece:
-            self._ended = True
+            self._at_end = True
             return False
         self._buffer = self._buffer[self._at :] + piece
         self._at = 0
@@ -126,5 +127,5 @@ class JsonReader:
 
     def _format_error(self, reason: str, position: int) -> DataError:
         line = self.line + self._buffer.count("\n", self._at, position)
-        end = " (the file ends here)" if self._ended and position >= len(self._buffer) - 1 else ""
+        end = " (the file ends here)" if self._at_end and position >= len(self._buffer) - 1 else ""
         return DataError(f"{self.name}:{line}: not valid JSON: {reason}{end}")

@@ -1,4 +1,4 @@
-"""Stores what systems found for every question as a Parquet file, so that any two of them can be compared.
+"""Store the ranks of every question by several systems as a Parquet file, to compare any two of them.
 
     system, seed, questions    which system, trained with which seed, on which question set
     question_id, article       articles group questions that are not independent (`metrics.cluster_interval`)
@@ -46,7 +46,7 @@ class QuestionRanks(NamedTuple):
 
 
 def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
-    """The Parquet file, zstd-compressed; equal ranks give equal bytes."""
+    """Write ranks as the bytes of a Parquet file, zstd-compressed; equal ranks give equal bytes."""
     tables = [
         pa.table(
             [
@@ -68,7 +68,7 @@ def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
 
 
 def read_question_ranks(path: Path) -> list[QuestionRanks]:
-    """Every system, seed and question set of a file. Raises DataError for another kind of file."""
+    """Read every system, seed and question set of a file. Raises DataError for another kind of file."""
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:

@@ -1,9 +1,10 @@
-"""Rankings written for others to read: DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines, Parquet.
+"""Write rankings as DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines and Parquet.
 
 A file appears whole when its last row is written. Those with passages' texts, DPR's JSON and JSON lines, are read back
 by `read_ranking`, row by row, whoever wrote them.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ _TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format
 
 
 class RankedPassage(NamedTuple):
-    """One hit, ready to be written. `has_answer` None: the question's answers are not known."""
+    """One hit with the fields of ranking files. `has_answer` None: the question's answers are not known."""
 
     id: str
     title: str
@@ -72,18 +73,19 @@ def write_ranking(
     """
     if format not in get_args(RankingFormat):
         raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
-    counted = _CountingRows(rows)
+    numbers = itertools.count()
+    rows = (row for row, _ in zip(rows, numbers))
     with finished_file(path) as aside:
         if format == "parquet":
-            _write_parquet(counted, aside)
+            _write_parquet(rows, aside)
         else:
             with aside.open("w", encoding="utf-8", newline="\n") as file:
-                _text_writer(format, tag, extras)(counted, file)
-    return counted.count
+                _text_writer(format, tag, extras)(rows, file)
+    return next(numbers)
 
 
 def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion]:
-    """Questions of a DPR reader JSON or JSON lines file, each with its first `most` passages.
+    """Read the questions of a DPR reader JSON or JSON lines file, each with its first `most` passages.
 
     A title or text that the file lacks is empty, a score NaN. Raises DataError naming the row that is none.
     """
@@ -139,17 +141,6 @@ def _hit(hit: Any, where: str) -> RankedPassage:
     return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
 
 
-class _CountingRows:
-    def __init__(self, rows: Iterable[RankedQuestion]) -> None:
-        self._rows = rows
-        self.count = 0
-
-    def __iter__(self) -> Iterator[RankedQuestion]:
-        for row in self._rows:
-            self.count += 1
-            yield row
-
-
 def _text_writer(format: RankingFormat, tag: str, extras: bool) -> Callable[[Iterable[RankedQuestion], TextIO], None]:
     match format:
         case "dpr":
@@ -165,7 +156,7 @@ def _text_writer(format: RankingFormat, tag: str, extras: bool) -> Callable[[Ite
 
 
 def _write_dpr(rows: Iterable[RankedQuestion], file: TextIO, extras: bool) -> None:
-    """An array of {question, answers, ctxs}; a ctx has exactly id, title, text, score (a text) and has_answer."""
+    """Write an array of {question, answers, ctxs}; a ctx has exactly id, title, text, score (a text) and has_answer."""
 
     def context(hit: RankedPassage) -> dict[str, Any]:
         five = {
@@ -186,7 +177,7 @@ def _write_dpr(rows: Iterable[RankedQuestion], file: TextIO, extras: bool) -> No
 
 
 def _write_pyserini(rows: Iterable[RankedQuestion], file: TextIO) -> None:
-    """An object by question id of {question, answers, contexts}; a context's text is title, newline, body."""
+    """Write an object by question id of {question, answers, contexts}; a context's text is title, newline, body."""
     separator = "{\n"
     for question, hits in rows:
         contexts = [
@@ -219,7 +210,7 @@ def _write_msmarco(rows: Iterable[RankedQuestion], file: TextIO) -> None:
 
 def _write_jsonl(rows: Iterable[RankedQuestion], file: TextIO) -> None:
     for question, hits in rows:
-        described = [
+        entries = [
             {
                 "rank": rank,
                 "id": hit.id,
@@ -232,7 +223,7 @@ def _write_jsonl(rows: Iterable[RankedQuestion], file: TextIO) -> None:
             }
             for rank, hit in enumerate(hits, 1)
         ]
-        row = {"id": question.id, "question": question.text, "answers": list(question.answers), "hits": described}
+        row = {"id": question.id, "question": question.text, "answers": list(question.answers), "hits": entries}
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -256,5 +247,5 @@ def _write_table(writer: pq.ParquetWriter, rows: list[tuple[Any, ...]]) -> None:
 
 
 def _float32_text(score: float) -> str:
-    """The shortest text that reads back as the same 32-bit score."""
+    """Return the shortest text that reads back as the same 32-bit score."""
     return str(np.float32(score))

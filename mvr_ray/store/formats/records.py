@@ -1,4 +1,4 @@
-"""Defines the records that a source file yields, each with the place where it stands."""
+"""Define the records that a source file yields, each with the place where it stands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,13 +40,13 @@ Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
 
 
 class _Wrong(Exception):
-    """Why a row is bad; never leaves this module."""
+    """Why a row is bad; raised and caught in this module."""
 
 
 def passage_record(
     id_: Any, title: Any, text: Any, where: str, prefix: str = "", repeats: bool = False
 ) -> PassageRecord | BadRow:
-    """A passage from raw values, or why it is none. The text is kept to the letter, so that offsets stay true."""
+    """Make a passage from raw values, or say why it is none. The text is not changed, so that offsets stay true."""
     try:
         name = prefix + _id(id_)
         body = _text(text, "text")
@@ -66,18 +66,18 @@ def question_record(
     answer_starts: Any = (),
     prefix: str = "",
 ) -> QuestionRecord | BadRow:
-    """A question from raw values, or why it is none. `prefix` goes before the passage ids."""
+    """Make a question from raw values, or say why it is none. `prefix` goes before the passage ids."""
     try:
         starts = tuple(answer_starts or ())
-        found = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
+        texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
         if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
             raise _Wrong(f"answer_starts holds something other than whole numbers: {starts!r}")
-        if starts and len(starts) != len(found):
-            raise _Wrong(f"{len(found)} answers and {len(starts)} answer starts")
+        if starts and len(starts) != len(texts):
+            raise _Wrong(f"{len(texts)} answers and {len(starts)} answer starts")
         question = Question(
             id=_id(id_),
             text=_text(text, "question").strip(),
-            answers=found,
+            answers=texts,
             positive_ids=_ids(positive_ids, "positive_ids", prefix),
             hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids", prefix),
             answer_starts=starts,
@@ -88,12 +88,12 @@ def question_record(
 
 
 def plain_apostrophes(text: Any) -> Any:
-    """DPR's reading of questions: a typographic apostrophe becomes the plain one."""
+    """Replace typographic apostrophes by plain ones, as DPR does in questions."""
     return text.replace("\u2019", "'") if isinstance(text, str) else text
 
 
 def slug(text: str) -> str:
-    """A name without white space, as ids must be for TREC files."""
+    """Replace white space in a name, which ids of TREC files must not have."""
     return "_".join(text.split())
 
 

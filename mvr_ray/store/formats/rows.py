@@ -1,4 +1,4 @@
-"""Row files of our own shape (JSON lines, Parquet), NQ-open lines, and summaries.
+"""Read row files (JSON lines, Parquet) of passages and questions, NQ-open lines, and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
 answer_starts. Any other row is a passage: id (or _id), title, text (or contents).
@@ -33,7 +33,7 @@ def read_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
-    """Rows are named by number from 0, since Parquet has no lines."""
+    """Read Parquet rows; messages name a row by its number from 0."""
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     try:
@@ -48,7 +48,7 @@ def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
-    """`{"question": ..., "answer": [...]}` a line; no passages."""
+    """Read `{"question": ..., "answer": [...]}` lines; there are no passages."""
     for number, row in enumerate(json_lines(path)):
         if isinstance(row, BadRow):
             yield row
@@ -58,7 +58,7 @@ def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_summaries(path: Path, prefix: str = "") -> Iterator[Record]:
-    """A JSON object of {title, extract, description}: the extract is a passage, the description asks for it.
+    """Read a JSON object of {title, extract, description}: the extract is a passage, the description its question.
 
     The passage's id is its key with white space as `_`, the question's is `about:` and that. Several summaries may
     share a description ("American actor"): each keeps its own question, whose one positive is its own passage.

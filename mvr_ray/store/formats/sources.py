@@ -1,4 +1,4 @@
-"""Reads any source of a run file, telling its format where none is set."""
+"""Read any source of a run file, and detect its format where none is set."""
 
 import json
 from collections.abc import Iterator
@@ -27,30 +27,29 @@ READERS = {
     "nq_open": read_nq_open,
     "summaries": read_summaries,
 }
-HEAD_CHARS = 1 << 16
 
 
 def read_source(source: SourceConfig) -> Iterator[Record]:
-    """Records of a source, streamed: passages if it gives passages, questions if it names a set for them.
+    """Stream the records of a source: passages if it gives passages, questions if it names a set for them.
 
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
     that breaks off, or whose format cannot be told, is a DataError.
     """
     path = resolve_path(source.path)
-    wanted = (BadRow,) if source.passages or source.questions else ()
-    wanted += (PassageRecord,) if source.passages else ()
-    wanted += (QuestionRecord,) if source.questions else ()
+    kinds = (BadRow,) if source.passages or source.questions else ()
+    kinds += (PassageRecord,) if source.passages else ()
+    kinds += (QuestionRecord,) if source.questions else ()
     for read in _readers(source, path):
         for record in read():
             if isinstance(record, PassageRecord | QuestionRecord | BadRow):
-                if isinstance(record, wanted):
+                if isinstance(record, kinds):
                     yield record
             elif source.questions:
                 yield record
 
 
 def source_files(source: SourceConfig) -> list[Path]:
-    """The files that a source consists of, in reading order."""
+    """List the files of a source, in reading order."""
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path}); check prepare.sources")
@@ -66,12 +65,12 @@ def source_files(source: SourceConfig) -> list[Path]:
 
 
 def format_of(source: SourceConfig) -> str:
-    """The source's format as set, or told from its name and first bytes."""
+    """Return the source's format as set, or detected from its name and first bytes."""
     return source.format if source.format != "auto" else _tell_format(source_files(source)[0], source.path)
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Questions of a file in any question format; a `.txt` file holds one question a line. Bad rows are refused."""
+    """Read the questions of a file in any question format; a `.txt` file has one a line. Bad rows are refused."""
     if path.name.endswith((".txt", ".txt.gz")):
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
@@ -103,7 +102,7 @@ def _is_beir(path: Path) -> bool:
     return any((path / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
 
 
-def _tell_format(file: Path, named: str) -> str:
+def _tell_format(file: Path, source: str) -> str:
     stem = file.name.lower().removesuffix(".gz")
     if _is_beir(file.parent) and stem == "corpus.jsonl":
         return "beir"
@@ -118,7 +117,7 @@ def _tell_format(file: Path, named: str) -> str:
     if stem.endswith(".json"):
         return _tell_json(file)
     raise DataError(
-        f"the format of source {named} cannot be told from the name {file.name!r}; "
+        f"the format of source {source} cannot be told from the name {file.name!r}; "
         f"set `format:` to one of {', '.join([*READERS, 'beir'])}"
     )
 

@@ -1,4 +1,4 @@
-"""SQuAD v1.1: articles of paragraphs, each with questions and answer offsets.
+"""Read SQuAD v1.1: articles of paragraphs, each with questions and answer offsets.
 
 A paragraph's id is `<title>_<n>`: the article's title with white space as `_`, and the paragraph's place in it from 0.
 Articles are read one at a time.
@@ -17,16 +17,16 @@ from mvr_ray.store.formats.text_files import open_text
 def read_squad(path: Path, prefix: str = "") -> Iterator[Record]:
     with open_text(path) as file:
         reader = JsonReader(file, str(path))
-        found = False
+        has_data = False
         for key in reader.members():
             if key != "data":
                 reader.value()
                 continue
-            found = True
+            has_data = True
             for article in reader.items():
                 yield from _article(article, f"{path}:{reader.line}", prefix)
         reader.finish()
-    if not found:
+    if not has_data:
         raise DataError(f"{path} has no `data` list and is not a SQuAD file; set the source's format")
 
 

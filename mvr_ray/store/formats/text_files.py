@@ -1,4 +1,4 @@
-"""Text files, plain or gzip (told by their first bytes), and their rows.
+"""Read text files, plain or gzip (detected by their first bytes), and their rows.
 
 Bytes that are not UTF-8 come through as lone surrogates; the row that holds them is then a bad row, not the file.
 """
@@ -44,7 +44,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def json_lines(path: Path) -> Iterator[Row | BadRow]:
-    """Objects of a JSON-lines file; blank lines are passed over."""
+    """Yield the objects of a JSON-lines file; blank lines are skipped."""
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -59,7 +59,7 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 
 
 def tsv_rows(path: Path, num_columns: int) -> Iterator[Row | BadRow]:
-    """Rows of a tab-separated file, quoted as Python's csv module does."""
+    """Yield the rows of a tab-separated file, quoted as Python's csv module does."""
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
         reader = csv.reader(file, delimiter="\t")

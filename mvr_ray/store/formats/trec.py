@@ -1,4 +1,4 @@
-"""TREC files: runs and judgements.
+"""Read and write TREC files: runs and judgements.
 
 trec_eval ignores ranks: it sorts by score (as a 32-bit float) and ties by id, descending. The run writer therefore
 lowers a score that ties with the one above by the least amount that `%.6f` and 32 bits can show, so that trec_eval's
@@ -26,10 +26,10 @@ class RunLine(NamedTuple):
     tag: str
 
 
-def run_lines(question_id: str, scored: Iterable[tuple[str, float]], tag: str) -> Iterator[str]:
-    """Lines of one question's ranking, best first, ranks from 1."""
+def run_lines(question_id: str, hits: Iterable[tuple[str, float]], tag: str) -> Iterator[str]:
+    """Yield the lines of one question's ranking, best first, ranks from 1."""
     above: int | None = None
-    for rank, (passage_id, score) in enumerate(scored, 1):
+    for rank, (passage_id, score) in enumerate(hits, 1):
         _refuse_spaces(question_id, "question")
         _refuse_spaces(passage_id, "passage")
         if not math.isfinite(score):
@@ -40,7 +40,7 @@ def run_lines(question_id: str, scored: Iterable[tuple[str, float]], tag: str) -
 
 
 def read_trec_run(path: Path) -> Iterator[RunLine]:
-    """Lines of a run in the file's order; DataError names the first that is none."""
+    """Read the lines of a run in the file's order; DataError names the first invalid one."""
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
             parts = line.split()
@@ -56,8 +56,8 @@ def read_trec_run(path: Path) -> Iterator[RunLine]:
 
 
 def read_qrels(path: Path) -> dict[str, dict[str, int]]:
-    """Judgements by question: TREC's four columns, or BEIR's three under a header line."""
-    judged: dict[str, dict[str, int]] = {}
+    """Read judgements by question: TREC's four columns, or BEIR's three under a header line."""
+    judgements: dict[str, dict[str, int]] = {}
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
             parts = line.split("\t") if "\t" in line else line.split()
@@ -67,14 +67,14 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
             if len(parts) not in (3, 4):
                 raise DataError(f"{path}:{number}: {len(parts)} columns; qrels have 4, or 3 in BEIR")
             try:
-                judged.setdefault(parts[0], {})[parts[-2]] = int(float(parts[-1]))
+                judgements.setdefault(parts[0], {})[parts[-2]] = int(float(parts[-1]))
             except (ValueError, OverflowError):
                 raise DataError(f"{path}:{number}: grade {parts[-1]!r} is not a number") from None
-    return judged
+    return judgements
 
 
 def _below(above: int | None, millionths: int) -> int:
-    """The highest number of millionths up to `millionths` that shows as less than `above`, also in 32 bits."""
+    """Find the highest number of millionths up to `millionths` that prints as less than `above`, also in 32 bits."""
     if above is None:
         return millionths
     lower = min(millionths, above - 1)

@@ -26,10 +26,10 @@ RANKS = st.none() | st.integers(-1, 10_000)
         unique_by=lambda part: part[:3],
     )
 )
-def test_what_is_written_is_read_back(tmp_path_factory, drawn):
+def test_what_is_written_is_read_back(tmp_path_factory, groups):
     parts = [
         QuestionRanks(system, questions, *(list(column) for column in zip(*rows)), seed=seed)
-        for system, questions, seed, rows in drawn
+        for system, questions, seed, rows in groups
     ]
     path = tmp_path_factory.mktemp("ranks") / "questions.parquet"
     path.write_bytes(question_ranks_bytes(parts))

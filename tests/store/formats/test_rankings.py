@@ -184,7 +184,7 @@ TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("q1 Q0 p1 1 2.0 tag\n", f"{{path}}: neither a JSON array nor JSON lines; {TEXTS}"),
         ("", "ranking {path} holds no question"),
@@ -212,14 +212,14 @@ TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=
         ('[{"question": "q", "ctxs": []}] x', "{path}:1: not valid JSON: the JSON text ends, but 'x' follows"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, content: str, told: str):
+def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, content: str, message: str):
     path = tmp_path / "r.json"
     path.write_text(content)
     with pytest.raises(DataError) as caught:
         list(read_ranking(path))
-    begin, _, end = told.replace("{path}", str(path)).partition("*")
+    begin, _, end = message.replace("{path}", str(path)).partition("*")
     assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
-    assert "*" in told or str(caught.value) == begin
+    assert "*" in message or str(caught.value) == begin
 
 
 def test_a_ranking_that_is_not_there_names_the_command_that_makes_it():

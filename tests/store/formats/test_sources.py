@@ -76,10 +76,10 @@ SQUAD = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_squad(write: Write, packed: bool):
+@pytest.mark.parametrize("as_gzip", [False, True])
+def test_squad(write: Write, as_gzip: bool):
     data = json.dumps(SQUAD).encode()
-    path = write("s.json.gz" if packed else "s.json", gzip.compress(data) if packed else data)
+    path = write("s.json.gz" if as_gzip else "s.json", gzip.compress(data) if as_gzip else data)
     records = read(path)
     assert passages(records) == [
         Passage("Super_Bowl_50_0", "Super Bowl 50", "Denver won."),

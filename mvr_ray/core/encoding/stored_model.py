@@ -1,0 +1,100 @@
+"""Define what encoders, readers and cross-encoders have in common: a model, and the folder that it is stored in.
+
+A folder holds the model's files and, written last, one JSON file that names their format and the fingerprint.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from mvr_ray.errors import FingerprintError, MvrRayError
+
+FORMAT_VERSION = 1
+
+
+class StoredModel(nn.Module):
+    """A model with a fingerprint, which a folder's description repeats."""
+
+    what: ClassVar[str]
+    """How messages call it."""
+    description_file: ClassVar[str]
+    refusal: ClassVar[type[MvrRayError]]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over all that changes the model's output. Reads every weight: keep it."""
+        raise NotImplementedError
+
+    @property
+    def transformers(self) -> list[Any]:
+        """The pretrained models inside."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model's files, and last its description."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Turn dropout and gradients off within the block."""
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(training)
+
+    def set_dropout(self, share: float) -> None:
+        """Set every dropout, attention's too."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = share
+
+    def set_gradient_checkpointing(self, on: bool) -> None:
+        """Trade a second forward pass for the memory of activations, in training."""
+        for model in self.transformers:
+            if on:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            else:
+                model.gradient_checkpointing_disable()
+
+    def write_description(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Write the JSON file, after all others; `description` has format version and fingerprint."""
+        text = json.dumps(description, indent=2)
+        (folder / self.description_file).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read_description(cls, folder: Path) -> dict[str, Any]:
+        """What the JSON file holds. Raises `refusal` where the folder holds no such model, or one of another format."""
+        file = folder / cls.description_file
+        try:
+            description = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise cls.refusal(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
+        version = description.get("format_version") if isinstance(description, dict) else None
+        if version != FORMAT_VERSION:
+            raise cls.refusal(
+                f"{cls.what} {folder} has format {version}, this mvr_ray reads {FORMAT_VERSION}; "
+                f"make it again with this mvr_ray"
+            )
+        if "fingerprint" not in description:
+            raise cls.refusal(f"{file} lacks the fingerprint; make the {cls.what} again")
+        return description
+
+    def check_fingerprint(self, folder: str | Path, description: Mapping[str, Any]) -> None:
+        """Raise FingerprintError unless the model is the one that was described."""
+        if self.fingerprint != description["fingerprint"]:
+            raise FingerprintError(
+                f"{self.what} {folder} was saved as {description['fingerprint']} but loads as {self.fingerprint}: "
+                f"its files have changed; copy or make it again"
+            )
