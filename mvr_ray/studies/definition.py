@@ -23,7 +23,7 @@ StepName = Literal[
     "cost", "refinement_grid", "reading", "entity_frequency",
 ]  # fmt: skip
 
-BM25, FUSED = "BM25", ", with BM25"
+BM25, WITH_BM25 = "BM25", ", with BM25"
 """In a report's lines and in contrasts: BM25 alone, and what follows a variant's name where it is fused with it."""
 
 
@@ -149,7 +149,7 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
         raise ConfigError(f"{file}: variant {twice[0]!r} stands twice; give each a name of its own")
     for contrast in config.contrasts:
         for name in (contrast.better, contrast.than):
-            if name != BM25 and name.removesuffix(FUSED) not in names:
+            if name != BM25 and name.removesuffix(WITH_BM25) not in names:
                 raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:

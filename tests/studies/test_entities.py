@@ -27,8 +27,8 @@ from mvr_ray.studies.entities import (
     passage_frequencies,
     rows_by_frequency,
 )
-from mvr_ray.studies.entity_table import entity_table, ranks_of
-from mvr_ray.studies.tables import VariantResult
+from mvr_ray.studies.results import VariantResult
+from mvr_ray.studies.retrieval_tables import entity_ranks, entity_table
 
 WORDS = ["Ada", "Bell", "Ada Bell", "U.S.", "Élan", "O'Neil", "ada"]
 entities = st.lists(st.sampled_from(["", *WORDS]), min_size=1, max_size=12)
@@ -148,7 +148,7 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
         return VariantResult(name, {}, "", {}, {}, {"entity_frequency": [report]})
 
     variants = [results("mean", one), results("snippets", none), VariantResult("x", {}, "", {}, {}, {})]
-    told = [(ranks.system, list(ranks.answer_ranks)) for ranks in ranks_of(variants)]
+    told = [(ranks.system, list(ranks.answer_ranks)) for ranks in entity_ranks(variants)]
     assert told == [("mean", [0] * 8), (BM25, [3] * 8), ("snippets", [-1] * 8)]
     table = entity_table(study, variants)
     told = [dict(zip(table.columns, row, strict=True)) for row in table.rows]

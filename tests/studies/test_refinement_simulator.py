@@ -8,16 +8,16 @@ import pytest
 from mvr_ray.core.judging.metrics import first_ranks
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.studies.refinement_simulator import (
-    AGES,
+    NUM_WAVES,
     LabelledQuestions,
     RefinementSimulator,
     Setting,
-    _State,
-    ages,
-    clicks,
-    feedback_of,
-    hubs,
+    count_hubs,
+    make_feedback,
+    simulate_clicks,
+    wave_ages,
 )
+from mvr_ray.types import EmbeddingBlock
 
 D = 8
 rng = np.random.default_rng(5)
@@ -28,16 +28,20 @@ def unit(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
     return (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)).astype(np.float32)
 
 
+def simulate_index(row_ptr: np.ndarray, numbers: np.ndarray, vectors: np.ndarray, num_views: int = 3):
+    """A simulator over these views; passage i says `word<i mod 7>`."""
+    block = EmbeddingBlock([f"p{row:02d}" for row in range(len(row_ptr) - 1)], row_ptr, numbers, vectors)
+    return RefinementSimulator(block, num_views, lambda row: f"it is word{row % 7}")
+
+
 @pytest.fixture
 def simulator() -> RefinementSimulator:
-    """40 passages of one to three views; passage i says `word<i mod 7>`."""
+    """40 passages of one to three views."""
     generator = np.random.default_rng(1)
     counts = generator.integers(1, 4, 40)
     row_ptr = np.concatenate([[0], np.cumsum(counts)])
     numbers = np.concatenate([np.arange(count) for count in counts])
-    return RefinementSimulator(
-        unit((row_ptr[-1], D), generator), row_ptr, numbers, 3, lambda row: f"it is word{row % 7}"
-    )
+    return simulate_index(row_ptr, numbers, unit((row_ptr[-1], D), generator))
 
 
 def questions(name: str, num: int, seed: int) -> LabelledQuestions:
@@ -54,13 +58,14 @@ def slow_ranking(views: dict[int, list[np.ndarray]], query: np.ndarray) -> list[
 
 
 def views_of(simulator: RefinementSimulator, vectors: np.ndarray) -> dict[int, list[np.ndarray]]:
-    return {row: list(vectors[simulator.row_ptr[row] : simulator.row_ptr[row + 1]]) for row in range(40)}
+    row_ptr = simulator.block.row_ptr
+    return {row: list(vectors[row_ptr[row] : row_ptr[row + 1]]) for row in range(40)}
 
 
 def test_the_round_before_the_first_is_the_ranking_of_a_slow_search(simulator):
     known, unseen = questions("known", 12, 2), questions("unseen", 9, 3)
     [before] = simulator.simulate(Setting(rounds=0), known, [unseen], ks=(1, 5))
-    views = views_of(simulator, simulator.vectors_ND)
+    views = views_of(simulator, simulator.block.vectors_ND)
     for measured, sets in zip(before.sets, (known, unseen)):
         ranked = [slow_ranking(views, query)[:5] for query in sets.queries_QD]
         bears = [[f"word{row % 7}" == own[0] for row in rows] for rows, own in zip(ranked, sets.answers_Q)]
@@ -79,7 +84,7 @@ def test_the_linear_form_moves_each_view_by_the_means_of_its_questions(simulator
         method="linear", positives="all", move=move, depth=10, beta=0.5, gamma=-0.2, keep_length=keep_length
     )
     before, after = simulator.simulate(setting, known, [], ks=(1, 5))
-    views = views_of(simulator, simulator.vectors_ND)
+    views = views_of(simulator, simulator.block.vectors_ND)
     positive: dict[tuple[int, int], list[np.ndarray]] = {}
     negative: dict[tuple[int, int], list[np.ndarray]] = {}
     for query, answers in zip(known.queries_QD, known.answers_Q):
@@ -107,7 +112,7 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answ
     known = questions("known", 12, 2)
     setting = Setting(weight=0.6, depth=10)
     before, after = simulator.simulate(setting, known, [questions("unseen", 9, 3)], ks=(1, 5))
-    views = views_of(simulator, simulator.vectors_ND)
+    views = views_of(simulator, simulator.block.vectors_ND)
     answered: dict[int, list[np.ndarray]] = {}
     for query, answers in zip(known.queries_QD, known.answers_Q):
         first = next((row for row in slow_ranking(views, query)[:10] if f"word{row % 7}" == answers[0]), None)
@@ -122,7 +127,7 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answ
         assert measured.gold == {k: np.mean((ranks >= 0) & (ranks < k)) for k in (1, 5)}
     newest = [
         f"word{slow_ranking(views, query)[0] % 7}" == answers[0]
-        for query, answers in list(zip(known.queries_QD, known.answers_Q))[AGES - 1 :: AGES]
+        for query, answers in list(zip(known.queries_QD, known.answers_Q))[NUM_WAVES - 1 :: NUM_WAVES]
     ]
     assert after.newest == np.mean(newest)
     assert after.num_moved == len(answered)
@@ -132,9 +137,7 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_it_answ
 def test_gradient_rounds_lower_the_loss_grow_norms_unless_length_is_kept_and_query_rounds_move_no_passage():
     """One view a passage, every passage labelled and every score positive, so that labels stay the same."""
     vectors = np.abs(unit((40, D), np.random.default_rng(1)))
-    simulator = RefinementSimulator(
-        vectors, np.arange(41), np.zeros(40, np.int64), 1, lambda row: f"it is word{row % 7}"
-    )
+    simulator = simulate_index(np.arange(41), np.zeros(40, np.int64), vectors, 1)
     known, unseen = (
         one._replace(queries_QD=np.abs(one.queries_QD)) for one in (questions("known", 12, 2), questions("u", 9, 3))
     )
@@ -162,7 +165,7 @@ def test_softmax_rounds_move_every_view_labelled_both_ways_whatever_its_scores(s
         method="softmax", positives="all", depth=40, step_size=0.02, temperature=0.3, rounds=1, keep_length=False
     )
     _, after = simulator.simulate(setting, known, [], ks=(1, 5))
-    views = views_of(simulator, simulator.vectors_ND.astype(np.float64))
+    views = views_of(simulator, simulator.block.vectors_ND.astype(np.float64))
     signs: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
     for query, answers in zip(known.queries_QD.astype(np.float64), known.answers_Q):
         for row, own in views.items():
@@ -197,24 +200,24 @@ def test_gold_labels_reach_gold_passages_that_were_not_retrieved(simulator):
 def test_hubs_count_places_in_top_ten_lists_that_are_not_earned():
     lists = np.array([[0, 1, 2], [0, 2, 1], [0, 3, -1]])
     relevant = np.array([[True, False, False], [False, False, False], [False, False, False]])
-    found = hubs(lists, relevant, 5, depth=2)
+    found = count_hubs(lists, relevant, 5, depth=2)
     counts = np.array([2, 1, 1, 1, 0])
     assert found.most == 2
     assert found.skewness == pytest.approx(((counts - 1) ** 3).mean() / counts.std() ** 3)
-    assert hubs(lists, np.ones_like(relevant), 5).most == 0
+    assert count_hubs(lists, np.ones_like(relevant), 5).most == 0
 
 
 def test_clicks_fall_on_answers_near_the_top_and_nothing_below_the_last_is_seen():
     relevant = np.zeros((4000, 6), bool)
     relevant[:, 2] = True
-    clicked, seen = clicks(relevant, seed=4)
+    clicked, seen = simulate_clicks(relevant, seed=4)
     assert clicked[:, 2].mean() == pytest.approx(0.9 * 0.9**2, abs=0.02)
     assert clicked[:, 4].mean() == pytest.approx(0.1 * 0.9**4, abs=0.02)
     assert (seen >= clicked).all()
     for row in range(50):
         last = max(np.flatnonzero(clicked[row]), default=-1)
         assert seen[row].tolist() == [rank <= last for rank in range(6)]
-    again, _ = clicks(relevant, seed=4)
+    again, _ = simulate_clicks(relevant, seed=4)
     assert (again == clicked).all()
 
 
@@ -225,36 +228,38 @@ def test_two_bundles_of_questions_give_two_feedback_views_and_negatives_push_the
     queries = np.concatenate([bundles, away])
     labels = Labels(np.arange(7), np.full(7, 3), np.zeros(7, np.int16), np.array([True] * 6 + [False]))
     norms = np.full(40, 2.0)
-    made = feedback_of(Setting(weight=0.5, clusters=2), queries, labels, norms)
+    made = make_feedback(Setting(weight=0.5, clusters=2), queries, labels, norms)
     vectors = made.vectors_FD
     assert made.passage_F.tolist() == [3, 3]
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-5)
     assert sorted(np.abs(vectors).argmax(axis=1).tolist()) == [0, 1]
     one, pushed = (
-        feedback_of(Setting(weight=0.5, push=push), queries, labels, norms).vectors_FD for push in (0.0, 0.5)
+        make_feedback(Setting(weight=0.5, push=push), queries, labels, norms).vectors_FD for push in (0.0, 0.5)
     )
     assert (pushed @ away[0])[0] < (one @ away[0])[0] - 0.1
-    old = feedback_of(Setting(weight=0.5, decay=0.01), queries, labels, norms).vectors_FD
-    assert ages(7).tolist() == [3, 2, 1, 0, 3, 2, 1], "a passage's questions stand side by side and are of all ages"
+    old = make_feedback(Setting(weight=0.5, decay=0.01), queries, labels, norms).vectors_FD
+    assert wave_ages(7).tolist() == [3, 2, 1, 0, 3, 2, 1], (
+        "a passage's questions stand side by side and are of all ages"
+    )
     assert old[0, 1] > 0.49, "the newest, of the second bundle, is what is left"
 
 
 def test_new_feedback_views_stand_in_for_those_that_the_index_has(simulator):
     """Passage 3 has a stored feedback view that wins everything; a new one, of no interest, drops it."""
     known = questions("known", 12, 2)
-    end = simulator.row_ptr[4]
-    vectors = np.insert(simulator.vectors_ND, end, 50 * known.queries_QD.sum(axis=0), axis=0)
-    row_ptr = simulator.row_ptr + (np.arange(41) > 3)
-    numbers = np.insert(simulator.view_numbers_N, end, 3)
-    stored = RefinementSimulator(vectors, row_ptr, numbers, 3, lambda row: f"it is word{row % 7}")
-    assert stored.norms_P.tolist() == simulator.norms_P.tolist()
+    block = simulator.block
+    end = block.row_ptr[4]
+    vectors = np.insert(block.vectors_ND, end, 50 * known.queries_QD.sum(axis=0), axis=0)
+    numbers = np.insert(block.view_numbers_N, end, 3)
+    other = simulate_index(block.row_ptr + (np.arange(41) > 3), numbers, vectors)
+    assert other.norms_P.tolist() == simulator.norms_P.tolist()
     queries = known.queries_QD[known.queries_QD @ vectors[end] > 0]
     labels = Labels(np.array([0]), np.array([3]), np.zeros(1, np.int16), np.array([True]))
-    state = stored._feedback(Setting(weight=0.01), _state(stored, queries), labels)
-    plain = simulator._feedback(Setting(weight=0.01), _state(simulator, queries), labels)
-    assert (stored.search(_state(stored, queries), queries, 5).passage_QK[:, 0] == 3).all()
-    assert np.array_equal(stored.search(state, queries, 5).passage_QK, simulator.search(plain, queries, 5).passage_QK)
-
-
-def _state(simulator: RefinementSimulator, queries: np.ndarray):
-    return _State(simulator.vectors_ND, queries, np.empty(0, np.int64), np.empty((0, D), np.float32))
+    setting = Setting(weight=0.01)
+    before, after, plain = (
+        other.start(queries),
+        *(one.step(setting, one.start(queries), labels) for one in (other, simulator)),
+    )
+    assert (other.search(other.open_index(before), queries, 5)[:, 0] == 3).all()
+    hits = [one.search(one.open_index(state), queries, 5) for one, state in ((other, after), (simulator, plain))]
+    assert np.array_equal(*hits)

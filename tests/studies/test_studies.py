@@ -26,12 +26,13 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import StepRecord, run_plan
-from mvr_ray.studies.refinement import _load, expanded, refinement_grid, stopping
-from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting, _State
+from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
+from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
 from mvr_ray.studies.report import make_report
+from mvr_ray.studies.results import VariantResult, variant_results
+from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
-from mvr_ray.studies.tables import VariantResult, contrast_table, cost_table, retrieval_table, variant_results
 from mvr_ray.studies.view_tables import view_table
 from mvr_ray.types import Question, no_progress
 
@@ -232,7 +233,7 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     refused("variant 'a', step train: no size 'vast'; there are", variants=[{"name": "a", "steps": [nowhere]}])
     refused("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
     with pytest.raises(ConfigError, match="unknown field 'betta'"):
-        list(expanded([{"betta": 1}]))
+        list(expand_settings([{"betta": 1}]))
 
 
 ARTICLES = ["a", "a", "b", "b", "b", "c", "c", "d", "d", "e"]
@@ -406,7 +407,7 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
 def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(known, heldout, patience, ending):
     """The best of those seen, of equals the first; none where each lost the gate more than a point."""
     gate = tuple((float(value),) for value in heldout)
-    assert stopping(tuple(map(float, known)), gate, patience, 1.0) == ending
+    assert find_ending(tuple(map(float, known)), gate, patience, 1.0) == ending
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])
@@ -449,8 +450,9 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
     assert words == pytest.approx((0.5, *cluster_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
     assert words.high - words.low > 0.2
     assert found["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
-    told = make_report(study, plan, done).tables
-    [table] = [table for table in told if table.title == "Differences"]
+    tables = make_report(study, plan, done).tables
+    assert "Refinement at every depth" not in [table.title for table in tables], "nothing was refined"
+    [table] = [table for table in tables if table.title == "Differences"]
     assert [row[3] for row in table.rows] == ["+40.0", "+15.0"]
     with pytest.raises(ConfigError, match=r"a contrast names variant 'b, with BM25'"):
         load_study(write({}, contrasts=[{**contrasts[0], "better": "b, with BM25"}]))
@@ -597,37 +599,34 @@ def test_at_once_is_checked_before_anything_runs(write, tmp_path):
 
 
 def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]) -> dict[str, np.ndarray]:
-    """What the workbench adds to version 1: feedback views by passage, in order."""
-    described = manifest.read(store, "index", 1)
-    loaded, texts = _load(store, described), Corpus.open(store, described.corpus)
+    """The feedback views that the simulator adds to version 1, by passage, in order."""
+    version = manifest.read(store, "index", 1)
+    views, texts = load_views(store, version), Corpus.open(store, version.corpus)
     simulator = RefinementSimulator(
-        loaded.vectors_ND,
-        loaded.row_ptr,
-        loaded.view_numbers_N,
-        described.num_views,
-        lambda row: texts.get([loaded.ids[row]])[loaded.ids[row]].text,
+        views, version.num_views, lambda row: texts.get([views.ids[row]])[views.ids[row]].text
     )
-    encoder = open_encoder(store, described.encoder_name, described.encoder_fingerprint)
+    encoder = open_encoder(store, version.encoder_name, version.encoder_fingerprint)
     queries = encoder.embed_queries([question.text for question in questions])
-    asked = LabelledQuestions("known", queries, [question.answers for question in questions], [set()] * len(questions))
-    none = np.empty(0, np.int64), np.empty((0, described.dimension), np.float32)
-    state = _State(simulator.vectors_ND, queries, *none)
-    made = simulator._step(setting, state, simulator.label(setting, asked, state, simulator.search(state, queries, 20)))
-    return {loaded.ids[row]: made.feedback_FD[made.feedback_P == row] for row in np.unique(made.feedback_P)}
+    known = LabelledQuestions("known", queries, [question.answers for question in questions], [set()] * len(questions))
+    start = simulator.start(queries)
+    hits = simulator.search(simulator.open_index(start), queries, 20)
+    changes = simulator.step(setting, start, simulator.label(setting, known, start, hits)).changes
+    rows = np.unique(changes.feedback_F)
+    return {views.ids[row]: changes.feedback_FD[changes.feedback_F == row] for row in rows}
 
 
-def feedback_at_rest(store: Store, published: Manifest) -> dict[str, np.ndarray]:
-    loaded = _load(store, published)
-    extra_N = loaded.view_numbers_N >= published.num_views
-    spans = zip(loaded.ids, loaded.row_ptr, loaded.row_ptr[1:])
-    found = {passage_id: loaded.vectors_ND[low:high][extra_N[low:high]] for passage_id, low, high in spans}
-    return {passage_id: views for passage_id, views in found.items() if len(views)}
+def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
+    views = load_views(store, version)
+    extra_N = views.view_numbers_N >= version.num_views
+    spans = zip(views.ids, views.row_ptr, views.row_ptr[1:])
+    feedback = {passage_id: views.vectors_ND[low:high][extra_N[low:high]] for passage_id, low, high in spans}
+    return {passage_id: own for passage_id, own in feedback.items() if len(own)}
 
 
 @pytest.mark.data
 @pytest.mark.ray
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
-    """The workbench against the distributed refinement over the same index: the same accuracies, nothing published."""
+    """The simulator against the distributed refinement over the same index: the same accuracies, nothing published."""
     store = Store(str(own_index))
     questions = corpus.read_questions(store, "dev")
     corpus.write_questions(store, "known", questions[:28])
@@ -680,7 +679,7 @@ def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
 
 
 def test_expansion_is_every_combination_of_lists():
-    found = list(expanded([{"method": "linear", "beta": [0.1, 0.2], "gamma": [0, -1]}, {"weight": 0.5}]))
+    found = list(expand_settings([{"method": "linear", "beta": [0.1, 0.2], "gamma": [0, -1]}, {"weight": 0.5}]))
     assert len(found) == 5
     assert {(one["beta"], one["gamma"]) for one in found[:4]} == {(0.1, 0), (0.1, -1), (0.2, 0), (0.2, -1)}
 
