@@ -57,14 +57,14 @@ def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, s
     better, than = (np.broadcast_to(values_SQ, (seeds, len(articles_Q))) for values_SQ in both)
     points_SQ = 100 * (better - than)
     better_S, than_S = better.mean(axis=1), than.mean(axis=1)
-    unpaired = several and max(np.ptp(better_S), np.ptp(than_S)) > _SAME
-    paired = several and np.ptp(better_S - than_S) > _SAME
+    seeds_differ = several and max(np.ptp(better_S), np.ptp(than_S)) > _SAME
+    gaps_differ = several and np.ptp(better_S - than_S) > _SAME
     return Difference(
         float(points_SQ.mean()),
         *interval_over_seeds(points_SQ, articles_Q, seed),
         paired_test(better.mean(axis=0), than.mean(axis=0), articles_Q, seed),
-        float(stats.ttest_ind(better_S, than_S).pvalue) if unpaired else math.nan,
-        float(stats.ttest_rel(better_S, than_S).pvalue) if paired else math.nan,
+        float(stats.ttest_ind(better_S, than_S).pvalue) if seeds_differ else math.nan,
+        float(stats.ttest_rel(better_S, than_S).pvalue) if gaps_differ else math.nan,
         seeds,
         len(articles_Q),
     )

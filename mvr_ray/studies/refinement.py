@@ -103,11 +103,11 @@ def refinement_grid(
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
         answers_Q = [question.answers for question in questions]
         question_sets.append(LabelledQuestions(name, queries_QD, answers_Q, gold_Q))
-    known, *others = question_sets
+    source, *others = question_sets
     results = []
     for number, fields in enumerate(settings, 1):
         setting = Setting(**fields)
-        rounds = simulator.simulate(setting, known, others, run.evaluate.k)
+        rounds = simulator.simulate(setting, source, others, run.evaluate.k)
         results.append(_judge_rounds(run, setting, _label(fields, settings), rounds))
         progress("settings", number, len(settings))
     return GridReport(
@@ -116,7 +116,7 @@ def refinement_grid(
         len(views.ids),
         len(views.vectors_ND),
         refine.questions,
-        len(known.queries_QD),
+        len(source.queries_QD),
         ", ".join(refine.gate),
         sets,
         results,
@@ -126,11 +126,13 @@ def refinement_grid(
 def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
     """Where each rule ends these rounds. Tables show no ranks of rounds but the first, the best and the last."""
     by, last, refine = "gold" if setting.labels == "gold" else "answer", len(rounds) - 1, run.refine
-    gate = tuple(
+    gate_RG = tuple(
         tuple(100 * getattr(one, by)[1] for one in each.sets if one.questions in refine.gate) for each in rounds
     )
-    known = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
-    best, end = (find_ending(known, gate, patience, refine.max_heldout_loss) for patience in (last, refine.patience))
+    known_R = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
+    best, end = (
+        find_ending(known_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
+    )
     return SettingResult(
         label=label,
         setting=setting._asdict(),

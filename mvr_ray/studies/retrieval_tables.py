@@ -28,16 +28,16 @@ _COSTS = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search
 def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
     """Every variant beside the paper's figures, and the paired test against the first variant."""
     metrics = study.config.metrics
-    evaluated = [result for result in results if any(metric in result.cells for metric in metrics)]
+    variants = [result for result in results if any(metric in result.cells for metric in metrics)]
     rows = []
-    for result in evaluated:
+    for result in variants:
         row: Row = {"variant": f"{result.name} ({result.setting})" if result.setting else result.name}
         for metric in metrics:
             row[f"paper {metric}"] = format_percent(result.paper.get(metric))
             row[metric] = format_cell(result.cells.get(metric))
         cells = [result.cells[metric] for metric in metrics if metric in result.cells]
         row |= {"n": max(cell.n for cell in cells), "seeds": max(cell.seeds for cell in cells)}
-        first = evaluated[0]
+        first = variants[0]
         gap = compare_variants(result, first, metrics[0]) if result is not first else None
         row[f"{metrics[0]} against {first.name}, p"] = format_change(*gap[:4]) if gap else ""
         rows.append(row)

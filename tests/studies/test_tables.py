@@ -76,20 +76,20 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
 
 
 def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
-    def ended(loss: float, collapsed: bool) -> dict:
+    def training(loss: float, collapse: bool) -> dict:
         epoch = {"step": 40, "loss": loss, "loss_local": 2.0, "view_pair_cosine": 0.5, "lv": 0.2}
-        return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapsed}]}
+        return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapse}]}
 
-    [row] = records(training_table([result("a", train=[ended(1.0, True), ended(2.0, False)])]))
+    [row] = records(training_table([result("a", train=[training(1.0, True), training(2.0, False)])]))
     assert (row["steps"], row["loss"], row["local loss"], row["collapsed"]) == (40, "1.5", "2", "1 of 2")
     assert float(row["ln V"]) == pytest.approx(math.log(4), abs=1e-3)
 
 
 def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of_the_questions():
-    mined = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
+    mining = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
              "dropped_by_cross_encoder": 1, "negatives": 129, "without": 2}  # fmt: skip
-    taught = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
-    variants = [result("a", mine=[mined, {**mined, "method": "bm25"}], **{CROSS_ENCODER: [taught]})]
+    task_report = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
+    variants = [result("a", mine=[mining, {**mining, "method": "bm25"}], **{CROSS_ENCODER: [task_report]})]
     first, second = records(mining_table(variants))
     assert [first[name] for name in ("pass", "gold", "answer-bearing", "by the cross-encoder")] == [
         1, "10.0", "25.0", "0.5"]  # fmt: skip
@@ -99,10 +99,12 @@ def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of
 
 
 def test_a_reader_is_told_by_its_best_epoch_and_an_index_by_what_its_shards_hold():
-    taught = {"metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}}
+    task_report = {
+        "metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}
+    }
     shards = [{"num_passages": 30, "num_vectors": 200}, {"num_passages": 10, "num_vectors": 100}]
     index = {"shards": shards, "dimension": 384, "dtype": "fp16"}
-    variants = [result("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [taught]}), result("b")]
+    variants = [result("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [task_report]}), result("b")]
     [reader] = records(reader_table(variants))
     assert (reader["F1 before"], reader["exact match"], reader["F1"]) == ("5.0", "40.0", "52.5")
     [row] = records(index_table(variants))
@@ -111,7 +113,7 @@ def test_a_reader_is_told_by_its_best_epoch_and_an_index_by_what_its_shards_hold
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list:
+def heat_maps(monkeypatch) -> list:
     """What each heat map says in each of its cells, [row][column], `None` where nothing was measured."""
     maps = []
     keep = plots._plot
@@ -129,31 +131,31 @@ def drawn(monkeypatch) -> list:
     return maps
 
 
-def test_the_heat_map_of_attention_has_view_i_in_row_i(study, drawn):
+def test_the_heat_map_of_attention_has_view_i_in_row_i(study, heat_maps):
     table = [[1e-12, 0.5, None], [0.25, 0.0, 2.0], [3.0, 4.0, 0.0]]
     [plot] = draw_plots(study, [result("a b", analyze=[{"attention_kl_table": table}])])
     assert plot.name == "attention-kl-a-b" and plot.png.startswith(b"\x89PNG")
-    assert [rows for _, _, _, rows in drawn] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
+    assert [rows for _, _, _, rows in heat_maps] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
     assert draw_plots(study, [result("one view", analyze=[{"attention_kl_table": None}])]) == []
 
 
-@pytest.mark.parametrize(("keeps_length", "named"), [(True, "length-kept"), (False, "raw")])
-def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, drawn, keeps_length, named):
+@pytest.mark.parametrize(("keeps_length", "file_name"), [(True, "length-kept"), (False, "raw")])
+def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, heat_maps, keeps_length, file_name):
     def one(beta: float, gamma: float) -> dict:
         answer = {k: (beta - gamma) / 10 + int(k) / 1000 for k in ("1", "5", "20", "100")}
         sets = [{"questions": "known", "answer": answer}, {"questions": "unseen", "answer": {**answer, "1": 0.5}}]
         setting = {"method": "linear", "beta": beta, "gamma": gamma, "keep_length": keeps_length}
         return {"setting": setting, "rounds": [{"sets": sets}] * 2}
 
-    tried = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
-    made = draw_plots(study, [result("a", refinement_grid=[{"tried": tried}])])
-    assert [plot.name for plot in made[:2]] == [f"linear-{named}-a-known", f"linear-{named}-a-unseen"]
-    known = [one for one in drawn if one[0] == f"linear-{named}-a-known"]
-    assert [title for _, title, _, _ in known] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
-    for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known):
+    trials = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
+    plots_made = draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
+    assert [plot.name for plot in plots_made[:2]] == [f"linear-{file_name}-a-known", f"linear-{file_name}-a-unseen"]
+    known_maps = [one for one in heat_maps if one[0] == f"linear-{file_name}-a-known"]
+    assert [title for _, title, _, _ in known_maps] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
+    for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known_maps):
         assert rows == ["0.1", "0.2", "0.3"]
-        wanted = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
-        assert cells == wanted
+        expected = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
+        assert cells == expected
 
 
 @pytest.mark.data
@@ -165,11 +167,11 @@ def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(c
         cost(run)
     prepare.prepare(run.prepare, Store(run.store.path))
     threads = torch.get_num_threads()
-    seen = []
-    report = cost(run, lambda *told: seen.append(told), {"passages": 12, "questions": 5, "repeats": 2})
+    progress_calls = []
+    report = cost(run, lambda *call: progress_calls.append(call), {"passages": 12, "questions": 5, "repeats": 2})
     assert torch.get_num_threads() == threads
     assert (report.passages, report.questions, report.repeats) == (12, 5, 2)
-    assert [one[1] for one in seen] == [0, 1, 2]
+    assert [one[1] for one in progress_calls] == [0, 1, 2]
     lines = {line.system: line for line in report.lines}
     vectors = {name: line.vectors_a_passage for name, line in lines.items()}
     several = ("ME-BERT (k=8)", "MVR (k=8)", "snippet means (k=8)", "DRPQ (k=8)")
