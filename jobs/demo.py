@@ -14,7 +14,7 @@ import typer
 
 from mvr_ray.cli.commands import Config, Overrides, exit_on_error
 from mvr_ray.cli.progress import Reporter, duration
-from mvr_ray.cli.tables import hit_text, print_shown, report_tables, table
+from mvr_ray.cli.tables import hit_text, print_result, report_tables, table
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.distributed.evaluate import EvaluationRow
 from mvr_ray.distributed.router import open_router
@@ -30,11 +30,11 @@ QUESTIONS = (
     "Who designed Central Park in New York?",
     "Which building is the tallest in the world?",
 )
-SHOWN = ("top-1", "top-5", "top-20", "mrr")
+METRICS = ("top-1", "top-5", "top-20", "mrr")
 
 
-class Measured(NamedTuple):
-    """One system on one question set: by metric, the share of questions whose own article was found, with interval."""
+class SystemResult(NamedTuple):
+    """One system on one question set: by metric, the share of questions with their own article, with its interval."""
 
     system: str
     questions: str
@@ -43,90 +43,90 @@ class Measured(NamedTuple):
 
 
 class Demo:
-    """Runs the stages in order and remembers what each took and measured."""
+    """Runs the stages in order, and keeps the time and the measurements of each."""
 
     def __init__(self, run: RunConfig, progress: Reporter) -> None:
         self.run = run
         self.progress = progress
         self.seconds: dict[str, float] = {}
-        self.measured: list[Measured] = []
+        self.results: list[SystemResult] = []
 
     def play(self) -> None:
         self.stage("prepare", self.run)
-        one_vector = changed(
+        one_vector = replace_keys(
             self.run,
             encoder={"strategy": "mean", "name": f"{self.run.encoder.name}-one-vector"},
             index={"encoder": "untrained", "name": f"{self.run.index.name}-one-vector"},
         )
-        untrained = changed(
+        before_training = replace_keys(
             self.run,
             encoder={"name": f"{self.run.encoder.name}-untrained"},
             index={"encoder": "untrained", "name": f"{self.run.index.name}-untrained"},
         )
-        trained = changed(self.run, index={"encoder": "trained"})
-        for system, run in (("one vector", one_vector), ("several views, untrained", untrained)):
+        after_training = replace_keys(self.run, index={"encoder": "trained"})
+        for system, run in (("one vector", one_vector), ("several views, untrained", before_training)):
             self.stage("index", run, system)
             self.measure(system, run)
-        self.stage("train", trained)
-        self.stage("index", trained, "several views, trained")
-        self.measure("several views, trained", trained)
-        refined = self.stage("refine", trained)
-        told_as = "trained and refined" if refined.published else "trained (refinement not published)"
-        self.measure(told_as, trained)
-        self.ask(trained)
+        self.stage("train", after_training)
+        self.stage("index", after_training, "several views, trained")
+        self.measure("several views, trained", after_training)
+        refinement = self.stage("refine", after_training)
+        system = "trained and refined" if refinement.published else "trained (refinement not published)"
+        self.measure(system, after_training)
+        self.ask(after_training)
 
     def stage(self, name: str, run: RunConfig, what: str = "") -> Any:
-        with self.timed(f"{name} {what}".strip()), record(run, name) as kept:
-            kept.keep(STAGES[name](run, self.progress))
+        with self.measure_time(f"{name} {what}".strip()), record(run, name) as run_record:
+            run_record.keep(STAGES[name](run, self.progress))
         if name in ("prepare", "train", "refine"):
-            plain = {key: value for key, value in to_plain(kept.report).items() if key != "rounds"}
-            for drawn in report_tables(name, plain):
-                print_shown(drawn)
-        return kept.report
+            plain = {key: value for key, value in to_plain(run_record.report).items() if key != "rounds"}
+            for output in report_tables(name, plain):
+                print_result(output)
+        return run_record.report
 
     def measure(self, system: str, run: RunConfig) -> None:
         report = self.stage("evaluate", run, system)
         for questions in run.evaluate.questions:
             rows = [row for row in report.rows if row.questions == questions and row.metric.startswith("gold/")]
             metrics = {row.metric.removeprefix("gold/"): row for row in rows}
-            self.measured.append(Measured(system, questions, rows[0].n, metrics))
+            self.results.append(SystemResult(system, questions, rows[0].n, metrics))
 
     def ask(self, run: RunConfig) -> None:
-        with self.timed("three questions"), open_router(run) as router:
+        with self.measure_time("three questions"), open_router(run) as router:
             service = SearchService(router, run.serve)
             response = service.search(SearchRequest(queries=list(QUESTIONS), k=1))
-        for question, [found, *_] in zip(QUESTIONS, response.results):
-            print_shown(f"\n{question}")
-            print_shown(hit_text(1, found))
+        for question, [hit, *_] in zip(QUESTIONS, response.results):
+            print_result(f"\n{question}")
+            print_result(hit_text(1, hit))
 
     def close(self) -> None:
         sets = self.run.evaluate.questions
-        columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label in SHOWN)]
-        systems = list(dict.fromkeys(row.system for row in self.measured))
-        rows = [[system, *(self.value(system, name, key) for name in sets for key in SHOWN)] for system in systems]
-        counts = {row.questions: row.num_questions for row in self.measured}
+        columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label in METRICS)]
+        systems = list(dict.fromkeys(row.system for row in self.results))
+        rows = [[system, *(self.value(system, name, key) for name in sets for key in METRICS)] for system in systems]
+        counts = {row.questions: row.num_questions for row in self.results}
         title = "questions answered by their own article, in percent: " + ", ".join(
             f"{count:,} {name.rpartition('_')[2]}" for name, count in counts.items()
         )
-        print_shown(table(title, columns, rows))
-        print_shown(table("time", ["stage", "took"], [(name, duration(s)) for name, s in self.seconds.items()]))
-        told_as = {"measured": to_plain(self.measured), "seconds": self.seconds, "run": to_plain(self.run)}
-        Store(self.run.store.path).write_bytes("demo.json", json.dumps(told_as, indent=2).encode())
-        print_shown(f"{duration(sum(self.seconds.values()))} in all; numbers in {self.run.store.path}/demo.json")
+        print_result(table(title, columns, rows))
+        print_result(table("time", ["stage", "took"], [(name, duration(s)) for name, s in self.seconds.items()]))
+        numbers = {"measured": to_plain(self.results), "seconds": self.seconds, "run": to_plain(self.run)}
+        Store(self.run.store.path).write_bytes("demo.json", json.dumps(numbers, indent=2).encode())
+        print_result(f"{duration(sum(self.seconds.values()))} in all; numbers in {self.run.store.path}/demo.json")
 
     def value(self, system: str, questions: str, key: str) -> str:
-        [row] = [row for row in self.measured if (row.system, row.questions) == (system, questions)]
+        [row] = [row for row in self.results if (row.system, row.questions) == (system, questions)]
         return f"{100 * row.metrics[key].value:.1f}"
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def measure_time(self, what: str) -> Iterator[None]:
         self.progress.say(f"\n== {what}")
-        began = time.monotonic()
+        start = time.monotonic()
         yield
-        self.seconds[what] = round(time.monotonic() - began, 1)
+        self.seconds[what] = round(time.monotonic() - start, 1)
 
 
-def changed(run: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+def replace_keys(run: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     """The run with some keys of some sections replaced, checked again."""
     plain = run.model_dump()
     for name, keys in sections.items():

@@ -1,32 +1,76 @@
-"""Two rankings of the same questions side by side, question by question.
+"""Compares two systems on the same questions: the difference, its interval, and whether it could be chance.
 
-    top_k(q) = 1 if one of the first k passages of q bears an answer (or is judged relevant), else 0
+    value of a question    1 if one of the first k passages bears an answer (or is judged relevant), else 0
+    difference             mean over seeds and questions of value(better) - value(than), in points
+    interval               resamples articles, and adds the spread over seeds (`core.judging.metrics`)
+    paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
+    t-tests                compare the seeds' means alone, unpaired as in CAMVR table 6, and paired
 
-The test is paired: it asks how often a difference as large arises when the two systems' values are swapped at random,
-for whole articles together where they are known, as they are in files of question ranks; the interval resamples them,
-and adds the spread over seeds.
+A question whose article is not known counts as an article of its own.
+
+Shapes: S seeds, Q questions.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
+from scipy import stats
 
-from mvr_ray.core.judging.metrics import interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
+from mvr_ray.types import FloatArray
 
 UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
 )
+_SAME = 1e-9
+"""Seeds that differ by less have no spread for a t-test."""
 
 
-class Compared(NamedTuple):
+class Difference(NamedTuple):
+    """A difference in points with its 95 % interval. `p` is that of the paired test over articles; those of the t-tests
+    are nan where there is one seed, or where seeds do not differ."""
+
+    points: float
+    low: float
+    high: float
+    p: float
+    unpaired_t: float
+    paired_t: float
+    seeds: int
+    questions: int
+
+
+def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, seed: int = 0) -> Difference:
+    """`better` minus `than`, seed by seed. A system of one seed (or [Q]) stands beside every seed of the other."""
+    both = np.atleast_2d(better_SQ), np.atleast_2d(than_SQ)
+    several = min(map(len, both)) > 1
+    seeds = max(map(len, both))
+    better, than = (np.broadcast_to(values_SQ, (seeds, len(articles_Q))) for values_SQ in both)
+    points_SQ = 100 * (better - than)
+    better_S, than_S = better.mean(axis=1), than.mean(axis=1)
+    seeds_differ = several and max(np.ptp(better_S), np.ptp(than_S)) > _SAME
+    gaps_differ = several and np.ptp(better_S - than_S) > _SAME
+    return Difference(
+        float(points_SQ.mean()),
+        *interval_over_seeds(points_SQ, articles_Q, seed),
+        paired_test(better.mean(axis=0), than.mean(axis=0), articles_Q, seed),
+        float(stats.ttest_ind(better_S, than_S).pvalue) if seeds_differ else math.nan,
+        float(stats.ttest_rel(better_S, than_S).pvalue) if gaps_differ else math.nan,
+        seeds,
+        len(articles_Q),
+    )
+
+
+class ComparisonRow(NamedTuple):
     """Shares of questions answered in the first k, in points, and their difference with its 95 % interval; `p` is the
     paired test's."""
 
@@ -55,8 +99,8 @@ def compare(
     seed: int = 0,
     qrels: Path | None = None,
     question_set: str | None = None,
-) -> list[Compared]:
-    """Counts answer-bearing passages, or those that `qrels` judges relevant in TREC runs.
+) -> list[ComparisonRow]:
+    """Count answer-bearing passages, or those that `qrels` judges relevant in TREC runs.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Raises ConfigError, and DataError when the
     two do not rank the same questions.
@@ -81,26 +125,25 @@ def compare(
         )
     rows = []
     for k in ks:
-        a_SQ, b_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
-        points = 100 * float(a_SQ.mean()), 100 * float(b_SQ.mean())
-        low, high = interval_over_seeds(100 * (b_SQ - a_SQ), groups, seed)
-        p = paired_test(a_SQ.mean(axis=0), b_SQ.mean(axis=0), groups, seed)
-        rows.append(Compared(f"top-{k}", *points, points[1] - points[0], low, high, p, len(questions)))
+        first_SQ, second_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
+        shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
+        gap = difference(second_SQ, first_SQ, groups, seed)
+        rows.append(ComparisonRow(f"top-{k}", *shares, gap.points, gap.low, gap.high, gap.p, gap.questions))
     return rows
 
 
 def _ranking(side: str, qrels: Path | None, question_set: str | None) -> Ranking:
-    stem, marked, system = side.partition(".parquet:")
-    if not marked:
+    stem, separator, system = side.partition(".parquet:")
+    if not separator:
         return Ranking({name: [rank] for name, rank in first_ranks(Path(side), qrels).items()}, {})
     path = f"{stem}.parquet"
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
     parts = read_question_ranks(Path(path))
-    known = sorted({part.system for part in parts})
+    systems = sorted({part.system for part in parts})
     parts = [part for part in parts if part.system == system]
     if not parts:
-        raise ConfigError(f"compare: {path} has no system {system!r}; there are {', '.join(map(repr, known))}")
+        raise ConfigError(f"compare: {path} has no system {system!r}; there are {', '.join(map(repr, systems))}")
     sets = sorted({part.questions for part in parts})
     if question_set is None and len(sets) > 1:
         raise ConfigError(f"compare: {path} has several question sets; give --questions, one of {', '.join(sets)}")
@@ -136,12 +179,12 @@ def _trec(path: Path, qrels: Path | None) -> dict[str, list[bool]]:
             f"compare: {path} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
             f"give --qrels FILE"
         )
-    judged = read_qrels(qrels)
-    scored: dict[str, list[tuple[float, str]]] = {question: [] for question in judged}
+    grades = read_qrels(qrels)
+    rankings: dict[str, list[tuple[float, str]]] = {question: [] for question in grades}
     for line in read_trec_run(path):
-        if line.question_id in judged:
-            scored[line.question_id].append((-line.score, line.passage_id))
-    return {q: [judged[q].get(passage, 0) > 0 for _, passage in sorted(hits)] for q, hits in scored.items()}
+        if line.question_id in grades:
+            rankings[line.question_id].append((-line.score, line.passage_id))
+    return {q: [grades[q].get(passage, 0) > 0 for _, passage in sorted(hits)] for q, hits in rankings.items()}
 
 
 def _parquet(path: Path) -> dict[str, list[bool]]:

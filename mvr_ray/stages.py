@@ -1,7 +1,7 @@
-"""The stages by name: what `mvr-ray STAGE CONFIG`, the jobs, the demo and studies run.
+"""Names the stages, which `mvr-ray STAGE CONFIG`, the jobs, the demo and studies run.
 
-Each takes a run and a progress, and returns its report. Their modules are imported when they are needed: some need Ray
-or torch, which take seconds.
+A stage takes a run and a progress, and returns its report. Its modules are imported when it runs: some need Ray or
+torch, which take seconds.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def _train(run: RunConfig, progress: Progress) -> Any:
     from mvr_ray.distributed import train
     from mvr_ray.distributed.training import cross_encoder, reader
 
-    made = {"retriever": train.train, "reader": reader.train, "cross_encoder": cross_encoder.train}
-    return made[run.train.task](run, progress)
+    trainers = {"retriever": train.train, "reader": reader.train, "cross_encoder": cross_encoder.train}
+    return trainers[run.train.task](run, progress)
 
 
 def _mine(run: RunConfig, progress: Progress) -> Any:

@@ -11,8 +11,6 @@ from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
 
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
-
-
 NO_SHARD = -1
 CURE = "run `mvr-ray prepare CONFIG` again"
 
@@ -32,8 +30,8 @@ class VersionLine(NamedTuple):
     live: bool
 
 
-class Collected(NamedTuple):
-    """Paths that were removed, and the versions that stay."""
+class CollectReport(NamedTuple):
+    """The paths that collection removed, and the versions that stay."""
 
     removed: list[str]
     versions: list[int]
@@ -57,7 +55,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
         case "verify":
             return verify(store, manifest.read(store, index, version))
         case "repair":
-            from mvr_ray.distributed.repair import repair  # which needs what builds an index
+            from mvr_ray.distributed.repair import repair  # imports the modules that build an index
 
             return repair(store, manifest.read(store, index, version))
         case "rollback":
@@ -65,18 +63,18 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
                 raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
             return version_line(manifest.rollback(store, index, version), live=True)
         case _:
-            removed = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
-            return Collected(removed, manifest.list_versions(store, index))
+            garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
+            return CollectReport(garbage, manifest.list_versions(store, index))
 
 
-def verify(store: Store, described: Manifest) -> VerifyReport:
-    """Every file of a version read and compared with its digest, and of its corpus, where that is still the same."""
-    report = manifest.verify(store, described)
+def verify(store: Store, version: Manifest) -> VerifyReport:
+    """Compare every file of a version with its digest, and those of its corpus, where that is still the same."""
+    report = manifest.verify(store, version)
     try:
-        corpus = Corpus.open(store, described.corpus)
+        corpus = Corpus.open(store, version.corpus)
     except MissingInputError:
         return report
-    if corpus.digest != described.corpus_digest:
+    if corpus.digest != version.corpus_digest:
         return report
     parts = corpus.info.parts
     return VerifyReport(
@@ -86,17 +84,17 @@ def verify(store: Store, described: Manifest) -> VerifyReport:
     )
 
 
-def version_line(described: Manifest, live: bool) -> VersionLine:
+def version_line(version: Manifest, live: bool) -> VersionLine:
     return VersionLine(
-        version=described.version,
-        parent=described.parent,
-        operation=described.operation,
-        created=described.created,
-        passages=described.num_passages,
-        vectors=described.num_vectors,
-        shards=len(described.shards),
-        encoder=f"{described.encoder_name}/{described.encoder_fingerprint}",
-        content=described.content_digest()[:16],
+        version=version.version,
+        parent=version.parent,
+        operation=version.operation,
+        created=version.created,
+        passages=version.num_passages,
+        vectors=version.num_vectors,
+        shards=len(version.shards),
+        encoder=f"{version.encoder_name}/{version.encoder_fingerprint}",
+        content=version.content_digest()[:16],
         live=live,
     )
 

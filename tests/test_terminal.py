@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mvr_ray.cli.progress import Reporter, duration, progress_line
-from mvr_ray.cli.tables import exactness, hit_text, print_json, print_shown, report_tables, results_only, size, write
+from mvr_ray.cli.tables import exactness, hit_text, print_json, print_result, report_tables, results_only, size, write
 from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
 
 
@@ -100,7 +100,7 @@ def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys)
     with results_only():
         sys.stdout.write("(raylet) a worker died\n")
         print_json({"own": 1})
-        print_shown("shown")
+        print_result("shown")
         with results_only():
             write("within\n")
         write("after\n")

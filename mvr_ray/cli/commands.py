@@ -24,7 +24,7 @@ from mvr_ray.cli.tables import (
     hit_text,
     plan_table,
     print_json,
-    print_shown,
+    print_result,
     report_tables,
     results_only,
     table,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn an error of ours into its message on stderr and an exit status."""
+    """Turn an MvrRayError into its message on stderr and an exit status."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -90,23 +90,23 @@ def run_stage(name: str, run: RunConfig, work: StageFunction, *, print_config: b
     if print_config:
         _print_config(run, as_json)
         return
-    with Reporter() as progress, record(run, name) as kept:
+    with Reporter() as progress, record(run, name) as run_record:
         report = work(run, progress)
         ranks = getattr(report, "ranks", None)
         if ranks:
             report = report._replace(ranks=[])
-            kept.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
-        kept.keep(report)
+            run_record.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
+        run_record.keep(report)
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     if plain.pop("ranks", None) is not None:
-        plain["questions_file"] = f"{run.store.path}/{kept.folder}/{QUESTION_RANKS}" if ranks else None
+        plain["questions_file"] = f"{run.store.path}/{run_record.folder}/{QUESTION_RANKS}" if ranks else None
     if as_json:
         print_json(plain)
         return
-    for drawn in report_tables(name, plain):
-        print_shown(drawn)
-    _err(f"report: {run.store.path}/{kept.folder}/report.json")
+    for output in report_tables(name, plain):
+        print_result(output)
+    _err(f"report: {run.store.path}/{run_record.folder}/report.json")
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
 
@@ -131,16 +131,16 @@ def retrieve(
 ) -> None:
     """Rank passages for many questions: `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`."""
     usage = "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
-    named = named_arguments("retrieve", overrides, ("questions", "output"), ("format",), usage, show_only=print_config)
-    form = named.get("format", "dpr")
+    words = named_arguments("retrieve", overrides, ("questions", "output"), ("format",), usage, show_only=print_config)
+    form = words.get("format", "dpr")
     if form not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
-    chosen = cast(RankingFormat, form)
+    ranking_format = cast(RankingFormat, form)
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import retrieve as stage
 
-        return stage.retrieve(run, named["questions"], Path(named["output"]), chosen, progress)
+        return stage.retrieve(run, words["questions"], Path(words["output"]), ranking_format, progress)
 
     run_stage(
         "retrieve", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
@@ -154,12 +154,12 @@ def read(
 ) -> None:
     """Read answers out of ranked passages and score them: `read CONFIG ranking=FILE [output=FILE]`."""
     usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
-    named = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
+    words = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import read as stage
 
-        return stage.read(run, named["ranking"], Path(named["output"]) if named.get("output") else None, progress)
+        return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
 
     run = load_run(config, section_overrides(overrides))
     run_stage("read", run, work, print_config=print_config, as_json=as_json)
@@ -172,14 +172,14 @@ def reshard(
 ) -> None:
     """Deal the live version to another number of shards, without encoding: `reshard CONFIG shards=12`."""
     usage = "give shards=N, the number of shards that the next version shall have"
-    named = named_arguments("reshard", overrides, ("shards",), (), usage, show_only=print_config)
-    if not print_config and not named["shards"].isdecimal():
-        raise ConfigError(f"reshard: shards={named['shards']} is not a whole number; {usage}")
+    words = named_arguments("reshard", overrides, ("shards",), (), usage, show_only=print_config)
+    if not print_config and not words["shards"].isdecimal():
+        raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {usage}")
 
     def work(run: RunConfig, progress: Progress) -> Any:
         from mvr_ray.distributed import reshard as stage
 
-        return stage.reshard(run, int(named["shards"]), progress)
+        return stage.reshard(run, int(words["shards"]), progress)
 
     run_stage(
         "reshard", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
@@ -195,30 +195,28 @@ def study(
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of variants and write its report: `study configs/studies/mvr-views.yaml size=quick`."""
-    paths = [word for word in files if "=" not in word]
-    plain = {key: value for key, _, value in (w.partition("=") for w in files if "=" in w) if "." not in key}
-    unknown = sorted(set(plain) - {"size", "output", "at_once"})
-    if unknown or not paths:
-        wrong = f"{unknown[0]}=... is not known" if unknown else "no study file is named"
-        words = "study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
-        raise ConfigError(f"study: {wrong}; give {words}")
-    if not plain.get("at_once", "1").isdecimal():
-        raise ConfigError(f"study: at_once={plain['at_once']}; it is how many steps run side by side, a whole number")
-    overrides = tuple(word for word in files if "=" in word and "." in word.partition("=")[0])
+    usage = "give study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
+    paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
+    options = named_arguments("study", words, (), ("size", "output", "at_once"), usage, show_only=False)
+    if not paths:
+        raise ConfigError(f"study: no study file is named; {usage}")
+    if not options.get("at_once", "1").isdecimal():
+        raise ConfigError(f"study: at_once={options['at_once']}; it is how many steps run side by side, a whole number")
     from mvr_ray.studies.study import run_study
 
-    output = Path(plain["output"]) if "output" in plain else None
-    at_once = int(plain["at_once"]) if "at_once" in plain else None
+    size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
+    output = Path(options["output"]) if "output" in options else None
+    at_once = int(options["at_once"]) if "at_once" in options else None
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            made = run_study(path, plain.get("size", "quick"), overrides, output, progress, at_once)
+            result = run_study(path, size, overrides, output, progress, at_once)
         if as_json:
-            print_json(to_plain(made))
+            print_json(to_plain(result))
             continue
-        for drawn in made.tables:
-            print_shown(table(drawn.title, drawn.columns, drawn.rows))
-        _err(f"report: {made.folder}/report.html")
+        for report_table in result.tables:
+            print_result(table(report_table.title, report_table.columns, report_table.rows))
+        _err(f"report: {result.folder}/report.html")
 
 
 @app.command()
@@ -243,9 +241,9 @@ def search(
     if as_json:
         print_json(response.model_dump(mode="json"))
         return
-    for rank, found in enumerate(response.results[0], 1):
-        print_shown(hit_text(rank, found))
-    print_shown(
+    for rank, hit in enumerate(response.results[0], 1):
+        print_result(hit_text(rank, hit))
+    print_result(
         f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
         f"{response.coverage.passages_total:,} passages searched, {exactness(response.exact)}"
     )
@@ -275,14 +273,14 @@ def explain(
     from mvr_ray.cli import search_once
 
     request = search_once.ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
-    explanation = search_once.explained(run, version, request, html)
+    explanation = search_once.explain_once(run, version, request, html)
     if html is not None:
         _err(f"page: {html}")
     if as_json:
         print_json(explanation.model_dump(mode="json"))
         return
-    for drawn in explanation_tables(explanation):
-        print_shown(drawn)
+    for output in explanation_tables(explanation):
+        print_result(output)
 
 
 @app.command()
@@ -317,16 +315,16 @@ def versions(
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
 
-    done = actions.act(run, action, numbers[0] if numbers else None)
-    plain = to_plain(done)
+    result = actions.act(run, action, numbers[0] if numbers else None)
+    plain = to_plain(result)
     if as_json:
         print_json(plain)
     else:
-        shown = {"versions": plain} if isinstance(plain, list) else plain
-        for drawn in report_tables(f"index {run.index.name}", shown):
-            print_shown(drawn)
+        report = {"versions": plain} if isinstance(plain, list) else plain
+        for output in report_tables(f"index {run.index.name}", report):
+            print_result(output)
     if action in ("verify", "repair"):
-        done.require()
+        result.require()
 
 
 @app.command()
@@ -346,13 +344,13 @@ def plan(
     from mvr_ray import capacity
 
     size = capacity.corpus_size(run, passages)
-    made = capacity.plan(run, size, capacity.most_feedback_views(run, size), capacity.passage_bytes(run))
+    sizes = capacity.plan(run, size, capacity.most_feedback_views(run, size), capacity.passage_bytes(run))
     if as_json:
-        totals = {kind: made.total(kind) for kind in ("disk", "memory", "gpu")}
-        lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in made.lines]
-        print_json({**made._asdict(), "lines": lines, "totals": totals})
+        totals = {kind: sizes.total(kind) for kind in ("disk", "memory", "gpu")}
+        lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in sizes.lines]
+        print_json({**sizes._asdict(), "lines": lines, "totals": totals})
     else:
-        print_shown(plan_table(made))
+        print_result(plan_table(sizes))
 
 
 @app.command()
@@ -370,7 +368,7 @@ def doctor(
     if as_json:
         print_json(checks)
     else:
-        print_shown(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
+        print_result(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
     if not all(check["ok"] for check in checks):
         raise typer.Exit(1)
 
@@ -400,7 +398,7 @@ def compare(
         print_json(rows)
     else:
         columns = ["metric", "first", "second", "difference", "low", "high", "p", "questions"]
-        print_shown(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
+        print_result(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
 
 
 @app.command()

@@ -15,14 +15,14 @@ INTERVAL_S = 10.0
 
 
 class Reporter:
-    """A `Progress` callable that draws what it is told: reporter(what, done, total). Use it as a context manager."""
+    """A `Progress` callable that draws each call: reporter(what, count, total). Use it as a context manager."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
         self._console = Console(file=stream or sys.stderr)
         self._interval_s = interval_s
-        self._started: dict[str, tuple[float, int]] = {}
+        self._starts: dict[str, tuple[float, int]] = {}
         self._last: dict[str, int] = {}
-        self._said: dict[str, float] = {}
+        self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -42,36 +42,36 @@ class Reporter:
         if self._console.is_terminal:
             self._bars.stop()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, count: int, total: int) -> None:
         now, work = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one work
-        if work not in self._started or done < self._last[work]:  # the same work once more, as in a study's steps
-            self._started[work] = (now, done)
+        if work not in self._starts or count < self._last[work]:  # the same work once more, as in a study's steps
+            self._starts[work] = (now, count)
             if work in self._tasks:
                 self._bars.reset(self._tasks[work], total=total or None)
-        self._last[work] = done
-        since, first = self._started[work]
-        rate = (done - first) / (now - since) if now > since else 0.0
+        self._last[work] = count
+        since, first = self._starts[work]
+        rate = (count - first) / (now - since) if now > since else 0.0
         if self._console.is_terminal:
             if work not in self._tasks:
                 self._tasks[work] = self._bars.add_task(what, total=total or None, rate="")
             self._bars.update(
-                self._tasks[work], description=what, completed=done, total=total or None, rate=_rate(rate)
+                self._tasks[work], description=what, completed=count, total=total or None, rate=_rate(rate)
             )
-        elif (total and done >= total) or now - self._said.get(work, -self._interval_s) >= self._interval_s:
-            self._said[work] = now
-            self._console.print(progress_line(what, done, total, rate), highlight=False, soft_wrap=True)
+        elif (total and count >= total) or now - self._last_line.get(work, -self._interval_s) >= self._interval_s:
+            self._last_line[work] = now
+            self._console.print(progress_line(what, count, total, rate), highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def progress_line(what: str, done: int, total: int, rate: float) -> str:
+def progress_line(what: str, count: int, total: int, rate: float) -> str:
     """`encode: 1,024 of 4,096 (25 %), 31.5/s, 1 min 38 s left`"""
-    parts = [f"{what}: {done:,} of {total:,} ({100 * done // total} %)" if total else f"{what}: {done:,}"]
+    parts = [f"{what}: {count:,} of {total:,} ({100 * count // total} %)" if total else f"{what}: {count:,}"]
     if rate > 0:
         parts.append(_rate(rate))
-        if done < total:
-            parts.append(f"{duration((total - done) / rate)} left")
+        if count < total:
+            parts.append(f"{duration((total - count) / rate)} left")
     return ", ".join(parts)
 
 

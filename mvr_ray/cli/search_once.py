@@ -1,4 +1,4 @@
-"""Questions from the command line: a router for one command, and refused requests told as wrong words.
+"""Answers a question of the command line with a router of its own; a refused request becomes a ConfigError.
 
 A question needs no cluster: where none is named, the shards are opened in this process.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def search(run: RunConfig, version: int | None, question: str, k: int) -> SearchResponse:
     """The best k passages of one question, from a version (None: the live one)."""
     request = SearchRequest(queries=[question], k=k)
-    with _told_as("search"):
+    with _refusals_as_errors("search"):
         request.check(run.serve)
         with _router(run, version) as router:
             return SearchService(router, run.serve).search(request)
 
 
-def explained(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
+def explain_once(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
     """Every view of some passages with every question; also as a page in the file `html`."""
-    with _told_as("explain"):
+    with _refusals_as_errors("explain"):
         request.check(run.serve)
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
@@ -43,7 +43,7 @@ def explained(run: RunConfig, version: int | None, request: ExplainRequest, html
 
 
 @contextmanager
-def _told_as(command: str) -> Iterator[None]:
+def _refusals_as_errors(command: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:

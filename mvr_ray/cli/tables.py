@@ -29,13 +29,13 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
 
 
-def hit_text(rank: int, found: PassageHit) -> Text:
+def hit_text(rank: int, hit: PassageHit) -> Text:
     """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal. A
     snippet that is the title stands before the text."""
-    text = Text(f"{rank:>2}. {found.title or found.id}", style="bold")
-    told = "feedback view" if found.feedback else "view"
-    text.append(f"  [{found.id}] score {found.score:.4f}, {told} {found.view}\n", style="dim")
-    body, snippet = found.text or "", found.snippet
+    text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
+    kind = "feedback view" if hit.feedback else "view"
+    text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
+    body, snippet = hit.text or "", hit.snippet
     if snippet is None:
         return text.append(body, style="not bold")
     text.append(body[: snippet.start], style="not bold")
@@ -44,11 +44,11 @@ def hit_text(rank: int, found: PassageHit) -> Text:
     return text.append(body[snippet.stop :], style="not bold")
 
 
-def exactness(told: Exact) -> str:
-    """What an answer is worth: certified or not, by which method, and an approximate index's recall."""
-    recall = "" if told.recall is None else f", recall {told.recall:.3f} when built"
-    method = "" if told.certified and told.method == "flat" else f" ({told.method}{recall})"
-    return f"{'exact' if told.certified else 'approximate'}{method}"
+def exactness(exact: Exact) -> str:
+    """Whether an answer is certified, by which method, and an approximate index's recall."""
+    recall = "" if exact.recall is None else f", recall {exact.recall:.3f} when built"
+    method = "" if exact.certified and exact.method == "flat" else f" ({exact.method}{recall})"
+    return f"{'exact' if exact.certified else 'approximate'}{method}"
 
 
 def explanation_tables(explanation: Explanation) -> list[Table]:
@@ -57,26 +57,26 @@ def explanation_tables(explanation: Explanation) -> list[Table]:
 
 
 def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> Table:
-    drawn = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
-    drawn.add_column("view", justify="right")
-    drawn.add_column("stands for", ratio=1)
+    output = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
+    output.add_column("view", justify="right")
+    output.add_column("stands for", ratio=1)
     for question in questions:
-        drawn.add_column(Text(question), min_width=9, max_width=30)
+        output.add_column(Text(question), min_width=9, max_width=30)
     for view in passage.views:
-        won = [winner.view == view.view for winner in passage.winners]
-        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, won)]
-        drawn.add_row(str(view.view), Text(stands_for(view)), *scores)
-    return drawn
+        wins = [winner.view == view.view for winner in passage.winners]
+        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
+        output.add_row(str(view.view), Text(stands_for(view)), *scores)
+    return output
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    drawn = Table(title=title, title_justify="left", show_header=any(columns))
+    output = Table(title=title, title_justify="left", show_header=any(columns))
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
-        drawn.add_column(column, justify="right" if rows and numeric else "left")
+        output.add_column(column, justify="right" if rows and numeric else "left")
     for row in rows:
-        drawn.add_row(*(cell(value) for value in row))
-    return drawn
+        output.add_row(*(cell(value) for value in row))
+    return output
 
 
 def cell(value: Any) -> str:
@@ -93,14 +93,14 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def plan_table(made: Plan) -> Table:
+def plan_table(plan: Plan) -> Table:
     title = (
-        f"{made.passages:,} passages x {made.num_views} views = {made.vectors:,} vectors of {made.dimension} "
-        f"in {made.shards:,} shards"
+        f"{plan.passages:,} passages x {plan.num_views} views = {plan.vectors:,} vectors of {plan.dimension} "
+        f"in {plan.shards:,} shards"
     )
-    rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in made.lines]
+    rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in plan.lines]
     for kind in ("disk", "memory", "gpu"):
-        rows.append((kind, "in all", "", sum(1 for i in made.lines if i.kind == kind), size(made.total(kind)), ""))
+        rows.append((kind, "in all", "", sum(1 for i in plan.lines if i.kind == kind), size(plan.total(kind)), ""))
     return table(title, ("kind", "what", "each", "count", "all", "how"), rows)
 
 
@@ -125,7 +125,7 @@ def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
 
 @contextmanager
 def results_only() -> Iterator[None]:
-    """What is printed by others goes to stderr; `write`, `print_json` and `print_shown` still reach stdout."""
+    """Send prints of other modules to stderr; `write`, `print_json` and `print_result` still reach stdout."""
     _results.append(_stdout())
     try:
         with redirect_stdout(sys.stderr):
@@ -146,9 +146,9 @@ def print_json(value: Any) -> None:
     write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def print_shown(shown: Table | Text | str) -> None:
+def print_result(result: Table | Text | str) -> None:
     """Results for people, on stdout; a file or pipe gets lines of 160 characters."""
-    console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(shown, Table))
+    console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(result, Table))
     if not console.is_terminal:
         console.width = 160
-    console.print(shown)
+    console.print(result)

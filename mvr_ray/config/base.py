@@ -15,14 +15,14 @@ class Section(BaseModel):
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """What is wrong with the values of a file, key by key, with the nearest known key where one is unknown."""
+    """Describe what is wrong with a file, key by key, with the nearest known key beside an unknown one."""
     lines = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            known = _known_keys(model, problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            names = _known_keys(model, problem["loc"][:-1])
+            close = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
             lines.append(f"{place}: unknown key; {hint}")
         else:
             lines.append(f"{place}: {problem['msg']} (given: {problem['input']!r})")

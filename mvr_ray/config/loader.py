@@ -18,13 +18,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, int] = {}
+    lines: dict[Any, int] = {}
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         line = key_node.start_mark.line + 1
-        if key in seen:
-            raise ConfigError(f"key {key!r} stands twice, in lines {seen[key]} and {line}; keep one")
-        seen[key] = line
+        if key in lines:
+            raise ConfigError(f"key {key!r} stands twice, in lines {lines[key]} and {line}; keep one")
+        lines[key] = line
     return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
 
 
@@ -59,11 +59,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
+    result = dict(under)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merge(result[key], value) if both else value
+    return result
 
 
 def apply(data: dict[str, Any], override: str) -> None:

@@ -342,9 +342,9 @@ class RunConfig(Section):
 
     def digest(self, *sections: str) -> str:
         """Hex digest of the named sections (all when none is named)."""
-        dumped = self.model_dump(mode="json")
-        chosen = {name: dumped[name] for name in (sections or sorted(dumped))}
-        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+        plain = self.model_dump(mode="json")
+        content = {name: plain[name] for name in (sections or sorted(plain))}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

@@ -334,7 +334,7 @@ def _rank_in_shard(
     """The best k of some of a shard's passages; rows and `ids` are of all its passages, ids ascending."""
     if not blocks:
         blocks = [EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))]
-    hits, rescored_Q = FlatIndex(blocks).searched(queries_QD, k)
+    hits, rescored_Q = FlatIndex(blocks).search_with_counts(queries_QD, k)
     row_of = np.array([bisect_left(ids, passage_id) for block in blocks for passage_id in block.ids], np.int64)
     hits = hits._replace(rows_QK=np.where(hits.rows_QK >= 0, np.append(row_of, -1)[hits.rows_QK], -1))
     rows = distinct(hits.rows_QK)

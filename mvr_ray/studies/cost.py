@@ -1,4 +1,4 @@
-"""Measure what encoding a passage and answering a query cost: DPR, ME-BERT, MVR, DRPQ and late interaction.
+"""Measures the cost of encoding a passage and of answering a query: DPR, ME-BERT, MVR, DRPQ and late interaction.
 
 One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
 interleaved runs, medians; on a GPU where `resources.gpus_per_encoder` gives one. A query is scored against all passages
@@ -11,6 +11,7 @@ Options of the step: `passages`, `questions`, `repeats`.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import corpus
@@ -52,7 +54,7 @@ class CostReport(NamedTuple):
 
 
 class _System(NamedTuple):
-    """`encode` gives whatever `search` takes; `search` gives scores of every query with every passage."""
+    """`encode` returns the argument of `search` and `vectors`; `search` scores every query with every passage."""
 
     name: str
     encode: Callable[[], Any]
@@ -62,10 +64,10 @@ class _System(NamedTuple):
 
 def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None) -> CostReport:
     """Time every system on the first passages of the corpus and the first questions of `evaluate.questions`."""
-    asked = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
+    sizes = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
     store = Store(run.store.path)
-    passages = list(islice(Corpus.open(store, run.prepare.corpus), asked["passages"]))
-    questions = [q.text for q in corpus.read_questions(store, run.evaluate.questions[0])[: asked["questions"]]]
+    passages = list(islice(Corpus.open(store, run.prepare.corpus), sizes["passages"]))
+    questions = [q.text for q in corpus.read_questions(store, run.evaluate.questions[0])[: sizes["questions"]]]
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
     device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")
@@ -75,15 +77,15 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
         systems = _systems(run, passages, questions, device)
         times: dict[str, tuple[list[float], list[float]]] = {system.name: ([], []) for system in systems}
         vectors: dict[str, float] = {}
-        for repeat in range(asked["repeats"] + 1):  # the first run warms up
+        for repeat in range(sizes["repeats"] + 1):  # the first run warms up
             for system in systems:
-                encode_s, made = _time_work(system.encode, device)
-                search_s, _ = _time_work(lambda made=made, system=system: system.search(made), device)
-                vectors[system.name] = system.vectors(made)
+                encode_s, embeddings = _time_work(system.encode, device)
+                search_s, _ = _time_work(partial(system.search, embeddings), device)
+                vectors[system.name] = system.vectors(embeddings)
                 if repeat:
                     times[system.name][0].append(1000 * encode_s / len(passages))
                     times[system.name][1].append(1000 * search_s / len(questions))
-            progress("cost runs", repeat, asked["repeats"])
+            progress("cost runs", repeat, sizes["repeats"])
     finally:
         torch.set_num_threads(before)
     medians = {name: (float(np.median(encode)), float(np.median(search))) for name, (encode, search) in times.items()}
@@ -93,20 +95,20 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
         for name, (encode, search) in medians.items()
     ]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return CostReport(len(passages), len(questions), asked["repeats"], run.resources.torch_threads, lines, name)
+    return CostReport(len(passages), len(questions), sizes["repeats"], run.resources.torch_threads, lines, name)
 
 
 class _Timing(NamedTuple):
     seconds: float
-    made: Any
+    result: Any
 
 
 def _time_work(work: Callable[[], Any], device: torch.device) -> _Timing:
-    began = time.perf_counter()
-    made = work()
+    start = time.perf_counter()
+    result = work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _Timing(time.perf_counter() - began, made)
+    return _Timing(time.perf_counter() - start, result)
 
 
 def _systems(
@@ -126,7 +128,7 @@ def _systems(
         )
 
     plain = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1)).to(device)
-    asked = token_states(plain, plain.tokenize_queries(questions))
+    queries = token_states(plain, plain.tokenize_queries(questions))
     queries_QD = torch.from_numpy(plain.embed_queries(questions)).to(device)
     return [
         views("DPR", strategy="cls", num_views=1),
@@ -142,22 +144,22 @@ def _systems(
         _System(
             "late interaction",
             lambda: _states(plain, passages),
-            lambda parts: torch.cat([late_interaction(*asked, part) for part in parts], dim=1),
+            lambda parts: torch.cat([late_interaction(*queries, part) for part in parts], dim=1),
             lambda parts: float(np.mean([real.sum(-1).float().mean().item() for _, real in parts])),
         ),
     ]
 
 
 def _encode(encoder: DualEncoder, passages: Sequence[Passage]) -> torch.Tensor:
-    tokenized = encoder.tokenize_passages(passages)
-    order = sorted(range(len(tokenized)), key=lambda at: tokenized[at].num_tokens)
-    parts = [
-        encoder.embed_passages([tokenized[at] for at in order[low : low + _BATCH]]).views_PVD
-        for low in range(0, len(order), _BATCH)
-    ]
+    parts = [encoder.embed_passages(batch).views_PVD for batch in _batches(encoder, passages)]
     return torch.from_numpy(np.concatenate(parts)).to(encoder.device)
 
 
 def _states(encoder: DualEncoder, passages: Sequence[Passage]) -> list[Any]:
-    tokenized = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
-    return [token_states(encoder, tokenized[low : low + _BATCH]) for low in range(0, len(tokenized), _BATCH)]
+    return [token_states(encoder, batch) for batch in _batches(encoder, passages)]
+
+
+def _batches(encoder: DualEncoder, passages: Sequence[Passage]) -> list[list[TokenizedPassage]]:
+    """Passages of like length together, the shortest first."""
+    by_length = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
+    return [by_length[low : low + _BATCH] for low in range(0, len(by_length), _BATCH)]

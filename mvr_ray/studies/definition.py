@@ -1,4 +1,4 @@
-"""The study file: a grid of variants over one run file, in several sizes.
+"""Defines the study file: a grid of variants over one run file, in several sizes.
 
     study: mvr-views
     base: common.yaml                       # sizes, run file and questions that studies share
@@ -23,8 +23,8 @@ StepName = Literal[
     "cost", "refinement_grid", "reading", "entity_frequency",
 ]  # fmt: skip
 
-BM25, FUSED = "BM25", ", with BM25"
-"""In a report's lines and in contrasts: BM25 alone, and what follows a variant's name where it is fused with it."""
+BM25, WITH_BM25 = "BM25", ", with BM25"
+"""Names in reports and in contrasts: BM25 alone, and the suffix of a variant that is fused with it."""
 
 
 def _short(value: Any) -> Any:
@@ -41,7 +41,7 @@ class StepConfig(Section):
     only: list[str] = Field(default_factory=list)
     """The sizes that take this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What a measure of a study asks beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
+    """Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]
@@ -55,11 +55,11 @@ class VariantConfig(Section):
     steps: Steps = Field(default_factory=list)
     """Absent: the study's."""
     seeds: bool = True
-    """False: nothing random is in it, so that one seed says all."""
+    """False: nothing in it is random, so one seed is enough."""
     paper: dict[str, float] = Field(default_factory=dict)
     """The paper's own figures by metric, as shares (0..1) or in the metric's unit."""
     setting: str = ""
-    """What the paper's figures were measured on, where it differs from the study's `paper`."""
+    """The data of the paper's figures, where they differ from the study's `paper`."""
 
 
 class SizeConfig(Section):
@@ -85,7 +85,7 @@ class StudyConfig(Section):
     study: Name
     title: str
     paper: str
-    """Which table or figure this stands beside, and what that was measured on."""
+    """The table or figure beside which this stands, and the data of its measurements."""
     about: str = ""
     run: str
     """The run file, relative to the study file."""
@@ -96,11 +96,11 @@ class StudyConfig(Section):
     variants: Annotated[list[VariantConfig], Field(min_length=1)]
     contrasts: list[ContrastConfig] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
-    """Sentences for the end of the report: what was seen, and what cannot be shown at this size."""
+    """Sentences for the end of the report: observations, and the limits of this size."""
 
 
 class Study(NamedTuple):
-    """A study in one size, with what the command line added."""
+    """A study in one size, with the overrides of the command line."""
 
     config: StudyConfig
     size: str
@@ -116,16 +116,15 @@ class Study(NamedTuple):
         return self.file.parent / self.config.run
 
     def steps(self, variant: VariantConfig) -> list[StepConfig]:
-        """What a variant takes in this size, in order."""
+        """The steps of a variant in this size, in order."""
         every = variant.steps or self.config.steps
         return [step for step in every if not step.only or self.size in step.only]
 
     def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
-        seeded = [f"train.seed={seed}", f"encoder.seed={seed}"]
-        asked = ["evaluate.questions=[" + self.config.questions + "]"]
+        common = [f"evaluate.questions=[{self.config.questions}]", f"train.seed={seed}", f"encoder.seed={seed}"]
         size = self.config.sizes[self.size].set
         own = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
-        return [*asked, *seeded, *size, *own, *self.extra]
+        return [*common, *size, *own, *self.extra]
 
     def resolve(self, overrides: list[str]) -> RunConfig:
         data = loader.read(self.run_file)
@@ -149,14 +148,14 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
         raise ConfigError(f"{file}: variant {twice[0]!r} stands twice; give each a name of its own")
     for contrast in config.contrasts:
         for name in (contrast.better, contrast.than):
-            if name != BM25 and name.removesuffix(FUSED) not in names:
+            if name != BM25 and name.removesuffix(WITH_BM25) not in names:
                 raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:
-        asked = {"": {*variant.sizes}}
+        sizes_at = {"": {*variant.sizes}}
         for step in variant.steps or config.steps:
-            asked.setdefault(f", step {step.stage}", set()).update(step.sizes, step.only)
-        for where, sizes in asked.items():
+            sizes_at.setdefault(f", step {step.stage}", set()).update(step.sizes, step.only)
+        for where, sizes in sizes_at.items():
             unknown = sorted(sizes - set(config.sizes))
             if unknown:
                 raise ConfigError(

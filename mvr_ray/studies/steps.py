@@ -1,12 +1,13 @@
-"""Plan the steps of a study: each runs once, however many variants need it.
+"""Plans the steps of a study: each runs once, however many variants need it.
 
-A `train` step of another task makes a cross-encoder, which the chain's later `mine` steps denoise with, or a reader.
-With `train.init_from=previous` it goes on from the encoder that the chain trained before.
+The product of a step is its stage, but for a `train` step of another task: that makes a reader, or a cross-encoder,
+with which the chain's later `mine` steps denoise. With `train.init_from=previous` training goes on from the encoder
+that the chain trained before.
 
 A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
 names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
-the same store. What a step makes (an encoder, an index, mined questions) is named by its key, so no two steps write to
-one place. A corpus keeps its name, which is where question sets and messages find it; `execute` puts it back in place.
+the same store. A product (an encoder, an index, mined questions) is named by the key of its step, so no two steps write
+to one place. A corpus keeps its name, under which question sets and messages refer to it; `execute` restores it.
 """
 
 import hashlib
@@ -56,18 +57,18 @@ _NAMES = {
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
 _BEFORE = {"encoder": {"empty_snippets": "masked", "title_view": False}}
-"""What was done before a setting came, so that steps on file stay those of the setting that they had."""
+"""What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
 
-_TELLS_MORE = {
+_REPORT_FORMATS = {
     "refinement_grid": "when rules stop, the newest questions, ranks",
     "evaluate": "ranks",
     "analyze": "eqs. 14 and 15 as in the paper, ranks",
     "reading": "values of every question",
 }
-"""What a step's report has come to tell: one on file without it is made again."""
+"""Fields that a stage's report gained: the key has them, so a step whose report lacks them runs again."""
 
-_SEES_REFINED = ("evaluate", "analyze", "reading", "entity_frequency")
-"""They look at the version that the chain's refinement published."""
+_USES_REFINEMENT = ("evaluate", "analyze", "reading", "entity_frequency")
+"""These stages measure the version that the chain's refinement published."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
@@ -75,14 +76,16 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step, ready to run. `after` are keys of steps that come first; `refined` is the refinement it looks at."""
+    """One step, ready to run. `after` are keys of steps that come first, `corpus` is the key of the step that prepares
+    its corpus, and `refinement` that of the refinement that it measures."""
 
     key: str
     stage: str
     run: RunConfig
     command: str
     after: tuple[str, ...]
-    refined: str | None = None
+    corpus: str
+    refinement: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,14 +105,9 @@ class StudyPlan:
     steps: dict[str, PlannedStep] = field(default_factory=dict)
     variants: list[PlannedVariant] = field(default_factory=list)
 
-    def ancestors(self, key: str) -> set[str]:
-        """Keys of all steps that a step stands on."""
-        needed = set(self.steps[key].after)
-        return needed.union(*(self.ancestors(one) for one in needed))
-
 
 def plan_study(study: Study) -> StudyPlan:
-    """The steps of every variant and seed, in the order of the file, with equal ones made one."""
+    """The steps of every variant and seed, in the order of the file, equal ones once."""
     plan = StudyPlan()
     for variant in study.config.variants:
         for seed in study.seeds if variant.seeds else study.seeds[:1]:
@@ -120,14 +118,14 @@ def plan_study(study: Study) -> StudyPlan:
 
 
 class _Chain:
-    """One variant with one seed, walked step by step."""
+    """The steps of one variant with one seed. `latest` has the key of the last step of each product."""
 
     def __init__(self, study: Study, variant: VariantConfig, seed: int) -> None:
         self.study, self.variant, self.seed = study, variant, seed
         self.latest: dict[str, str] = {}
 
     def add(self, plan: StudyPlan, step: StepConfig) -> str:
-        """Plan a step (and the corpus that it stands on); returns its key."""
+        """Plan a step and the preparation of its corpus; returns its key."""
         overrides = self.study.overrides(self.variant, step, self.seed)
         run = self.study.resolve(overrides)
         self._plan(plan, StepConfig.model_construct(stage="prepare"), run, overrides)
@@ -135,23 +133,31 @@ class _Chain:
 
     def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
         stage = step.stage
-        made = run.train.task if stage == "train" and run.train.task != "retriever" else stage
-        needs = [self.latest[name] for name in self._needs(made, run) if name in self.latest]
-        more = [_TELLS_MORE[stage]] if stage in _TELLS_MORE else []
-        key = _digest([stage, *_decides(made, stage, run), step.options, *needs, *more])
-        names = self._names(made, run, key)
+        product = run.train.task if stage == "train" and run.train.task != "retriever" else stage
+        needs = [self.latest[name] for name in self._needs(product, run) if name in self.latest]
+        report_format = [_REPORT_FORMATS[stage]] if stage in _REPORT_FORMATS else []
+        key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_format])
+        names = self._names(product, run, key)
         if key not in plan.steps:
-            named = RunConfig.model_validate(_laid_over(run, names))
-            refined = self.latest.get("refine") if stage in _SEES_REFINED else None
-            typed = [f"{section}.{name}={value}" for section, values in names.items() for name, value in values.items()]
+            plain = run.model_dump(mode="json")
             words = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
             if stage in STAGES:
-                words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides, *typed]
-            plan.steps[key] = PlannedStep(key, stage, named, shlex.join(words), tuple(needs), refined, step.options)
-        if made in ("train", "index"):
+                words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides]
+                words += [f"{part}.{name}={value}" for part, values in names.items() for name, value in values.items()]
+            plan.steps[key] = PlannedStep(
+                key,
+                stage,
+                RunConfig.model_validate({**plain, **{part: plain[part] | values for part, values in names.items()}}),
+                shlex.join(words),
+                tuple(needs),
+                plan.steps[needs[0]].corpus if needs else key,
+                self.latest.get("refine") if stage in _USES_REFINEMENT else None,
+                step.options,
+            )
+        if product in ("train", "index"):
             self.latest.pop("refine", None)
-        if made in ("train", "index", "refine", "mine", "prepare", "cross_encoder", "reader"):
-            self.latest[made] = key
+        if product in ("train", "index", "refine", "mine", "prepare", "cross_encoder", "reader"):
+            self.latest[product] = key
         return key
 
     def _needs(self, stage: str, run: RunConfig) -> tuple[str, ...]:
@@ -166,57 +172,50 @@ class _Chain:
             return (*_NEEDS[stage], "train")
         return _NEEDS[stage]
 
-    def _names(self, made: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
-        """What this step makes is named by its key, what it reads by the key of the step that made it."""
-        if made == "prepare":
+    def _names(self, product: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
+        """The names of this step's product and of what it reads, by section: each is named by the key of its step."""
+        if product == "prepare":
             return {}
-        latest = {**self.latest, made: key}
+        latest = {**self.latest, product: key}
         encoder = latest.get("train") or _digest([_deciding(run, "encoder")])
         names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}"}}
         if "index" in latest:
-            trained = "trained" if "train" in latest else "untrained"
-            names["index"] = {"name": f"study-{latest['index']}", "encoder": trained}
+            encoder_kind = "trained" if "train" in latest else "untrained"
+            names["index"] = {"name": f"study-{latest['index']}", "encoder": encoder_kind}
         if "mine" in latest:
             names["mine"] = {"output": f"mined-{latest['mine']}"}
-            if made in ("train", "cross_encoder", "reader"):
+            if product in ("train", "cross_encoder", "reader"):
                 names["train"] = {"hard_negatives": f"mined-{latest['mine']}"}
-        if made == "train" and run.train.init_from == PREVIOUS:
+        if product == "train" and run.train.init_from == PREVIOUS:
             names.setdefault("train", {})["init_from"] = f"study-{self.latest['train']}"
-        if made in ("cross_encoder", "reader"):
-            names.setdefault("train", {})[made] = f"study-{key}"
-        if made == "mine" and "cross_encoder" in latest:
+        if product in ("cross_encoder", "reader"):
+            names.setdefault("train", {})[product] = f"study-{key}"
+        if product == "mine" and "cross_encoder" in latest:
             names["mine"]["cross_encoder"] = f"study-{latest['cross_encoder']}"
         if "reader" in latest:
             names["read"] = {"reader": f"study-{latest['reader']}"}
         return names
 
 
-def _decides(made: str, stage: str, run: RunConfig) -> list[Any]:
-    """What a step's result follows from. A model with a head is the same under every readout of its backbone; times are
-    those of a device."""
-    if made == "reader":
+def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
+    """The settings that decide a step's result. A model with a task head is the same under every readout of its
+    backbone; times are those of a device."""
+    if product == "reader":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(reader_spec(run))]
-    if made == "cross_encoder":
+    if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
     return [*(_deciding(run, section) for section in _SECTIONS[stage]), *on_gpu]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
-    plain = run.model_dump(mode="json")[section]
+    """A section without names, and without the settings that have the value from before they existed."""
     before = _BEFORE.get(section, {})
     return {
         name: value
-        for name, value in plain.items()
+        for name, value in run.model_dump(mode="json")[section].items()
         if name not in _NAMES.get(section, ()) and (name not in before or value != before[name])
     }
-
-
-def _laid_over(run: RunConfig, names: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    plain = run.model_dump(mode="json")
-    for section, values in names.items():
-        plain[section] |= values
-    return plain
 
 
 def _digest(parts: list[Any]) -> str:

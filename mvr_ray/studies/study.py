@@ -1,4 +1,4 @@
-"""A study from its file to its report: plan the steps, run what is not on file, write what was found."""
+"""Runs a study from its file to its report: plans the steps, runs those that are not on file, writes the report."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class StudyResult(NamedTuple):
-    """`folder` is where the report lies, in the store, or where `output` said."""
+    """`folder` holds the report: in the store, or under `output`."""
 
     study: str
     size: str
@@ -36,10 +36,10 @@ def run_study(
     progress: Progress = no_progress,
     at_once: int | None = None,
 ) -> StudyResult:
-    """Run a study in one size; the same command again runs only what is missing.
+    """Run a study in one size; the same command again runs only the steps that are missing.
 
-    `output` takes a copy of the report, in a folder named by study and size. `at_once`: steps side by side, where the
-    size's own number is not wanted. Raises ConfigError, StudyError.
+    `output` takes a copy of the report, in a folder named by study and size. `at_once`: steps side by side, in place of
+    the size's own number. Raises ConfigError, StudyError.
     """
     if at_once is not None and at_once < 1:
         raise ConfigError(f"at_once is {at_once}; at least one step must run")
@@ -47,17 +47,17 @@ def run_study(
     plan = plan_study(study)
     run = study.resolve([*study.config.sizes[size].set, *extra])
     store = Store(run.store.path)
-    done = run_plan(plan, store, run, progress, at_once or study.config.sizes[size].at_once)
-    report = make_report(study, plan, done)
+    records = run_plan(plan, store, run, progress, at_once or study.config.sizes[size].at_once)
+    report = make_report(study, plan, records)
     folder = paths.study_report_dir(study.config.study, size)
     for name, data in report.files.items():
         store.write_bytes(f"{folder}/{name}", data)
-    told = store.where(folder)
+    location = store.where(folder)
     if output is not None:
         target = output / f"{study.config.study}-{size}"
         target.mkdir(parents=True, exist_ok=True)
         for name, data in report.files.items():
             (target / name).write_bytes(data)
-        told = str(target)
-    log.info("study done: study=%s size=%s steps=%d folder=%s", study.config.study, size, len(plan.steps), told)
-    return StudyResult(study.config.study, size, len(plan.variants), len(plan.steps), told, report.tables)
+        location = str(target)
+    log.info("study done: study=%s size=%s steps=%d folder=%s", study.config.study, size, len(plan.steps), location)
+    return StudyResult(study.config.study, size, len(plan.variants), len(plan.steps), location, report.tables)

@@ -27,8 +27,8 @@ from mvr_ray.studies.entities import (
     passage_frequencies,
     rows_by_frequency,
 )
-from mvr_ray.studies.entity_table import entity_table, ranks_of
-from mvr_ray.studies.tables import VariantResult
+from mvr_ray.studies.results import VariantResult
+from mvr_ray.studies.retrieval_tables import entity_ranks, entity_table
 
 WORDS = ["Ada", "Bell", "Ada Bell", "U.S.", "Élan", "O'Neil", "ada"]
 entities = st.lists(st.sampled_from(["", *WORDS]), min_size=1, max_size=12)
@@ -67,15 +67,15 @@ def test_an_entity_is_the_longest_run_of_capitalised_words(question, entity):
 
 @given(entities, texts)
 def test_a_frequency_is_the_number_of_passages_that_hold_the_entity_as_an_answer(entities_Q, passages):
-    found = passage_frequencies(entities_Q, iter(passages))
-    assert found.tolist() == [
+    frequencies = passage_frequencies(entities_Q, iter(passages))
+    assert frequencies.tolist() == [
         sum(has_answer(text, [entity]) for text in passages) if entity else 0 for entity in entities_Q
     ]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=60))
 def test_buckets_divide_the_questions_and_never_one_frequency(questions):
-    names = ["Ada" if named else "" for named, _ in questions]
+    names = ["Ada" if has_entity else "" for has_entity, _ in questions]
     frequency_Q = np.array([count for _, count in questions])
     everything, *parts = frequency_buckets(names, frequency_Q)
     assert (everything.name, everything.questions) == (ALL, list(range(len(questions))))
@@ -86,8 +86,8 @@ def test_buckets_divide_the_questions_and_never_one_frequency(questions):
     for before, after in pairwise(of_frequency):
         assert before.high < after.low
     for part in of_frequency:
-        seen = frequency_Q[part.questions]
-        assert (part.low, part.high) == (seen.min(), seen.max())
+        own = frequency_Q[part.questions]
+        assert (part.low, part.high) == (own.min(), own.max())
     if of_frequency:
         assert 4 * len(of_frequency[0].questions) >= sum(map(bool, names)), "the rarest quarter is not cut"
 
@@ -140,27 +140,27 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
 
     def results(name, ranks_Q):
         rows = rows_by_frequency(questions, {BM25: far, "study-1": ranks_Q}, articles, ["Ada"], (1, 5), num=50)
-        found = [
+        system_ranks = [
             QuestionRanks(system, "dev", list("abcdefgh"), articles, ranks.tolist(), [None] * 8)
             for system, ranks in (("study-1", ranks_Q), ("bm25", far))
         ]
-        report = to_plain({"sets": [{"questions": "dev", "rows": rows}], "ranks": found})
+        report = to_plain({"sets": [{"questions": "dev", "rows": rows}], "ranks": system_ranks})
         return VariantResult(name, {}, "", {}, {}, {"entity_frequency": [report]})
 
     variants = [results("mean", one), results("snippets", none), VariantResult("x", {}, "", {}, {}, {})]
-    told = [(ranks.system, list(ranks.answer_ranks)) for ranks in ranks_of(variants)]
-    assert told == [("mean", [0] * 8), (BM25, [3] * 8), ("snippets", [-1] * 8)]
+    answer_ranks = [(ranks.system, list(ranks.answer_ranks)) for ranks in entity_ranks(variants)]
+    assert answer_ranks == [("mean", [0] * 8), (BM25, [3] * 8), ("snippets", [-1] * 8)]
     table = entity_table(study, variants)
-    told = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    assert [(row["system"], row["bucket"], row["n"]) for row in told] == [
+    lines = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["system"], row["bucket"], row["n"]) for row in lines] == [
         (system, bucket, n)
         for system in (BM25, "mean", "snippets")
         for bucket, n in ((ALL, 8), (NO_ENTITY, 4), ("entity in 1 passage", 4))
     ]
-    assert told[0]["top-1"] == "0.0 (0.0 to 0.0)" and told[0]["top-5"] == "100.0 (100.0 to 100.0)"
-    assert told[0]["top-1 over BM25, p"] == ""
-    assert told[3]["top-1 over BM25, p"].startswith("+100.0 (+100.0 to +100.0), ")
-    assert told[6]["top-5 over BM25, p"].startswith("-100.0 (-100.0 to -100.0), ")
+    assert lines[0]["top-1"] == "0.0 (0.0 to 0.0)" and lines[0]["top-5"] == "100.0 (100.0 to 100.0)"
+    assert lines[0]["top-1 over BM25, p"] == ""
+    assert lines[3]["top-1 over BM25, p"].startswith("+100.0 (+100.0 to +100.0), ")
+    assert lines[6]["top-5 over BM25, p"].startswith("-100.0 (-100.0 to -100.0), ")
     assert "NQ 80.1, BM25 64.4" in table.note
     assert entity_table(study, [VariantResult("x", {}, "", {}, {}, {})]) is None
 
@@ -178,17 +178,17 @@ def test_the_step_ranks_as_evaluate_does_and_divides_those_questions(own_index, 
     for row in results.rows:
         kind, _, k = row.metric.partition("/top-")
         if kind == "answer" and k in ("1", "5"):
-            found = rows[names.get(row.system, row.system), ALL, int(k)]
-            assert (found.value, found.low, found.high, found.n) == (row.value, row.low, row.high, row.n)
+            own = rows[names.get(row.system, row.system), ALL, int(k)]
+            assert (own.value, own.low, own.high, own.n) == (row.value, row.low, row.high, row.n)
     questions = corpus.read_questions(store, "dev")
     texts = [passage.text for passage in Corpus.open(store, "corpus")]
-    named = [entity for question in questions if (entity := entity_of(question.text))]
-    assert rows["index", NO_ENTITY, 1].n == len(questions) - len(named)
+    entity_names = [entity for question in questions if (entity := entity_of(question.text))]
+    assert rows["index", NO_ENTITY, 1].n == len(questions) - len(entity_names)
     spans = [
         (row.low_frequency, row.high_frequency, row.n) for row in report.sets[0].rows if row.low_frequency is not None
     ]
-    assert sum(n for *_, n in set(spans)) == len(named)
-    counts = [sum(has_answer(text, [entity]) for text in texts) for entity in named]
+    assert sum(n for *_, n in set(spans)) == len(entity_names)
+    counts = [sum(has_answer(text, [entity]) for text in texts) for entity in entity_names]
     for low, high, n in spans:
         assert sum(low <= count <= high for count in counts) == n
     corpus.write_questions(store, "bare", [question._replace(answers=(), answer_starts=()) for question in questions])

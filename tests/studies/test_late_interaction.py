@@ -18,14 +18,14 @@ def test_a_passage_scores_by_the_best_token_for_every_token_of_the_question_what
     encoder = DualEncoder.from_backbone(
         str(tiny_backbone), EncoderSpec(strategy="cls", num_views=1, max_passage_tokens=64)
     )
-    asked = token_states(encoder, encoder.tokenize_queries(QUERIES))
+    queries = token_states(encoder, encoder.tokenize_queries(QUERIES))
     passages = token_states(encoder, encoder.tokenize_passages(PASSAGES))
-    scores_QP = late_interaction(*asked, passages)
+    scores_QP = late_interaction(*queries, passages)
     for row, query in enumerate(encoder.tokenize_queries(QUERIES)):
         for column, passage in enumerate(encoder.tokenize_passages(PASSAGES)):
             query_ID, passage_TD = (token_states(encoder, [one]).states_PTD[0].double() for one in (query, passage))
-            wanted = sum(max(float(q @ p) for p in passage_TD) for q in query_ID)
-            assert abs(float(scores_QP[row, column]) - wanted) < 1e-4
+            expected = sum(max(float(q @ p) for p in passage_TD) for q in query_ID)
+            assert abs(float(scores_QP[row, column]) - expected) < 1e-4
     norms = passages.states_PTD.norm(dim=-1)
     torch.testing.assert_close(norms, passages.real_PT.float(), atol=1e-5, rtol=0)
 

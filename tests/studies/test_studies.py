@@ -26,17 +26,20 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import StepRecord, run_plan
-from mvr_ray.studies.refinement import _load, expanded, refinement_grid, stopping
-from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting, _State
+from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
+from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
 from mvr_ray.studies.report import make_report
+from mvr_ray.studies.results import VariantResult, variant_results
+from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
-from mvr_ray.studies.tables import VariantResult, contrast_table, cost_table, retrieval_table, variant_results
 from mvr_ray.studies.view_tables import view_table
 from mvr_ray.types import Question, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHIPPED = sorted(path for path in (ROOT / "configs" / "studies").glob("*.yaml") if not path.stem.startswith("common"))
+STUDY_FILES = sorted(
+    path for path in (ROOT / "configs" / "studies").glob("*.yaml") if not path.stem.startswith("common")
+)
 
 STUDY = {
     "study": "small",
@@ -71,26 +74,26 @@ def write(tmp_path):
     return study
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 def test_every_shipped_study_plans_in_every_size(path):
     for size in ("quick", "gpu", "paper"):
         plan = plan_study(load_study(path, size))
         assert all(key in plan.steps for variant in plan.variants for key in variant.keys)
         order = list(plan.steps)
         for at, step in enumerate(plan.steps.values()):
-            assert all(order.index(needed) < at for needed in step.after)
+            assert all(order.index(key) < at for key in step.after)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 def test_no_epoch_is_chosen_on_questions_that_are_reported(path):
     """Neither by a set that a report shows, nor by a part of one (`dev_gate` of `dev`)."""
     study = load_study(path)
     steps = plan_study(study).steps.values()
-    reported = {study.config.questions for step in steps if step.stage in ("evaluate", "analyze")}
-    reported |= {name for step in steps if step.stage == "reading" for name in step.options["questions"]}
+    report_sets = {study.config.questions for step in steps if step.stage in ("evaluate", "analyze")}
+    report_sets |= {name for step in steps if step.stage == "reading" for name in step.options["questions"]}
     chosen_by = {step.run.train.dev_questions for step in steps if step.stage == "train"} - {None}
-    assert not chosen_by & reported
-    assert not [name for name in chosen_by for shown in reported if name.startswith(f"{shown}_")]
+    assert not chosen_by & report_sets
+    assert not [name for name in chosen_by for shown_set in report_sets if name.startswith(f"{shown_set}_")]
 
 
 def test_equal_steps_of_variants_and_studies_are_one(write):
@@ -113,8 +116,8 @@ def test_a_setting_that_came_later_leaves_steps_on_file_as_long_as_nothing_else_
     settings = {"as before": [], "said": ["encoder.empty_snippets=masked"], "other": ["encoder.empty_snippets=kept"]}
     variants = [{"name": name, "set": ["encoder.strategy=snippets", *some]} for name, some in settings.items()]
     plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
-    before, said, other = (variant.keys for variant in plan.variants)
-    assert before == said and not {*other[1:]} & {*before[1:]}
+    before, explicit, other = (variant.keys for variant in plan.variants)
+    assert before == explicit and not {*other[1:]} & {*before[1:]}
 
 
 def test_a_step_reads_what_the_steps_before_it_made(write):
@@ -128,14 +131,14 @@ def test_a_step_reads_what_the_steps_before_it_made(write):
     ]
     variants = [{"name": "loop", "steps": steps}]
     plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
-    _, first, indexed, mined, second, again, _ = plan.steps.values()
-    assert indexed.run.encoder.name == first.run.encoder.name == mined.run.encoder.name
-    assert mined.run.index.name == indexed.run.index.name
-    assert second.run.train.hard_negatives == mined.run.mine.output
+    _, first, index_step, mine_step, second, again, _ = plan.steps.values()
+    assert index_step.run.encoder.name == first.run.encoder.name == mine_step.run.encoder.name
+    assert mine_step.run.index.name == index_step.run.index.name
+    assert second.run.train.hard_negatives == mine_step.run.mine.output
     assert first.run.train.hard_negatives is None
     assert again.run.encoder.name == second.run.encoder.name != first.run.encoder.name
-    assert {indexed.run.index.encoder, again.run.index.encoder} == {"trained"}
-    assert len({step.run.index.name for step in (indexed, again)}) == 2
+    assert {index_step.run.index.encoder, again.run.index.encoder} == {"trained"}
+    assert len({step.run.index.name for step in (index_step, again)}) == 2
 
 
 def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
@@ -145,11 +148,11 @@ def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
         {"name": "anew", "steps": ["train", "train"]},
     ]
     plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
-    _, first, _, second, third, indexed = plan.steps.values()
+    _, first, _, second, third, index_step = plan.steps.values()
     assert first.run.train.init_from is None
     assert (second.run.train.init_from, third.run.train.init_from) == (first.run.encoder.name, second.run.encoder.name)
     assert first.key in second.after and second.key in third.after
-    assert indexed.run.encoder.name == third.run.encoder.name
+    assert index_step.run.encoder.name == third.run.encoder.name
     assert plan.variants[1].keys == (first.key, first.key)
     variants[0]["steps"] = [on]
     with pytest.raises(ConfigError, match=r"'on' has train\.init_from=previous in its first train step; leave it out"):
@@ -159,27 +162,30 @@ def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
 def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(write):
     """And what is mined before it is mined alike in a chain without one."""
     teacher = {"stage": "train", "set": ["train.task=cross_encoder"]}
-    taught = {"stage": "train", "set": ["train.num_hard_negatives=1"]}
+    student = {"stage": "train", "set": ["train.num_hard_negatives=1"]}
     reader = {"stage": "train", "set": ["train.task=reader"]}
     chains = [
-        ["mine", teacher, taught, "index", "mine", taught, "index"],
-        ["mine", taught, "index", reader, "evaluate"],
+        ["mine", teacher, student, "index", "mine", student, "index"],
+        ["mine", student, "index", reader, "evaluate"],
     ]
     variants = [{"name": str(number), "steps": steps} for number, steps in enumerate(chains)]
     plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
-    _, mined, judge, first, indexed, denoised, second, again, read, _ = plan.steps.values()
+    _, mine_step, judge, first, index_step, denoise_step, second, again, read, _ = plan.steps.values()
     assert (judge.run.train.task, read.run.train.task) == ("cross_encoder", "reader")
-    assert judge.run.train.hard_negatives == first.run.train.hard_negatives == mined.run.mine.output
-    assert (mined.run.mine.cross_encoder, denoised.run.mine.cross_encoder) == (None, judge.run.train.cross_encoder)
-    assert second.run.train.hard_negatives == denoised.run.mine.output != mined.run.mine.output
-    assert indexed.run.encoder.name == first.run.encoder.name != second.run.encoder.name == again.run.encoder.name
-    assert plan.variants[1].keys[:3] == (mined.key, first.key, indexed.key)
+    assert judge.run.train.hard_negatives == first.run.train.hard_negatives == mine_step.run.mine.output
+    assert (mine_step.run.mine.cross_encoder, denoise_step.run.mine.cross_encoder) == (
+        None,
+        judge.run.train.cross_encoder,
+    )
+    assert second.run.train.hard_negatives == denoise_step.run.mine.output != mine_step.run.mine.output
+    assert index_step.run.encoder.name == first.run.encoder.name != second.run.encoder.name == again.run.encoder.name
+    assert plan.variants[1].keys[:3] == (mine_step.key, first.key, index_step.key)
     assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
 
 
 @pytest.mark.parametrize("task", ["reader", "cross_encoder"])
 def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(write, task):
-    def trained(**sections):
+    def train_keys(**sections):
         steps = [{"stage": "train", "set": [f"train.task={task}"]}]
         readouts = [{"name": name, "set": [f"encoder.strategy={name}"]} for name in ("mean", "snippet_means")]
         size = {"quick": {"seeds": [1]}}
@@ -187,14 +193,14 @@ def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(w
         assert [step.stage for step in plan.steps.values()] == ["prepare", "train"]
         return plan.variants[0].keys
 
-    asked = trained()
-    assert trained(encoder={"max_passage_tokens": 64}) == asked
+    keys = train_keys()
+    assert train_keys(encoder={"max_passage_tokens": 64}) == keys
     for section, other in (
         ("train", {"lr": 0.1}),
         ("encoder", {"backbone": "x"}),
         ("read", {"max_question_tokens": 9}),
     ):
-        assert trained(**{section: other}) != asked
+        assert train_keys(**{section: other}) != keys
 
 
 def test_a_variant_and_a_step_may_be_set_otherwise_in_one_size(write):
@@ -202,9 +208,9 @@ def test_a_variant_and_a_step_may_be_set_otherwise_in_one_size(write):
     own = {"set": ["train.lr=0.5", "train.siblings=false"], "sizes": {"large": ["train.lr=0.7", "train.seed=5"]}}
     file = write({}, variants=[{"name": "a", "steps": [step], **own}], sizes={"quick": {}, "large": {}})
     for size, lr, seed in (("quick", 0.1, 1), ("large", 0.3, 5)):
-        _, made = plan_study(load_study(file, size)).steps.values()
-        assert (made.run.train.lr, made.run.train.epochs, made.run.train.seed) == (lr, 2, seed)
-        assert not made.run.train.siblings
+        _, train_step = plan_study(load_study(file, size)).steps.values()
+        assert (train_step.run.train.lr, train_step.run.train.epochs, train_step.run.train.seed) == (lr, 2, seed)
+        assert not train_step.run.train.siblings
 
 
 def test_a_step_may_belong_to_some_sizes_alone(write):
@@ -217,22 +223,26 @@ def test_a_step_may_belong_to_some_sizes_alone(write):
 
 
 def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
-    def refused(told: str, run: dict | None = None, size: str = "quick", **more) -> None:
-        with pytest.raises(ConfigError, match=told):
+    def check_refusal(message: str, run: dict | None = None, size: str = "quick", **more) -> None:
+        with pytest.raises(ConfigError, match=message):
             load_study(write(run or {}, **more), size)
 
-    refused("no size 'huge'; there are quick", size="huge")
-    refused("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
-    refused("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "m"}])
-    refused("variant 'a' stands twice", variants=[{"name": "a"}, {"name": "a"}])
-    refused("variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}])
+    check_refusal("no size 'huge'; there are quick", size="huge")
+    check_refusal("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
+    check_refusal("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "m"}])
+    check_refusal("variant 'a' stands twice", variants=[{"name": "a"}, {"name": "a"}])
+    check_refusal(
+        "variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}]
+    )
     elsewhere = {"stage": "train", "sizes": {"gigantic": ["train.lr=1"]}}
-    refused("variant 'a', step train: no size 'gigantic'; there are", variants=[{"name": "a", "steps": [elsewhere]}])
+    check_refusal(
+        "variant 'a', step train: no size 'gigantic'; there are", variants=[{"name": "a", "steps": [elsewhere]}]
+    )
     nowhere = {"stage": "train", "only": ["vast"]}
-    refused("variant 'a', step train: no size 'vast'; there are", variants=[{"name": "a", "steps": [nowhere]}])
-    refused("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
+    check_refusal("variant 'a', step train: no size 'vast'; there are", variants=[{"name": "a", "steps": [nowhere]}])
+    check_refusal("variant 'a': no size 'tiny'; there are", variants=[{"name": "a", "sizes": {"tiny": ["train.lr=1"]}}])
     with pytest.raises(ConfigError, match="unknown field 'betta'"):
-        list(expanded([{"betta": 1}]))
+        list(expand_settings([{"betta": 1}]))
 
 
 ARTICLES = ["a", "a", "b", "b", "b", "c", "c", "d", "d", "e"]
@@ -263,20 +273,20 @@ def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_
     study = load_study(write({}, variants=STUDY["variants"][::2], sizes={"quick": {"seeds": [1, 2, 3]}}))
     plan = plan_study(study)
     values = {("mean", 1): 0.5, ("mean", 2): 0.6, ("mean", 3): 0.7, ("untrained", 1): 0.2}
-    done = {}
-    for planned in plan.variants:
-        for key in planned.keys:
+    records = {}
+    for variant_run in plan.variants:
+        for key in variant_run.keys:
             step = plan.steps[key]
             report = {"passages_written": 9}
             if step.stage == "evaluate":
-                report = fake(values[planned.variant.name, planned.seed], planned.seed)
-            done[key] = StepRecord(key, step.stage, step.command, 1.0, report)
-    found = {one.name: one for one in variant_results(study, plan, done)}
+                report = fake(values[variant_run.variant.name, variant_run.seed], variant_run.seed)
+            records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+    results = {one.name: one for one in variant_results(study, plan, records)}
     articles = interval_over_seeds(hits(0.5, 0.6, 0.7), ARTICLES)
-    assert found["mean"].cells["gold/top-1"] == pytest.approx((0.6, *articles, 3, 10))
+    assert results["mean"].cells["gold/top-1"] == pytest.approx((0.6, *articles, 3, 10))
     alone = cluster_interval(hits(0.2)[0], ARTICLES)
-    assert found["untrained"].cells["gold/top-1"] == pytest.approx((0.2, *alone, 1, 10))
-    table = retrieval_table(study, list(found.values()))
+    assert results["untrained"].cells["gold/top-1"] == pytest.approx((0.2, *alone, 1, 10))
+    table = retrieval_table(study, list(results.values()))
     columns = ["variant", "paper gold/top-1", "gold/top-1", "n", "seeds", "gold/top-1 against mean, p"]
     assert table.columns == columns
     assert [row[0] for row in table.rows] == ["mean", "untrained"]
@@ -285,11 +295,11 @@ def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_
     p = paired_test(hits(0.2)[0], hits(0.5, 0.6, 0.7).mean(axis=0), ARTICLES)
     assert table.rows[1][3:5] == [10, 1]
     assert table.rows[1][5].startswith("-40.0 (") and table.rows[1][5].endswith(f", {p:.2g}")
-    written = make_report(study, plan, done).files["questions.parquet"]
-    kept = {(part.system, part.seed): list(part.gold_ranks) for part in pq_ranks(written)}
-    assert set(kept) == {("mean", 1), ("mean", 2), ("mean", 3), ("untrained", 1)}
-    assert kept["mean", 2] == [0] * 6 + [-1] * 4
-    assert "gold_ranks" not in make_report(study, plan, done).files["report.json"].decode()
+    ranks_file = make_report(study, plan, records).files["questions.parquet"]
+    ranks = {(part.system, part.seed): list(part.gold_ranks) for part in pq_ranks(ranks_file)}
+    assert set(ranks) == {("mean", 1), ("mean", 2), ("mean", 3), ("untrained", 1)}
+    assert ranks["mean", 2] == [0] * 6 + [-1] * 4
+    assert "gold_ranks" not in make_report(study, plan, records).files["report.json"].decode()
 
 
 def pq_ranks(data: bytes) -> list[QuestionRanks]:
@@ -305,24 +315,24 @@ def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
     sizes = {"quick": {"seeds": [1, 2, 3]}}
     study = load_study(write({}, variants=variants, contrasts=contrasts, sizes=sizes))
     values = {"mean": (0.5, 0.7, 0.6), "snippets": (0.4, 0.5, 0.5)}
-    found = {
+    results = {
         name: VariantResult(name, {}, "", {}, ranks, {})
         for name, ranks in (
             (name, {seed: QuestionRanks(**fake(value, seed)["ranks"][0]) for seed, value in enumerate(own, 1)})
             for name, own in values.items()
         )
     }
-    table = contrast_table(study.config.contrasts, list(found.values()))
-    told = dict(zip(table.columns, table.rows[0]))
-    assert told["difference (points)"] == "+13.3"
-    assert told["p, t-test over seeds"] == f"{stats.ttest_ind(values['mean'], values['snippets']).pvalue:.2g}"
-    assert told["p, paired t-test over seeds"] == f"{stats.ttest_rel(values['mean'], values['snippets']).pvalue:.2g}"
+    table = contrast_table(study.config.contrasts, list(results.values()))
+    cells = dict(zip(table.columns, table.rows[0]))
+    assert cells["difference (points)"] == "+13.3"
+    assert cells["p, t-test over seeds"] == f"{stats.ttest_ind(values['mean'], values['snippets']).pvalue:.2g}"
+    assert cells["p, paired t-test over seeds"] == f"{stats.ttest_rel(values['mean'], values['snippets']).pvalue:.2g}"
     apart = [hits(*values[name]).mean(axis=0) for name in ("mean", "snippets")]
-    assert told["p, paired by article"] == f"{paired_test(*apart, ARTICLES):.2g}"
-    assert (told["n"], told["seeds"]) == (10, 3)
+    assert cells["p, paired by article"] == f"{paired_test(*apart, ARTICLES):.2g}"
+    assert (cells["n"], cells["seeds"]) == (10, 3)
 
 
-def refined_round(number: int, share: float, moved: int) -> dict:
+def refined_round(number: int, share: float, num_moved: int) -> dict:
     top = {"1": share, "5": share + 0.1, "20": share + 0.2}
     ranks = [0 if question < round(10 * share) else -1 for question in range(10)]
     sets = [
@@ -336,7 +346,7 @@ def refined_round(number: int, share: float, moved: int) -> dict:
         }
         for name, most in (("known", 7), ("gate", 8), ("unseen", 9))
     ]
-    counts = {"num_moved": moved, "skipped_domain": 3, "skipped_no_positive": 4, "norm_mean": 1.25, "norm_max": 2.0}
+    counts = {"num_moved": num_moved, "skipped_domain": 3, "skipped_no_positive": 4, "norm_mean": 1.25, "norm_max": 2.0}
     counts["newest"] = share + 0.05
     return {"number": number, "loss": 0.5, **counts, "sets": sets}
 
@@ -348,10 +358,10 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     plan = plan_study(study)
     rounds = [refined_round(number, 0.1 * number, 10 * number) for number in range(5)]
     setting = {"method": "passage", "step_size": 0.02, "decay": 0.3, "keep_length": True}
-    kept = {"label": "kept", "setting": setting, "chosen": 3, "stopped": 4, "restored": 2, "lowest_loss": 1}
-    kept["rounds"] = rounds
-    refused = {
-        **kept,
+    kept_trial = {"label": "kept", "setting": setting, "chosen": 3, "stopped": 4, "restored": 2, "lowest_loss": 1}
+    kept_trial["rounds"] = rounds
+    refused_trial = {
+        **kept_trial,
         "label": "refused",
         "setting": {**setting, "method": "linear", "beta": 0.6, "gamma": -0.1},
         "chosen": 0,
@@ -359,12 +369,12 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     }
     ids = [f"q{number}" for number in range(10)]
     sets = [{"questions": name, "ids": ids, "articles": ARTICLES} for name in ("known", "gate", "unseen")]
-    made = {"passages_written": 9, "tried": [kept, refused], "sets": sets, "gate": "gate"}
-    done = {key: StepRecord(key, step.stage, step.command, 1.0, made) for key, step in plan.steps.items()}
-    report = make_report(study, plan, done)
+    grid = {"passages_written": 9, "tried": [kept_trial, refused_trial], "sets": sets, "gate": "gate"}
+    records = {key: StepRecord(key, step.stage, step.command, 1.0, grid) for key, step in plan.steps.items()}
+    report = make_report(study, plan, records)
     tables = {table.title: table for table in report.tables}
-    told = [row[:3] for row in tables["Refinement"].rows]
-    assert told == [["a", "before", "0"], ["a", "kept", "3, kept"], ["a", "kept", "4"], ["a", "refused", "4, refused"]]
+    heads = [row[:3] for row in tables["Refinement"].rows]
+    assert heads == [["a", "before", "0"], ["a", "kept", "3, kept"], ["a", "kept", "4"], ["a", "refused", "4, refused"]]
     assert tables["Refinement"].columns[3:] == [
         "known (n 10) answer", "known (n 10) gold", "gate (n 10) answer", "gate (n 10) gold",
         "unseen (n 10) answer", "unseen (n 10) gold", "unseen change, p", "known newest answer",
@@ -381,9 +391,9 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     depths = tables["Refinement at every depth"]
     assert depths.columns[3:] == ["known answer", "known gold", "unseen answer", "unseen gold"]
     assert depths.rows[1][3:] == ["30.0 / 40.0 / 50.0"] * 4
-    moved = [row[3:] for row in tables["What moved"].rows]
-    assert moved[1] == ["0.06", 30, 3, 4, "1.25", "2", 7, "1.5", 9, "1.5"]
-    assert [row[0] for row in moved] == ["0", "0.06", "0.08", ""], "the linear form takes no step size"
+    motion = [row[3:] for row in tables["What moved"].rows]
+    assert motion[1] == ["0.06", 30, 3, 4, "1.25", "2", 7, "1.5", 9, "1.5"]
+    assert [row[0] for row in motion] == ["0", "0.06", "0.08", ""], "the linear form takes no step size"
     ends = [row[1:] for row in tables["When to stop"].rows]
     assert ends[0] == ["kept", "4: 40.0 / 40.0", 4, "2: 20.0 / 20.0", "1: 10.0 / 10.0", "4: 40.0 / 40.0"]
     assert ends[1][3] == "nothing"
@@ -391,7 +401,7 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
 
 
 @pytest.mark.parametrize(
-    "known, heldout, patience, ending",
+    "curve, heldout, patience, ending",
     [
         ([60, 71, 74, 73, 73, 75], [70] * 6, 2, (4, 2)),
         ([60, 71, 74, 73, 73, 75], [70] * 6, 3, (5, 5)),
@@ -403,10 +413,10 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
         ([60, 65, 64, 63, 70], [70, 60, 60, 60, 70], 2, (3, 0)),
     ],
 )
-def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(known, heldout, patience, ending):
+def test_rounds_that_are_over_tell_where_the_rule_would_have_ended_them(curve, heldout, patience, ending):
     """The best of those seen, of equals the first; none where each lost the gate more than a point."""
     gate = tuple((float(value),) for value in heldout)
-    assert stopping(tuple(map(float, known)), gate, patience, 1.0) == ending
+    assert find_ending(tuple(map(float, curve)), gate, patience, 1.0) == ending
 
 
 @pytest.mark.parametrize("order", [["evaluate", "analyze"], ["analyze", "evaluate"]])
@@ -416,10 +426,10 @@ def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
     plan = plan_study(study)
     reports = {"evaluate": fake(0.5, 1), "analyze": fake(0.7, 1, ALL_VIEWS), "index": {}, "prepare": {}}
     reports["analyze"]["rows"].append({**reports["analyze"]["rows"][0], "metric": "lv"})
-    done = {key: StepRecord(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
-    [found] = variant_results(study, plan, done)
-    assert (found.cells["gold/top-1"].value, found.cells["lv"].value) == (0.5, 0.7)
-    assert list(found.ranks[1].gold_ranks) == [0] * 5 + [-1] * 5
+    records = {key: StepRecord(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
+    [results] = variant_results(study, plan, records)
+    assert (results.cells["gold/top-1"].value, results.cells["lv"].value) == (0.5, 0.7)
+    assert list(results.ranks[1].gold_ranks) == [0] * 5 + [-1] * 5
 
 
 def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
@@ -432,25 +442,26 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
         write({}, variants=[{"name": "a", "steps": ["index", "evaluate"]}], sizes=sizes, contrasts=contrasts)
     )
     plan = plan_study(study)
-    done = {key: StepRecord(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
-    for planned in plan.variants:
+    records = {key: StepRecord(key, step.stage, "", 1.0, {"passages_written": 9}) for key, step in plan.steps.items()}
+    for variant_run in plan.variants:
         parts = [
-            fake(0.1 + planned.seed / 10, 1),
+            fake(0.1 + variant_run.seed / 10, 1),
             fake(0.5, 1, "bm25"),
-            fake(0.5 + planned.seed / 10, 1, f"bm25 + {10 * planned.seed} x dense"),
+            fake(0.5 + variant_run.seed / 10, 1, f"bm25 + {10 * variant_run.seed} x dense"),
         ]
         report = {name: [one for part in parts for one in part[name]] for name in ("rows", "ranks")}
-        key = next(key for key in planned.keys if plan.steps[key].stage == "evaluate")
-        done[key] = done[key]._replace(report=report)
-    found = {one.name: one for one in variant_results(study, plan, done)}
-    assert list(found) == ["a", "BM25", "a, with BM25"]
-    assert found["a, with BM25"].cells["gold/top-1"].value == pytest.approx(0.65)
-    words = found["BM25"].cells["gold/top-1"]
+        key = next(key for key in variant_run.keys if plan.steps[key].stage == "evaluate")
+        records[key] = records[key]._replace(report=report)
+    results = {one.name: one for one in variant_results(study, plan, records)}
+    assert list(results) == ["a", "BM25", "a, with BM25"]
+    assert results["a, with BM25"].cells["gold/top-1"].value == pytest.approx(0.65)
+    words = results["BM25"].cells["gold/top-1"]
     assert words == pytest.approx((0.5, *cluster_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
     assert words.high - words.low > 0.2
-    assert found["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
-    told = make_report(study, plan, done).tables
-    [table] = [table for table in told if table.title == "Differences"]
+    assert results["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
+    tables = make_report(study, plan, records).tables
+    assert "Refinement at every depth" not in [table.title for table in tables], "nothing was refined"
+    [table] = [table for table in tables if table.title == "Differences"]
     assert [row[3] for row in table.rows] == ["+40.0", "+15.0"]
     with pytest.raises(ConfigError, match=r"a contrast names variant 'b, with BM25'"):
         load_study(write({}, contrasts=[{**contrasts[0], "better": "b, with BM25"}]))
@@ -479,61 +490,61 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     ran: list[str] = []
     prepare, start = execute._prepare, execute._start
 
-    def prepared(step, store, progress):
+    def count_prepare(step, store, progress):
         ran.append(step.stage)
         return prepare(step, store, progress)
 
-    def counted(step, pool, progress):
+    def count_start(step, pool, progress):
         ran.append(step.stage)
         if len(ran) == 3:
             raise ConfigError("as if it had failed")
         start(step, pool, progress)
 
-    monkeypatch.setattr(execute, "_prepare", prepared)
-    monkeypatch.setattr(execute, "_start", counted)
+    monkeypatch.setattr(execute, "_prepare", count_prepare)
+    monkeypatch.setattr(execute, "_start", count_start)
     with pytest.raises(StudyError, match=r"step 3 of 9 failed: mvr-ray index .*as if it had failed; correct it"):
         run_plan(plan, store, run)
-    told: list[str] = []
-    done = run_plan(plan, store, run, lambda what, done, total: told.append(what), at_once=2)
+    lines: list[str] = []
+    records = run_plan(plan, store, run, lambda what, count, total: lines.append(what), at_once=2)
     assert sorted(ran) == sorted([*(step.stage for step in plan.steps.values()), "index"]), "each once, but what failed"
-    assert set(done) == set(plan.steps)
-    assert {what.partition(":")[0] for what in told} == {"lane 1", "lane 2", "study steps"}
-    assert run_plan(plan, store, run) == done
+    assert set(records) == set(plan.steps)
+    assert {what.partition(":")[0] for what in lines} == {"lane 1", "lane 2", "study steps"}
+    assert run_plan(plan, store, run) == records
     assert len(ran) == 10
-    made = run_study(path, output=tmp_path / "out")
+    result = run_study(path, output=tmp_path / "out")
     folder = tmp_path / "out" / "small-quick"
-    told = json.loads((folder / "report.json").read_text())
-    assert [table["title"] for table in told["tables"]][:2] == ["Retrieval", "Differences"]
-    assert made.steps == len(told["steps"]) == 9
+    content = json.loads((folder / "report.json").read_text())
+    assert [table["title"] for table in content["tables"]][:2] == ["Retrieval", "Differences"]
+    assert result.steps == len(content["steps"]) == 9
     page = (folder / "report.html").read_text()
     assert "A &lt;small&gt; study" in page and "http" not in page.replace("data:image", "")
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "attention-kl-snippets.png").is_file()
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
     chance = random.Random(at_once)
     plan = plan_study(load_study(path))
-    left, running, done = list(plan.steps.values()), [], {}
+    waiting, running, records = list(plan.steps.values()), [], {}
     most = 0
-    while left or running:
-        step = execute._next(plan, left, done, running, at_once)
+    while waiting or running:
+        step = execute._next(waiting, records, running, at_once)
         if step is None:
             assert running, "nothing runs and nothing may start"
-            ended = running.pop(chance.randrange(len(running)))
-            done[ended.key] = StepRecord(ended.key, ended.stage, "", 0.0, {})
+            finish = running.pop(chance.randrange(len(running)))
+            records[finish.key] = StepRecord(finish.key, finish.stage, "", 0.0, {})
             continue
-        assert set(step.after) <= set(done)
-        left.remove(step)
+        assert set(step.after) <= set(records)
+        waiting.remove(step)
         running.append(step)
         most = max(most, len(running))
         assert len(running) <= at_once
         assert len(running) == 1 or not {"prepare", "cost"} & {one.stage for one in running}
         looked_at = [one.run.index.name for one in running if one.stage in ("refine", "evaluate", "analyze", "mine")]
         assert len(looked_at) == len(set(looked_at))
-    assert set(done) == set(plan.steps)
+    assert set(records) == set(plan.steps)
     assert most == 1 or at_once > 1
     indexes = {step.run.index.name for step in plan.steps.values() if step.stage == "index"}
     assert most > 1 or at_once == 1 or len(indexes) < 2
@@ -541,8 +552,8 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
 
 def test_the_papers_own_figures_stand_beside_ours():
     views = {"view_pair_cosine": 0.9, "ppl": 1.3, "ppl_of_mean_entropy": 1.2, "ppl_answer": None, "attention_kl": 0.2}
-    asked = {"gold_answer_view_share": None, "num_questions": 90, "questions_per_passage": 4.5}
-    analyzed = {"analyze": [{**views, **asked, "lv": 0.01, "win_shares": [0.7, 0.3]}]}
+    counts = {"gold_answer_view_share": None, "num_questions": 90, "questions_per_passage": 4.5}
+    analysis = {"analyze": [{**views, **counts, "lv": 0.01, "win_shares": [0.7, 0.3]}]}
     lines = [
         {
             "system": name,
@@ -554,24 +565,24 @@ def test_the_papers_own_figures_stand_beside_ours():
         }
         for name, ratio in (("DPR", 1.0), ("MVR (k=8)", 3.0), ("snippet means (k=8)", 2.8))
     ]
-    timed = {"cost": [{"threads": 1, "lines": lines}]}
-    found = [
+    cost_report = {"cost": [{"threads": 1, "lines": lines}]}
+    results = [
         VariantResult(
-            "MVR", {"lv": 0.126, "search_ms/DPR": 10, "search_ms/MVR": 25}, "", {}, {}, {**analyzed, **timed}
+            "MVR", {"lv": 0.126, "search_ms/DPR": 10, "search_ms/MVR": 25}, "", {}, {}, {**analysis, **cost_report}
         ),
-        VariantResult("CAMVR", {}, "", {}, {}, analyzed),
+        VariantResult("CAMVR", {}, "", {}, {}, analysis),
     ]
-    seen = view_table(found)
-    assert [dict(zip(seen.columns, row))["paper LV"] for row in seen.rows] == ["0.126", ""]
-    assert [dict(zip(seen.columns, row))["LV"] for row in seen.rows] == ["0.01", "0.01"]
-    assert "paper PPL" not in seen.columns and len(seen.columns) == len(seen.rows[0])
-    cost = cost_table(found)
-    told = {row[0]: dict(zip(cost.columns, row)) for row in cost.rows}
-    assert told["MVR (k=8)"]["paper search ratio"] == "2.5" and told["MVR (k=8)"]["search ratio"] == "3"
-    assert told["snippet means (k=8)"]["paper search ratio"] == told["DPR"]["paper encode ratio"] == ""
+    views_table = view_table(results)
+    assert [dict(zip(views_table.columns, row))["paper LV"] for row in views_table.rows] == ["0.126", ""]
+    assert [dict(zip(views_table.columns, row))["LV"] for row in views_table.rows] == ["0.01", "0.01"]
+    assert "paper PPL" not in views_table.columns and len(views_table.columns) == len(views_table.rows[0])
+    cost = cost_table(results)
+    rows = {row[0]: dict(zip(cost.columns, row)) for row in cost.rows}
+    assert rows["MVR (k=8)"]["paper search ratio"] == "2.5" and rows["MVR (k=8)"]["search ratio"] == "3"
+    assert rows["snippet means (k=8)"]["paper search ratio"] == rows["DPR"]["paper encode ratio"] == ""
     assert "one thread" in cost.note
     on_both = VariantResult(
-        "MVR", {}, "", {}, {}, {"cost": [*timed["cost"], {"threads": 1, "lines": lines, "device": "H200"}]}
+        "MVR", {}, "", {}, {}, {"cost": [*cost_report["cost"], {"threads": 1, "lines": lines, "device": "H200"}]}
     )
     assert "on H200 and one thread;" in cost_table([on_both]).note
 
@@ -597,37 +608,34 @@ def test_at_once_is_checked_before_anything_runs(write, tmp_path):
 
 
 def feedback_in_memory(store: Store, setting: Setting, questions: list[Question]) -> dict[str, np.ndarray]:
-    """What the workbench adds to version 1: feedback views by passage, in order."""
-    described = manifest.read(store, "index", 1)
-    loaded, texts = _load(store, described), Corpus.open(store, described.corpus)
+    """The feedback views that the simulator adds to version 1, by passage, in order."""
+    version = manifest.read(store, "index", 1)
+    views, texts = load_views(store, version), Corpus.open(store, version.corpus)
     simulator = RefinementSimulator(
-        loaded.vectors_ND,
-        loaded.row_ptr,
-        loaded.view_numbers_N,
-        described.num_views,
-        lambda row: texts.get([loaded.ids[row]])[loaded.ids[row]].text,
+        views, version.num_views, lambda row: texts.get([views.ids[row]])[views.ids[row]].text
     )
-    encoder = open_encoder(store, described.encoder_name, described.encoder_fingerprint)
+    encoder = open_encoder(store, version.encoder_name, version.encoder_fingerprint)
     queries = encoder.embed_queries([question.text for question in questions])
-    asked = LabelledQuestions("known", queries, [question.answers for question in questions], [set()] * len(questions))
-    none = np.empty(0, np.int64), np.empty((0, described.dimension), np.float32)
-    state = _State(simulator.vectors_ND, queries, *none)
-    made = simulator._step(setting, state, simulator.label(setting, asked, state, simulator.search(state, queries, 20)))
-    return {loaded.ids[row]: made.feedback_FD[made.feedback_P == row] for row in np.unique(made.feedback_P)}
+    source = LabelledQuestions("known", queries, [question.answers for question in questions], [set()] * len(questions))
+    start = simulator.start(queries)
+    hits = simulator.search(simulator.open_index(start), queries, 20)
+    changes = simulator.step(setting, start, simulator.label(setting, source, start, hits)).changes
+    rows = np.unique(changes.feedback_F)
+    return {views.ids[row]: changes.feedback_FD[changes.feedback_F == row] for row in rows}
 
 
-def feedback_at_rest(store: Store, published: Manifest) -> dict[str, np.ndarray]:
-    loaded = _load(store, published)
-    extra_N = loaded.view_numbers_N >= published.num_views
-    spans = zip(loaded.ids, loaded.row_ptr, loaded.row_ptr[1:])
-    found = {passage_id: loaded.vectors_ND[low:high][extra_N[low:high]] for passage_id, low, high in spans}
-    return {passage_id: views for passage_id, views in found.items() if len(views)}
+def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
+    views = load_views(store, version)
+    extra_N = views.view_numbers_N >= version.num_views
+    spans = zip(views.ids, views.row_ptr, views.row_ptr[1:])
+    feedback = {passage_id: views.vectors_ND[low:high][extra_N[low:high]] for passage_id, low, high in spans}
+    return {passage_id: own for passage_id, own in feedback.items() if len(own)}
 
 
 @pytest.mark.data
 @pytest.mark.ray
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
-    """The workbench against the distributed refinement over the same index: the same accuracies, nothing published."""
+    """The simulator against the distributed refinement over the same index: the same accuracies, nothing published."""
     store = Store(str(own_index))
     questions = corpus.read_questions(store, "dev")
     corpus.write_questions(store, "known", questions[:28])
@@ -653,45 +661,45 @@ def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
     ]
     report = refinement_grid(run, options={"settings": settings})
     assert manifest.list_versions(store, "index") == [1]
-    for tried in report.tried:
-        asked = {"method": tried.setting["method"], "positives": tried.setting["positives"]}
-        sections["refine"] |= asked | {"step_size": tried.setting["step_size"]}
-        sections["refine"] |= {f"feedback_{name}": tried.setting[name] for name in ("weight", "clusters")}
-        refined = refine(run_over(own_index, **sections))
-        rows = {(row.kind, row.protocol): row for row in refined.accuracy}
+    for trial in report.tried:
+        settings = {"method": trial.setting["method"], "positives": trial.setting["positives"]}
+        sections["refine"] |= settings | {"step_size": trial.setting["step_size"]}
+        sections["refine"] |= {f"feedback_{name}": trial.setting[name] for name in ("weight", "clusters")}
+        refinement = refine(run_over(own_index, **sections))
+        rows = {(row.kind, row.protocol): row for row in refinement.accuracy}
         sets = [(kind, *one) for kind in ("answer", "gold") for one in enumerate(("transductive", "gate"))]
         for kind, number, protocol in sets:
             row = rows[kind, protocol]
-            before, after = (getattr(each.sets[number], kind) for each in (tried.rounds[0], tried.rounds[1]))
+            before, after = (getattr(each.sets[number], kind) for each in (trial.rounds[0], trial.rounds[1]))
             assert (before[1], before[5]) == pytest.approx((row.top_1_before, row.top_5_before))
             assert (after[1], after[5], after[20]) == pytest.approx(
                 (row.top_1_after, row.top_5_after, row.top_20_after)
             )
-        setting = Setting(**tried.setting)
+        setting = Setting(**trial.setting)
         if setting.method == "feedback_views":
-            known = feedback_in_memory(store, setting, questions[:28])
-            stored = feedback_at_rest(store, refined.published)
-            assert known.keys() == stored.keys()
-            for passage_id, views in known.items():
-                np.testing.assert_allclose(stored[passage_id], views, atol=1e-3)
-            assert min(2, setting.clusters) <= max(map(len, known.values())) <= setting.clusters
-        if refined.published:
+            memory_views = feedback_in_memory(store, setting, questions[:28])
+            views_at_rest = feedback_at_rest(store, refinement.published)
+            assert memory_views.keys() == views_at_rest.keys()
+            for passage_id, views in memory_views.items():
+                np.testing.assert_allclose(views_at_rest[passage_id], views, atol=1e-3)
+            assert min(2, setting.clusters) <= max(map(len, memory_views.values())) <= setting.clusters
+        if refinement.published:
             manifest.rollback(store, "index", 1)
 
 
 def test_expansion_is_every_combination_of_lists():
-    found = list(expanded([{"method": "linear", "beta": [0.1, 0.2], "gamma": [0, -1]}, {"weight": 0.5}]))
-    assert len(found) == 5
-    assert {(one["beta"], one["gamma"]) for one in found[:4]} == {(0.1, 0), (0.1, -1), (0.2, 0), (0.2, -1)}
+    results = list(expand_settings([{"method": "linear", "beta": [0.1, 0.2], "gamma": [0, -1]}, {"weight": 0.5}]))
+    assert len(results) == 5
+    assert {(one["beta"], one["gamma"]) for one in results[:4]} == {(0.1, 0), (0.1, -1), (0.2, 0), (0.2, -1)}
 
 
 def test_a_report_says_nothing_of_what_was_not_measured(write):
     study = load_study(write({}, variants=STUDY["variants"][:1], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
     empty = {"passages_written": 9}
-    done = {key: StepRecord(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
+    records = {key: StepRecord(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
     last = plan.variants[0].keys[-1]
-    report = make_report(study, plan, {**done, last: done[last]._replace(report=fake(0.2, 1))})
+    report = make_report(study, plan, {**records, last: records[last]._replace(report=fake(0.2, 1))})
     assert [table.title for table in report.tables] == ["Retrieval"]
     low, high = cluster_interval(hits(0.2)[0], ARTICLES)
     assert f"20.0 ({100 * low:.1f} to {100 * high:.1f})" in report.files["report.md"].decode()
@@ -716,8 +724,8 @@ def test_a_corpus_that_another_size_has_replaced_is_put_back_before_a_step_uses_
     assert passages() == 40
     for size, most in (("quick", 20), ("quick", 20), ("big", 40)):
         training = next(step for step in plans[size].steps.values() if step.stage == "train")
-        execute._corpus_in_place(plans[size], training, store, no_progress)
+        execute._restore_corpus(plans[size], training, store, no_progress)
         assert passages() == most
     before = (Path(small["store"]["path"]) / "corpora" / "corpus" / "corpus.json").stat().st_mtime_ns
-    execute._corpus_in_place(plans["big"], training, store, no_progress)
+    execute._restore_corpus(plans["big"], training, store, no_progress)
     assert (Path(small["store"]["path"]) / "corpora" / "corpus" / "corpus.json").stat().st_mtime_ns == before

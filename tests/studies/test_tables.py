@@ -18,27 +18,18 @@ from mvr_ray.store.files import Store
 from mvr_ray.studies import plots
 from mvr_ray.studies.cost import VIEWS, cost
 from mvr_ray.studies.definition import load_study
-from mvr_ray.studies.plots import plots_of
-from mvr_ray.studies.tables import (
-    CROSS_ENCODER,
-    READER,
-    Cell,
-    VariantResult,
-    index_table,
-    mining_table,
-    reader_table,
-    reading_table,
-    teacher_table,
-    training_table,
-)
+from mvr_ray.studies.plots import draw_plots
+from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult
+from mvr_ray.studies.retrieval_tables import index_table, reading_table
+from mvr_ray.studies.tables import make_table
+from mvr_ray.studies.training_tables import cross_encoder_table, mining_table, reader_table, training_table
 
 
-def results(name: str, cells: dict[str, float] | None = None, **reports) -> VariantResult:
-    found = {metric: Cell(value, value - 0.1, value + 0.1, 1) for metric, value in (cells or {}).items()}
-    return VariantResult(name, {}, "", found, {}, reports)
+def result(name: str, **reports) -> VariantResult:
+    return VariantResult(name, {}, "", {}, {}, reports)
 
 
-def told(table) -> list[dict]:
+def records(table) -> list[dict]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
@@ -53,6 +44,15 @@ def study(tmp_path_factory):
     return load_study(folder / "one.yaml", "quick")
 
 
+def test_a_table_has_the_columns_of_its_rows_in_order_and_drops_those_that_stay_empty():
+    rows = [{"variant": "a", "paper": "", "top-1": "50.0"}, {"variant": "b", "paper": None, "n": 3}]
+    table = make_table("Title", "note", rows)
+    assert table.columns == ["variant", "paper", "top-1", "n"]
+    assert table.rows == [["a", "", "50.0", ""], ["b", None, "", 3]]
+    assert make_table("Title", "note", rows, drop_empty=True).columns == ["variant", "top-1", "n"]
+    assert make_table("Title", "note", []) is None
+
+
 def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the_first_variant():
     def row(passages: int, metric: str, value: float) -> dict:
         return {"passages": passages, "metric": metric, "value": value, "low": value - 0.01, "high": value + 0.02}
@@ -65,53 +65,55 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
         values = [value(number, k, number / 16 + shift) for number in range(8) for k in (1, 5)]
         return {"sets": [{"questions": "dev", "asked": 8, "rows": rows, "values": values}]}
 
-    base = results("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
-    first, _, second, _ = told(reading_table([base, results("b", reading=[read(0.25)])]))
+    base = result("a", reading=[read(0.0)])._replace(paper={"exact_match": 0.415})
+    first, _, second, _ = records(reading_table([base, result("b", reading=[read(0.25)])]))
     assert (first["passages"], first["n"], first["paper exact match"]) == (1, 8, "41.5")
     assert first["exact match"] == "30.0 (29.0 to 32.0)"
     assert first["F1"] == "40.0 (39.0 to 42.0)"
     assert first["F1 against a, p"] == ""
     assert second["F1 against a, p"] == "+25.0 (+25.0 to +25.0), 0.12", "four articles, each better: 2 of 16 flips"
-    assert reading_table([results("a")]) is None
+    assert reading_table([result("a")]) is None
 
 
 def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_views():
-    def ended(loss: float, collapsed: bool) -> dict:
+    def training(loss: float, collapse: bool) -> dict:
         epoch = {"step": 40, "loss": loss, "loss_local": 2.0, "view_pair_cosine": 0.5, "lv": 0.2}
-        return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapsed}]}
+        return {"epochs": [{**epoch, "loss": 9.0}, epoch | {"view_shares": [0.25] * 4, "collapsed": collapse}]}
 
-    [row] = told(training_table([results("a", train=[ended(1.0, True), ended(2.0, False)])]))
+    [row] = records(training_table([result("a", train=[training(1.0, True), training(2.0, False)])]))
     assert (row["steps"], row["loss"], row["local loss"], row["collapsed"]) == (40, "1.5", "2", "1 of 2")
     assert float(row["ln V"]) == pytest.approx(math.log(4), abs=1e-3)
 
 
 def test_what_mining_dropped_is_a_share_of_the_hits_and_what_the_teacher_knew_of_the_questions():
-    mined = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
+    mining = {"method": "index", "questions": 10, "hits": 200, "dropped_gold": 20, "dropped_answer_bearing": 50,
              "dropped_by_cross_encoder": 1, "negatives": 129, "without": 2}  # fmt: skip
-    taught = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
-    found = [results("a", mine=[mined, {**mined, "method": "bm25"}], **{CROSS_ENCODER: [taught]})]
-    first, second = told(mining_table(found))
+    task_report = {"metrics": {"steps": 120, "loss": 0.5, "dev_top1_before": 0.1, "dev_top1": 0.625}}
+    variants = [result("a", mine=[mining, {**mining, "method": "bm25"}], **{CROSS_ENCODER: [task_report]})]
+    first, second = records(mining_table(variants))
     assert [first[name] for name in ("pass", "gold", "answer-bearing", "by the cross-encoder")] == [
         1, "10.0", "25.0", "0.5"]  # fmt: skip
     assert (second["pass"], second["search"], second["kept"], second["questions without"]) == (2, "bm25", 129, 2)
-    [teacher] = told(teacher_table(found))
+    [teacher] = records(cross_encoder_table(variants))
     assert (teacher["steps"], teacher["top-1 before"], teacher["top-1"]) == (120, "10.0", "62.5")
 
 
 def test_a_reader_is_told_by_its_best_epoch_and_an_index_by_what_its_shards_hold():
-    taught = {"metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}}
+    task_report = {
+        "metrics": {"steps": 150.0, "loss": 0.7, "dev_f1_before": 0.05, "dev_exact_match": 0.4, "dev_f1": 0.525}
+    }
     shards = [{"num_passages": 30, "num_vectors": 200}, {"num_passages": 10, "num_vectors": 100}]
     index = {"shards": shards, "dimension": 384, "dtype": "fp16"}
-    found = [results("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [taught]}), results("b")]
-    [reader] = told(reader_table(found))
+    variants = [result("a", index=[{**index, "shards": shards[:1]}, index], **{READER: [task_report]}), result("b")]
+    [reader] = records(reader_table(variants))
     assert (reader["F1 before"], reader["exact match"], reader["F1"]) == ("5.0", "40.0", "52.5")
-    [row] = told(index_table(found))
+    [row] = records(index_table(variants))
     assert (row["passages"], row["vectors"], row["vectors a passage"]) == (40, 300, "7.5")
-    assert reader_table(found[1:]) is index_table(found[1:]) is None
+    assert reader_table(variants[1:]) is index_table(variants[1:]) is None
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list:
+def heat_maps(monkeypatch) -> list:
     """What each heat map says in each of its cells, [row][column], `None` where nothing was measured."""
     maps = []
     keep = plots._plot
@@ -129,31 +131,31 @@ def drawn(monkeypatch) -> list:
     return maps
 
 
-def test_the_heat_map_of_attention_has_view_i_in_row_i(study, drawn):
+def test_the_heat_map_of_attention_has_view_i_in_row_i(study, heat_maps):
     table = [[1e-12, 0.5, None], [0.25, 0.0, 2.0], [3.0, 4.0, 0.0]]
-    [plot] = plots_of(study, [results("a b", analyze=[{"attention_kl_table": table}])])
+    [plot] = draw_plots(study, [result("a b", analyze=[{"attention_kl_table": table}])])
     assert plot.name == "attention-kl-a-b" and plot.png.startswith(b"\x89PNG")
-    assert [rows for _, _, _, rows in drawn] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
-    assert plots_of(study, [results("one view", analyze=[{"attention_kl_table": None}])]) == []
+    assert [rows for _, _, _, rows in heat_maps] == [[["0", "0.5", None], ["0.25", "0", "2"], ["3", "4", "0"]]]
+    assert draw_plots(study, [result("one view", analyze=[{"attention_kl_table": None}])]) == []
 
 
-@pytest.mark.parametrize(("keeps_length", "named"), [(True, "length-kept"), (False, "raw")])
-def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, drawn, keeps_length, named):
+@pytest.mark.parametrize(("keeps_length", "file_name"), [(True, "length-kept"), (False, "raw")])
+def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study, heat_maps, keeps_length, file_name):
     def one(beta: float, gamma: float) -> dict:
         answer = {k: (beta - gamma) / 10 + int(k) / 1000 for k in ("1", "5", "20", "100")}
         sets = [{"questions": "known", "answer": answer}, {"questions": "unseen", "answer": {**answer, "1": 0.5}}]
         setting = {"method": "linear", "beta": beta, "gamma": gamma, "keep_length": keeps_length}
         return {"setting": setting, "rounds": [{"sets": sets}] * 2}
 
-    tried = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
-    made = plots_of(study, [results("a", refinement_grid=[{"tried": tried}])])
-    assert [plot.name for plot in made[:2]] == [f"linear-{named}-a-known", f"linear-{named}-a-unseen"]
-    known = [one for one in drawn if one[0] == f"linear-{named}-a-known"]
-    assert [title for _, title, _, _ in known] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
-    for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known):
+    trials = [one(beta, gamma) for gamma in (-0.2, 0.0) for beta in (0.3, 0.1, 0.2)]
+    plots_made = draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
+    assert [plot.name for plot in plots_made[:2]] == [f"linear-{file_name}-a-known", f"linear-{file_name}-a-unseen"]
+    known_maps = [one for one in heat_maps if one[0] == f"linear-{file_name}-a-known"]
+    assert [title for _, title, _, _ in known_maps] == [f"top-{k}, percent" for k in (1, 5, 20, 100)]
+    for k, (_, _, rows, cells) in zip((1, 5, 20, 100), known_maps):
         assert rows == ["0.1", "0.2", "0.3"]
-        wanted = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
-        assert cells == wanted
+        expected = [[f"{10 * (beta - gamma) + k / 10:.1f}" for gamma in (0.0, -0.2)] for beta in (0.1, 0.2, 0.3)]
+        assert cells == expected
 
 
 @pytest.mark.data
@@ -165,11 +167,11 @@ def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(c
         cost(run)
     prepare.prepare(run.prepare, Store(run.store.path))
     threads = torch.get_num_threads()
-    seen = []
-    report = cost(run, lambda *told: seen.append(told), {"passages": 12, "questions": 5, "repeats": 2})
+    progress_calls = []
+    report = cost(run, lambda *call: progress_calls.append(call), {"passages": 12, "questions": 5, "repeats": 2})
     assert torch.get_num_threads() == threads
     assert (report.passages, report.questions, report.repeats) == (12, 5, 2)
-    assert [one[1] for one in seen] == [0, 1, 2]
+    assert [one[1] for one in progress_calls] == [0, 1, 2]
     lines = {line.system: line for line in report.lines}
     vectors = {name: line.vectors_a_passage for name, line in lines.items()}
     several = ("ME-BERT (k=8)", "MVR (k=8)", "snippet means (k=8)", "DRPQ (k=8)")

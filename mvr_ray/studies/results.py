@@ -1,0 +1,175 @@
+"""Gathers what the steps of a study measured, by variant, over seeds and questions.
+
+A value is a mean over seeds and questions. Its 95 % interval counts both: articles are resampled, since questions of
+one article are not independent, and seeds add Student's half width (`metrics.interval_over_seeds`).
+
+Shapes: S seeds, Q questions.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from mvr_ray.comparison import Difference, difference
+from mvr_ray.core.judging.metrics import hit_within, interval_over_seeds
+from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.studies.definition import BM25, WITH_BM25, Study, VariantConfig
+from mvr_ray.studies.execute import StepRecord
+from mvr_ray.studies.steps import PlannedVariant, StudyPlan
+from mvr_ray.studies.tables import Cell
+from mvr_ray.types import FloatArray
+
+Report = dict[str, Any]
+"""A step's report, as plain values."""
+CROSS_ENCODER, READER = "cross-encoder training", "reader training"
+BM25_SYSTEM = "bm25"
+"""BM25's name in the reports of steps; the name of a fusion with it contains this one."""
+
+
+class MetricValues(NamedTuple):
+    """values_SQ of the questions that a metric is defined for, their ids and articles."""
+
+    values_SQ: FloatArray
+    ids_Q: list[str]
+    articles_Q: list[str]
+
+
+class VariantResult(NamedTuple):
+    """The metrics of one variant, the ranks of every question by seed, and the reports of its steps by stage, a report
+    a seed."""
+
+    name: str
+    paper: Mapping[str, float]
+    setting: str
+    cells: dict[str, Cell]
+    ranks: dict[int, QuestionRanks]
+    reports: dict[str, list[Report]]
+
+
+class _SystemRows(NamedTuple):
+    """The rows of one system by metric and seed, its ranks by seed, and its names in the reports."""
+
+    rows: dict[str, dict[int, Report]]
+    ranks: dict[int, QuestionRanks]
+    names: list[str]
+
+
+def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> list[VariantResult]:
+    """Every variant over its seeds, and after it the other systems of its evaluation (BM25, and the fusion with it)."""
+    results: list[VariantResult] = []
+    for variant in study.config.variants:
+        runs = [run for run in plan.variants if run.variant.name == variant.name]
+        results += _system_results(study, variant, runs, records)
+    return results
+
+
+def _system_results(
+    study: Study, variant: VariantConfig, runs: Sequence[PlannedVariant], records: Mapping[str, StepRecord]
+) -> Iterator[VariantResult]:
+    """`analyze` may have had fewer questions than `evaluate`: a metric of both is the one of `evaluate`, and the one of
+    `analyze` stands under the system's name, beside the views alone. BM25 is not trained, so one seed is enough."""
+    systems = {variant.name: _SystemRows({}, {}, [])}
+    reports: dict[str, list[Report]] = {}
+    for run in runs:
+        for key in sorted(run.keys, key=lambda key: records[key].stage == "evaluate"):
+            stage, report = records[key].stage, records[key].report
+            reports.setdefault(_kind(records[key]), []).append(report)
+            if stage not in ("evaluate", "analyze"):
+                continue
+            for row in [*report["rows"], *report["ranks"]]:
+                name = _system_name(variant.name, row["system"])
+                if row["questions"] != study.config.questions or (name == BM25 and run.seed != runs[0].seed):
+                    continue
+                rows, ranks, names = systems.setdefault(name, _SystemRows({}, {}, []))
+                if "metric" not in row:
+                    ranks[run.seed] = QuestionRanks(**row)._replace(seed=run.seed)
+                    continue
+                if row["system"] not in names:
+                    names.append(row["system"])
+                if stage == "analyze":
+                    rows.setdefault(f"{row['system']}: {row['metric']}", {})[run.seed] = row
+                if stage == "evaluate" or row["system"] == ALL_VIEWS:
+                    rows.setdefault(row["metric"], {})[run.seed] = row
+    for name, (rows, ranks, names) in systems.items():
+        cells = {metric: _cell(metric, list(own.values()), list(ranks.values())) for metric, own in rows.items()}
+        if name == variant.name:
+            yield VariantResult(name, variant.paper, variant.setting, cells, ranks, reports)
+        else:
+            yield VariantResult(name, {}, "" if name == BM25 else "; ".join(names), cells, ranks, {})
+
+
+def _system_name(variant: str, system: str) -> str:
+    return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant
+
+
+def _kind(step: StepRecord) -> str:
+    """The step's stage; the training of a cross-encoder or of a reader has a kind of its own."""
+    epoch = (step.report.get("epochs") or [{}])[-1]
+    if step.stage != "train" or "view_pair_cosine" in epoch:
+        return step.stage
+    return CROSS_ENCODER if "dev_top1" in epoch else READER if "dev_f1" in epoch else step.stage
+
+
+def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -> Cell:
+    """From every question's own value where there is one, else from the intervals in the rows."""
+    values = metric_values(ranks, metric)
+    mean, seeds, n = float(np.mean([row["value"] for row in rows])), len(rows), rows[0]["n"]
+    if values is not None and values.values_SQ.shape == (seeds, n):
+        return Cell(mean, *interval_over_seeds(values.values_SQ, values.articles_Q), seeds, n)
+    low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
+    half = 0.0
+    if seeds > 1:
+        spread = float(np.std([row["value"] for row in rows], ddof=1))
+        half = float(stats.t.ppf(0.975, seeds - 1)) * spread / math.sqrt(seeds)
+    return Cell(mean, mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half), seeds, n)
+
+
+def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues | None:
+    """Every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics.
+
+    The parts rank the same questions.
+    """
+    kind, _, cutoff = metric.partition("/top-")
+    if not parts or kind not in ("answer", "gold") or not cutoff.isdigit():
+        return None
+    first = parts[0]
+    ranks_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
+    places = [at for at, rank in enumerate(ranks_SQ[0]) if rank is not None]
+    values_SQ = np.array([hits_within([ranks_Q[at] for at in places], int(cutoff)) for ranks_Q in ranks_SQ])
+    return MetricValues(values_SQ, [first.question_ids[at] for at in places], [first.articles[at] for at in places])
+
+
+def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
+    """1.0 for a rank (from 0, -1: not among the hits) among the first k. float64 [Q]."""
+    return hit_within(np.asarray(ranks, np.int64), k)
+
+
+def compare_variants(better: VariantResult, than: VariantResult, metric: str) -> Difference | None:
+    """The difference between two variants on the same questions; None where one of them has not answered these."""
+    seeds = sorted(set(better.ranks) & set(than.ranks))
+    if len(better.ranks) == 1 or len(than.ranks) == 1:  # an untrained system stands beside every seed
+        parts = [list(one.ranks.values()) for one in (better, than)]
+    else:
+        parts = [[one.ranks[seed] for seed in seeds] for one in (better, than)]
+    a, b = (metric_values(part, metric) for part in parts)
+    if a is None or b is None or a.ids_Q != b.ids_Q:
+        return None
+    return difference(a.values_SQ, b.values_SQ, a.articles_Q)
+
+
+def stage_reports(
+    results: Sequence[VariantResult], stage: str, *, first_seed: bool = False
+) -> Iterator[tuple[VariantResult, Report]]:
+    """The reports of one stage, each with its variant."""
+    for result in results:
+        for report in result.reports.get(stage, [])[: 1 if first_seed else None]:
+            yield result, report
+
+
+def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
+    """The ranks of every variant and seed for every question, under the variant's name."""
+    return [ranks._replace(system=result.name) for result in results for ranks in result.ranks.values()]

@@ -1,0 +1,191 @@
+"""Makes the tables of what variants retrieve and read, what their indexes hold, and what they cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mvr_ray.comparison import difference
+from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.studies.definition import BM25, ContrastConfig, Study
+from mvr_ray.studies.results import BM25_SYSTEM, VariantResult, compare_variants, stage_reports
+from mvr_ray.studies.tables import (
+    Cell,
+    Row,
+    Table,
+    format_cell,
+    format_change,
+    format_number,
+    format_percent,
+    make_table,
+)
+from mvr_ray.types import FloatArray
+
+_COSTS = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")
+
+
+def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
+    """Every variant beside the paper's figures, and the paired test against the first variant."""
+    metrics = study.config.metrics
+    variants = [result for result in results if any(metric in result.cells for metric in metrics)]
+    rows = []
+    for result in variants:
+        row: Row = {"variant": f"{result.name} ({result.setting})" if result.setting else result.name}
+        for metric in metrics:
+            row[f"paper {metric}"] = format_percent(result.paper.get(metric))
+            row[metric] = format_cell(result.cells.get(metric))
+        cells = [result.cells[metric] for metric in metrics if metric in result.cells]
+        row |= {"n": max(cell.n for cell in cells), "seeds": max(cell.seeds for cell in cells)}
+        first = variants[0]
+        gap = compare_variants(result, first, metrics[0]) if result is not first else None
+        row[f"{metrics[0]} against {first.name}, p"] = format_change(*gap[:4]) if gap else ""
+        rows.append(row)
+    note = (
+        "Percent, with 95 % intervals: articles resampled, and the spread over seeds added. n: questions. The last "
+        "column is the difference in points, its interval, and the p of the paired test, which flips whole articles."
+    )
+    return make_table("Retrieval", note, rows, drop_empty=True)
+
+
+def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[VariantResult]) -> Table | None:
+    """Differences on the same questions, over the same seeds."""
+    by_name = {result.name: result for result in results}
+    rows: list[Row] = []
+    for contrast in contrasts:
+        if contrast.better not in by_name or contrast.than not in by_name:
+            continue
+        gap = compare_variants(by_name[contrast.better], by_name[contrast.than], contrast.metric)
+        if gap is not None:
+            tests = {
+                "p, paired by article": gap.p,
+                "p, t-test over seeds": gap.unpaired_t,
+                "p, paired t-test over seeds": gap.paired_t,
+            }
+            row: Row = {"variant": contrast.better, "against": contrast.than, "metric": contrast.metric}
+            row |= {"difference (points)": f"{gap.points:+.1f}", "95 % interval": f"{gap.low:+.1f} to {gap.high:+.1f}"}
+            row |= {test: f"{p:.2g}" if math.isfinite(p) else "" for test, p in tests.items()}
+            rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
+    note = (
+        "In points of percent. The interval resamples articles and adds the spread over seeds. The paired test flips "
+        "whole articles; the t-tests see seeds alone (the unpaired one is that of CAMVR table 6)."
+    )
+    return make_table("Differences", note, rows)
+
+
+def index_table(results: Sequence[VariantResult]) -> Table | None:
+    """Passages and vectors of each variant's index."""
+    rows: list[Row] = []
+    for result in results:
+        for report in result.reports.get("index", [])[-1:]:
+            shards = report.get("shards") or []
+            passages, vectors = (sum(shard[name] for shard in shards) for name in ("num_passages", "num_vectors"))
+            if passages:
+                row: Row = {"variant": result.name, "passages": passages, "vectors": vectors}
+                row["vectors a passage"] = format_number(vectors / passages)
+                rows.append(row | {"dimension": report["dimension"], "stored as": report["dtype"]})
+    return make_table("Index", "Of the last seed; before any refinement.", rows)
+
+
+def entity_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
+    """BM25 and every variant (of its first seed) in every bucket of entity frequency, and the difference between them
+    (AOpt table 1)."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for result, report in stage_reports(results, "entity_frequency", first_seed=True):
+        for question_set in report["sets"]:
+            questions, lines = question_set["questions"], question_set["rows"]
+            for system in dict.fromkeys(line["system"] for line in lines):
+                name = BM25 if system == BM25 else result.name
+                head: Row = {"system": name, "questions": questions}
+                own = [line for line in lines if line["system"] == system]
+                groups.setdefault((questions, name), _bucket_rows(head, own))
+    note = (
+        "Percent of the questions with an answer-bearing passage among the first, with 95 % intervals over articles; "
+        "the difference from BM25 in points, with its interval and the p of the paired test, which flips whole "
+        "articles. A question's entity is its longest run of capitalised words; the buckets are the quartiles of the "
+        f"number of passages whose text contains it. The paper's table: {study.config.paper}"
+    )
+    return make_table("Accuracy by entity frequency", note, [row for rows in groups.values() for row in rows])
+
+
+def _bucket_rows(head: Row, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row a bucket: accuracy at every depth, then the gain over BM25 at every depth."""
+    rows: list[Row] = []
+    for bucket in dict.fromkeys(line["bucket"] for line in lines):
+        at = {line["k"]: line for line in lines if line["bucket"] == bucket}
+        row: Row = {**head, "bucket": bucket}
+        for k in sorted(at):
+            row |= {"n": at[k]["n"], "articles": at[k]["articles"]}
+            row[f"top-{k}"] = format_cell(Cell(at[k]["value"], at[k]["low"], at[k]["high"], 1))
+        for k in sorted(at):
+            row[f"top-{k} over BM25, p"] = _format_gain(at[k]["over_bm25"])
+        rows.append(row)
+    return rows
+
+
+def _format_gain(gain: Mapping[str, float] | None) -> str:
+    if gain is None:
+        return ""
+    return format_change(100 * gain["value"], 100 * gain["low"], 100 * gain["high"], gain["p"])
+
+
+def entity_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
+    """The ranks of every variant (of its first seed) and, once, of BM25 for every question."""
+    ranks: dict[tuple[str, str], QuestionRanks] = {}
+    for result, report in stage_reports(results, "entity_frequency", first_seed=True):
+        for fields in report["ranks"]:
+            name = BM25 if fields["system"] == BM25_SYSTEM else result.name
+            ranks.setdefault((name, fields["questions"]), QuestionRanks(**fields)._replace(system=name))
+    return list(ranks.values())
+
+
+def reading_table(results: Sequence[VariantResult]) -> Table | None:
+    """The accuracy of a reader over the rankings of each variant, beside the paper's exact match (AOpt table 4), and
+    the paired test against the first variant."""
+    rows: list[Row] = []
+    first: dict[tuple[str, int], FloatArray] = {}
+    for result, report in stage_reports(results, "reading", first_seed=True):
+        for question_set in report["sets"]:
+            lines = {(line["passages"], line["metric"]): line for line in question_set["rows"]}
+            for k in sorted({passages for passages, _ in lines}):
+                exact, f1 = (
+                    format_cell(Cell(line["value"], line["low"], line["high"], 1))
+                    for line in (lines[k, "exact_match"], lines[k, "f1"])
+                )
+                values = [value for value in question_set["values"] if value["passages"] == k]
+                f1_Q = np.array([value["f1"] for value in values])
+                base_Q = first.setdefault((question_set["questions"], k), f1_Q)
+                gap = difference(f1_Q, base_Q, [value["article"] for value in values])
+                row: Row = {"variant": result.name, "questions": question_set["questions"], "n": question_set["asked"]}
+                row |= {"passages": k, "paper exact match": format_percent(result.paper.get("exact_match"))}
+                row |= {"exact match": exact, "F1": f1}
+                against = rows[0]["variant"] if rows else result.name
+                rows.append(row | {f"F1 against {against}, p": "" if base_Q is f1_Q else format_change(*gap[:4])})
+    note = (
+        "Percent by SQuAD's rules, with 95 % intervals for which articles are resampled; answers from the first so "
+        "many passages. Paper: AOpt table 4, NQ, transductive. The last column is the difference of F1 in points, its "
+        "interval, and the p of the paired test, which flips whole articles."
+    )
+    return make_table("Reading", note, rows)
+
+
+def cost_table(results: Sequence[VariantResult]) -> Table | None:
+    """Milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
+    rows: list[Row] = []
+    reports = [report for _, report in stage_reports(results, "cost")]
+    for result, report in stage_reports(results, "cost"):
+        for line in report["lines"]:
+            method = line["system"].partition(" (")[0]
+            row: Row = {"system": line["system"]}
+            for name in _COSTS:
+                if name.endswith("_ratio"):
+                    paper = [result.paper.get(f"{name.replace('_ratio', '_ms')}/{of}") for of in (method, "DPR")]
+                    ratio = paper[0] / paper[1] if paper[0] and paper[1] else None
+                    row[f"paper {name}".replace("_", " ")] = format_number(ratio)
+                row[name.replace("_", " ")] = format_number(line[name])
+            rows.append(row)
+    threads = sorted({report["threads"] for report in reports})
+    cpu = "one thread" if threads == [1] else f"{', '.join(map(str, threads))} threads"
+    devices = sorted({report.get("device", "cpu") for report in reports})
+    places = " and ".join(cpu if device == "cpu" else device for device in devices)
+    return make_table("Cost", f"Medians of interleaved runs on {places}; ratios to DPR of the same run.", rows)

@@ -1,0 +1,71 @@
+"""Makes the tables of how the models of variants were trained, and of the negatives that were mined for them."""
+
+import math
+from collections.abc import Sequence
+
+from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult, stage_reports
+from mvr_ray.studies.tables import Row, Table, format_number, format_percent, make_table, mean
+
+
+def training_table(results: Sequence[VariantResult]) -> Table | None:
+    """How training ended: the losses, and whether the views collapsed."""
+    rows: list[Row] = []
+    for result in results:
+        ends = [report["epochs"][-1] for report in result.reports.get("train", []) if report.get("epochs")]
+        if ends:
+            views = len(ends[0]["view_shares"])
+            means = {name: format_number(mean([end[name] for end in ends])) for name in _LOSSES}
+            row: Row = {"variant": result.name, "steps": ends[0]["step"]}
+            row |= {column: means[name] for name, column in _LOSSES.items()}
+            row["ln V"] = format_number(math.log(views) if views > 1 else None)
+            rows.append(row | {"collapsed": f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"})
+    note = "Of the last epoch. A local loss of ln V, in bf16 within 0.3 % of it, means equal views."
+    return make_table("Training", note, rows)
+
+
+_LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view-pair cosine", "lv": "LV"}
+
+
+def cross_encoder_table(results: Sequence[VariantResult]) -> Table | None:
+    """How the cross-encoders that variants denoise with, or learn from, were trained."""
+    note = "Top-1, percent: a dev question's own passage among eight, most of them of the same article."
+    metrics = {"dev_top1_before": "top-1 before", "dev_top1": "top-1"}
+    return make_table("Cross-encoders", note, _task_rows(results, CROSS_ENCODER, metrics))
+
+
+def reader_table(results: Sequence[VariantResult]) -> Table | None:
+    """How the readers of variants were trained."""
+    note = "Percent by SQuAD's rules, of dev questions read in their own passage; of the best epoch."
+    metrics = {"dev_f1_before": "F1 before", "dev_exact_match": "exact match", "dev_f1": "F1"}
+    return make_table("Readers", note, _task_rows(results, READER, metrics))
+
+
+def _task_rows(results: Sequence[VariantResult], kind: str, columns: dict[str, str]) -> list[Row]:
+    """A model with a task head a variant (of its first seed): steps, loss, and its metrics under these columns."""
+    rows: list[Row] = []
+    for result, report in stage_reports(results, kind, first_seed=True):
+        metrics = report["metrics"]
+        row: Row = {"variant": result.name, "steps": int(metrics["steps"])}
+        row |= {"loss": format_number(metrics.get("loss"))}
+        rows.append(row | {column: format_percent(metrics.get(name)) for name, column in columns.items()})
+    return rows
+
+
+def mining_table(results: Sequence[VariantResult]) -> Table | None:
+    """The share of hits that each filter of mining dropped, and the number of negatives that remain."""
+    filters = {
+        "dropped_gold": "gold",
+        "dropped_answer_bearing": "answer-bearing",
+        "dropped_by_cross_encoder": "by the cross-encoder",
+    }
+    rows: list[Row] = []
+    for result in results:
+        for number, report in enumerate(result.reports.get("mine", []), 1):
+            row: Row = {"variant": result.name, "pass": number, "search": report["method"]}
+            row |= {name: report[name] for name in ("questions", "hits")}
+            row |= {
+                column: format_percent(report.get(name, 0) / max(1, report["hits"])) for name, column in filters.items()
+            }
+            rows.append(row | {"kept": report["negatives"], "questions without": report["without"]})
+    note = "Hits that each filter dropped, in percent of those looked at (first seed first); what was kept."
+    return make_table("Mining", note, rows)
