@@ -136,7 +136,7 @@ class RefinementSimulator:
 
     def start(self, queries_QD: FloatArray) -> SimulatedState:
         """The version as it is, with the labelled queries as encoded."""
-        no_changes = ShardChanges.untouched(self.block.vectors_ND.shape[1])
+        no_changes = ShardChanges.none(self.block.vectors_ND.shape[1])
         return SimulatedState(no_changes, queries_QD.astype(np.float32))
 
     def simulate(
