@@ -52,7 +52,7 @@ class ShardHits(NamedTuple):
     frontier_Q: FloatArray
 
 
-class Searched(NamedTuple):
+class CountedHits(NamedTuple):
     """What a search of one shard found, and what that took.
 
     rescored_Q int64, passages proposed by a fast scan or an approximate index whose stored views were then scored
@@ -180,5 +180,5 @@ Progress = Callable[[str, int, int], None]
 """Told (what, done, total) as long work goes on."""
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def no_progress(what: str, count: int, total: int) -> None:
     """Tells nobody."""

@@ -32,15 +32,15 @@ class RouterDiagnostics:
         """What became of this process's calls to searchers so far."""
         return self.live.searchers.counts()
 
-    def pinned(self, version: int | None = None) -> AbstractContextManager[Router]:
-        return self.live.pinned(version)
+    def pin(self, version: int | None = None) -> AbstractContextManager[Router]:
+        return self.live.pin(version)
 
     def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
         """The true best k of a version by exhaustive search, whatever its index is.
 
         Raises ResourceError where a searcher is gone, TimeoutError where it takes longer than any answer may.
         """
-        with self.live.pinned(version) as router:
+        with self.live.pin(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.live.searchers.fleet(router.manifest)
             results = fleet.exact(queries_QD, check_k(k), Deadline.after(self.live.timeout_s))

@@ -7,7 +7,7 @@
     follow   the newest published version, looked for every so many seconds
 
 Every call is answered wholly by one version. Who needs several calls to agree (search, then the passages that were
-found) makes them on one `pinned()` router.
+found) makes them on one `pin()` router.
 
 Shapes: Q queries, D dimension.
 """
@@ -120,7 +120,7 @@ class HotSwapRouter:
         return self._state.failure
 
     @contextmanager
-    def pinned(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
+    def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
 
         Another version than the live one may have to be opened, for which the call waits until the deadline. Raises
@@ -301,52 +301,52 @@ class HotSwapRouter:
 
     @property
     def encoder(self) -> DualEncoder:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.encoder
 
     @property
     def corpus(self) -> Corpus:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.corpus
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.embed(texts)
 
     def search(
         self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
 
     def search_text(
         self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
     ) -> Answer:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.explain(queries_QD, passage_ids)
 
     def ready(self) -> None:
-        with self.pinned() as router:
+        with self.pin() as router:
             router.ready()
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.passages(ids)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.view_spans(passage)
 
     def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.matching_snippet(passage, view)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
-        with self.pinned() as router:
+        with self.pin() as router:
             return router.refined_queries(questions)
 
 

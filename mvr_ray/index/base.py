@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mvr_ray.types import FloatArray, Searched, ShardHits
+from mvr_ray.types import CountedHits, FloatArray, ShardHits
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ShardIndex(Protocol):
         """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones."""
         ...
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
         """Search, and count the passages that were scored exactly."""
         ...
 

@@ -18,7 +18,7 @@ from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, check_k, check_queries, distinct
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 VECTORS_AT_ONCE = 16384
 
@@ -54,7 +54,7 @@ class ApproximateIndex(ABC):
         """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: a miss is unknown."""
         return self.search_with_counts(queries_QD, k).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
         """Search, and count the candidates that were scored exactly."""
         queries_QD = check_queries(queries_QD, self.dimension)
         if check_k(k) >= self.scan.table.num_scorable:
@@ -68,7 +68,7 @@ class ApproximateIndex(ABC):
             for column, own in zip([*hits, rescored_Q], [*results.hits, results.rescored_Q]):
                 column[unlucky_Q] = own
         hits.frontier_Q[:] = np.inf
-        return Searched(hits, rescored_Q)
+        return CountedHits(hits, rescored_Q)
 
     def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
         """Find at least k distinct passages for each query, and the queries for which the index has fewer."""

@@ -17,7 +17,7 @@ from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, Searched, ShardHits
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, ShardHits
 
 RESIDENT_SHARE = 0.8
 _ROWS = 4096
@@ -87,7 +87,7 @@ class FlatIndex:
         """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits."""
         return self.search_with_counts(queries_QD, k).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
         """Search, and count the passages that the scan could not exclude and scored exactly."""
         return self.scan_for(len(queries_QD)).search_with_counts(check_queries(queries_QD, self.dimension), check_k(k))
 

@@ -65,7 +65,7 @@ class RecallMonitor:
 
     def _measure(self, query: Query, k: int, version: int, scores: Sequence[float]) -> None:
         try:
-            with self.router.pinned(version) as router:
+            with self.router.pin(version) as router:
                 query_1D = router.embed([query]) if isinstance(query, str) else np.array([query], np.float32)
                 [truth] = self.router.exact(query_1D, k, version) or [[]]
             if truth:

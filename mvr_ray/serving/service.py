@@ -195,7 +195,7 @@ class SearchService:
             return
         with ExitStack() as stack:
             try:
-                pin = self.switcher.pinned(version, deadline)
+                pin = self.switcher.pin(version, deadline)
                 router = stack.enter_context(pin)
             except MissingInputError as error:
                 message, _, hint = str(error).partition("; ")

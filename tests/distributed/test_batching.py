@@ -189,7 +189,7 @@ def test_many_clients_of_searchers_get_whole_answers_from_fewer_calls(tmp_path, 
         answers = list(threads.map(lambda seed: live.search(queries(seed, 1), K), range(120)))
         for seed, answer in enumerate(answers):
             assert is_true(queries(seed, 1), answer.hits, K) and answer.exact.certified
-        with live.pinned() as router:
+        with live.pin() as router:
             assert router.fleet.searches == 120 > router.fleet.calls
 
 

@@ -176,13 +176,13 @@ def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_pat
     )
     with open_hot_swap_router(run_of(tmp_path, run_over), 1, local=True) as live:
         searcher = live.searchers.searcher
-        with live.pinned() as before:
+        with live.pin() as before:
             assert live.move_to(2) == 2
             assert (before.manifest.version, live.manifest.version) == (1, 2)
             assert answered(before, 0) == brute_force(FIRST, QUERIES_QD[0], K)
             assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
             assert searcher.health() == sorted({*digests(first), *digests(second)})
-            with live.pinned():
+            with live.pin():
                 assert live.move_to(1) == 1  # back while it is still open
                 assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
             assert searcher.health() == digests(first)
@@ -207,19 +207,19 @@ def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_ot
         def holds(*numbers: int) -> bool:
             return searcher.health() == sorted({digest for number in numbers for digest in digests(made[number])})
 
-        with live.pinned(4) as router, live.pinned() as same:
+        with live.pin(4) as router, live.pin() as same:
             assert router is same and holds(4)
         for number, held in ((1, (1, 4)), (1, (1, 4)), (4, (1, 4)), (2, (1, 2, 4)), (1, (1, 2, 4)), (3, (1, 3, 4))):
-            with live.pinned(number) as router:
+            with live.pin(number) as router:
                 assert (router.manifest.version, live.manifest.version) == (number, 4)
                 assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
                 assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
             assert holds(*held)
         for move, held in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
             live.move_to(move)
-            with live.pinned():
+            with live.pin():
                 assert holds(*held)
-        with pytest.raises(MissingInputError, match="5"), live.pinned(5):
+        with pytest.raises(MissingInputError, match="5"), live.pin(5):
             pass
         assert answered(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
 
@@ -231,16 +231,16 @@ def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_a
         loaded, load = [], live.searchers.load
         live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
         for number in (1, 2, 1, 2, 1, 2):
-            with live.pinned(number) as router:
+            with live.pin(number) as router:
                 assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
-        with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pinned(3):
+        with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pin(3):
             pass
         assert loaded == [1, 2]
-        with live.pinned(1), pytest.raises(OverloadedError) as told, live.pinned(3):
+        with live.pin(1), pytest.raises(OverloadedError) as told, live.pin(3):
             pass
         assert 1 <= told.value.retry_after_s <= live.rest_s
         live.rest_s = 0
-        with live.pinned(1), live.pinned(3) as third:  # one is in use: the other one goes
+        with live.pin(1), live.pin(3) as third:  # one is in use: the other one goes
             assert answered(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
         assert loaded == [1, 2, 3]
         held = {digest for number in (1, 3, 4) for digest in digests(made[number])}
@@ -252,20 +252,20 @@ def test_a_guest_without_room_is_refused_with_the_numbers_and_gives_way_to_what_
     second, added = made[2].shards[1].num_bytes, made[3].num_bytes
     limit = added + made[1].num_bytes + second - 1
     with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
-        with live.pinned(1):
+        with live.pin(1):
             pass
         numbers = (
             rf"needs {second:,} more, {limit + 1:,} in all; .* allows {limit:,}.*version 1\) was called .* ask again"
         )
-        with pytest.raises(OverloadedError, match=numbers), live.pinned(2):
+        with pytest.raises(OverloadedError, match=numbers), live.pin(2):
             pass
-        with live.pinned(1):
+        with live.pin(1):
             pass
         publish_random_index(tmp_path, VIEWS[4], SHARDS, parent=3)
         assert live.move_to() == 4
         assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
     small, refused = run_of(tmp_path, run_over, searcher_bytes=added), pytest.raises(ResourceError, match=f"{added:,}")
-    with open_hot_swap_router(small, local=True) as live, refused, live.pinned(1):
+    with open_hot_swap_router(small, local=True) as live, refused, live.pin(1):
         pass
 
 
@@ -285,7 +285,7 @@ def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not
             return load(described)
 
         def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
-            with live.pinned(version, Deadline.after(timeout_s)) as router:
+            with live.pin(version, Deadline.after(timeout_s)) as router:
                 return answered(router, 0)
 
         live.searchers.load = slow
@@ -317,10 +317,10 @@ def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, 
         live.searchers.load = slow
         for _ in range(3):
             told = "version 1 is not open yet: version 1 is being opened"
-            with pytest.raises(OverloadedError, match=told), live.pinned(1, Deadline.after(0.01)):
+            with pytest.raises(OverloadedError, match=told), live.pin(1, Deadline.after(0.01)):
                 pass
         opened.set()
-        with live.pinned(1, Deadline.after(60)) as router:
+        with live.pin(1, Deadline.after(60)) as router:
             assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
         assert loaded == [1]
 
@@ -333,12 +333,12 @@ def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path
         loaded, load = [], live.searchers.load
         live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
         for _ in range(3):
-            with pytest.raises(DigestError, match=re.escape(str(file))), live.pinned(1):
+            with pytest.raises(DigestError, match=re.escape(str(file))), live.pin(1):
                 pass
         assert loaded == [1]
         file.with_suffix(".whole").replace(file)
         live._openings.rest_s = 0
-        with live.pinned(1) as router:
+        with live.pin(1) as router:
             assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
 
 

@@ -63,7 +63,7 @@ class VersionSwitcher:
         self.live = live
 
     @contextmanager
-    def pinned(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[InMemoryIndex]:
+    def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[InMemoryIndex]:
         if version not in (None, 2, 3):
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield VersionIndex(2) if version == 2 else self.live

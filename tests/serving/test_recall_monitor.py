@@ -19,7 +19,7 @@ def test_queries_that_are_answered_during_or_after_the_close_are_not_measured() 
         return index.search(queries_QD, k).hits
 
     answer = index.search(index.embed(["nile"]), 1)
-    monitor = RecallMonitor(SimpleNamespace(pinned=lambda _: nullcontext(index), exact=exact), recalls.append, every=1)
+    monitor = RecallMonitor(SimpleNamespace(pin=lambda _: nullcontext(index), exact=exact), recalls.append, every=1)
     index.gate.clear()
     monitor.note(["nile"], 1, answer)
     assert began.wait(20)

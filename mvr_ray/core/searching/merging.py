@@ -89,14 +89,14 @@ def merge(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> 
     )
 
 
-def uncertain_queries(per_shard: Sequence[tuple[int, ShardHits]], merged: MergedHits, ids_of: IdsOf) -> list[IntArray]:
+def uncertain_queries(per_shard: Sequence[tuple[int, ShardHits]], best: MergedHits, ids_of: IdsOf) -> list[IntArray]:
     """By shard, the queries (ascending positions) for which to ask it for k rows. All empty: the merge is exact.
 
     Exact shards only. A shard may hold a passage, left out of its own list, that belongs in the merged k where it left
     something out, its own list is used up by the merged one, and its frontier reaches the merged k-th score.
     """
-    k = merged.passage_QK.shape[1]
-    kth_Q, last_Q = merged.score_QK[:, -1], merged.passage_QK[:, -1]
+    k = best.passage_QK.shape[1]
+    kth_Q, last_Q = best.score_QK[:, -1], best.passage_QK[:, -1]
 
     def is_used_up(start: int, hits: ShardHits, query: int, num_rows: int) -> bool:
         if not num_rows or last_Q[query] < 0:
@@ -151,14 +151,14 @@ def first_depth(k: int, sizes: Sequence[int], num_queries: int = 1) -> int:
     return max(int(np.argmax(num_queries * more_D <= ASKED_AGAIN)), 1)
 
 
-def _chance_of_more(size: int, total: int, drawn: int) -> FloatArray:
-    """Of `drawn` passages among `total`, the chance that more than d lie in a shard of `size`, for d = 0 .. drawn."""
-    low, high = max(0, drawn - (total - size)), min(drawn, size)
+def _chance_of_more(size: int, total: int, num_drawn: int) -> FloatArray:
+    """Of `num_drawn` passages among `total`, the chance that more than d lie in a shard of `size`, d = 0 to num_drawn."""
+    low, high = max(0, num_drawn - (total - size)), min(num_drawn, size)
     x = np.arange(low, high, dtype=np.float64)
-    steps = np.log(size - x) + np.log(drawn - x) - np.log(x + 1) - np.log(total - size - drawn + x + 1)
+    steps = np.log(size - x) + np.log(num_drawn - x) - np.log(x + 1) - np.log(total - size - num_drawn + x + 1)
     log_chance = np.concatenate([[0.0], np.cumsum(steps)])
     chance = np.exp(log_chance - log_chance.max())
-    more_D = np.zeros(drawn + 1)
+    more_D = np.zeros(num_drawn + 1)
     more_D[:low] = 1.0
     more_D[low:high] = np.cumsum(chance[:0:-1])[::-1] / chance.sum()
     return more_D

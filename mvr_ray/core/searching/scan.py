@@ -51,7 +51,7 @@ from mvr_ray.core.searching.codes import Codes
 from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, ScoredPairs, best_first, join_pairs, ranks
 from mvr_ray.core.searching.kernels import Array, Kernel, NumpyKernel, Queries
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, Searched, ShardHits
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
@@ -148,7 +148,7 @@ class Scan(Generic[Array, Queries]):
         """Find the exact top k, as `search_with_counts`."""
         return self.search_with_counts(queries_QD, k).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> Searched:
+    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
         """Find the exact top k. `queries_QD` float32 and finite; k >= 1.
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
@@ -159,7 +159,7 @@ class Scan(Generic[Array, Queries]):
         batches = [_join(own) for own in zip(*self._by_threads(parts, limit))] if parts else []
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
         rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
-        return Searched(hits, rescored_Q)
+        return CountedHits(hits, rescored_Q)
 
     def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[QueryBatch[Array, Queries]]]":
         """Scan with several threads; each returns its batches, one for each part of the queries.

@@ -47,7 +47,7 @@ class ShardFailure(NamedTuple):
 
 
 class ShardResult(NamedTuple):
-    """The best rows of one shard. `ids_R` are the passages of `rows_R`; `rescored_Q` as in `types.Searched`."""
+    """The best rows of one shard. `ids_R` are the passages of `rows_R`; `rescored_Q` as in `types.CountedHits`."""
 
     shard: int
     hits: ShardHits
