@@ -152,7 +152,7 @@ def first_depth(k: int, sizes: Sequence[int], num_queries: int = 1) -> int:
 
 
 def _chance_of_more(size: int, total: int, num_drawn: int) -> FloatArray:
-    """Of `num_drawn` passages among `total`, the chance that more than d lie in a shard of `size`, d = 0 to num_drawn."""
+    """Of `num_drawn` passages among `total`, the chance that more than d lie in a shard of `size`, for every d."""
     low, high = max(0, num_drawn - (total - size)), min(num_drawn, size)
     x = np.arange(low, high, dtype=np.float64)
     steps = np.log(size - x) + np.log(num_drawn - x) - np.log(x + 1) - np.log(total - size - num_drawn + x + 1)
