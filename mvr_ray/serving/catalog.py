@@ -19,6 +19,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import MissingInputError, MvrRayError, PublishConflictError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
@@ -93,7 +94,7 @@ class VersionCatalog:
         self._require(version)
         return version_info(manifests.rollback(self.store, self.index, version), live=True)
 
-    def publish(self, request: PublishRequest, timeout_s: float) -> VersionInfo:
+    def publish(self, request: PublishRequest, deadline: Deadline) -> VersionInfo:
         """Publish a manifest whose files are in the store, or give the version that it is already.
 
         Raises RequestError: 422 where a file, the corpus or the encoder is not what the manifest says, 503 while files
@@ -102,10 +103,10 @@ class VersionCatalog:
         manifest = check_payload(request.manifest, self.index)
         if request.parent is not None:
             manifest = dataclasses.replace(manifest, parent=request.parent)
-        version = published_version(self.store, manifest) or self._wait(manifest, timeout_s)
+        version = published_version(self.store, manifest) or self._wait(manifest, deadline)
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
-    def _wait(self, manifest: Manifest, timeout_s: float) -> Manifest:
+    def _wait(self, manifest: Manifest, deadline: Deadline) -> Manifest:
         live = manifests.latest_version(self.store, self.index)
         if live != manifest.parent:
             raise PublishConflictError(
@@ -113,7 +114,7 @@ class VersionCatalog:
                 f"{manifest.parent}; look at it, then send the request with parent {live} if it shall follow that one"
             )
         job = self._start(manifest)
-        wait([job.result], timeout=max(timeout_s, 0.0))
+        wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
             progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
             raise _busy(f"the files of this version are being read; {progress}", "send the same request again")

@@ -129,7 +129,7 @@ class SearchService:
 
     def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> schemas.VersionInfo:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
-        return self._catalog().publish(request, self._search_deadline(deadline).left_s)
+        return self._catalog().publish(request, self._search_deadline(deadline))
 
     def rollback(self, number: int) -> schemas.VersionInfo:
         """Publish the content of a version as a new one, and answer from it at once."""
