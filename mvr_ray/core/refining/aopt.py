@@ -166,7 +166,7 @@ def softmax_step(
     """Run one step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ), which has no domain.
 
     Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
-    For the query side give `labels.transposed()`.
+    For the query side give `labels.transpose()`.
     """
     rows_M, no_positive, no_negative = _labelled_both_ways(
         _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
