@@ -31,7 +31,7 @@ from mvr_ray.studies.cost import cost
 from mvr_ray.studies.entities import entity_frequency
 from mvr_ray.studies.reading import reading
 from mvr_ray.studies.refinement import refinement_grid
-from mvr_ray.studies.steps import PlannedStep, StudyPlan
+from mvr_ray.studies.steps import RULES, PlannedStep, StudyPlan
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,6 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "entity_frequency": entity_frequency,
 }
 """The measures of studies, beside the stages."""
-_AT_A_VERSION = ("refine", "evaluate", "analyze", "cost", "refinement_grid", "mine", "reading", "entity_frequency")
-"""These steps use one version of an index, and so need that version live."""
-_ALONE = ("prepare", "cost")
-"""`prepare` writes the corpus that other steps read, and `cost` measures time."""
 
 
 class StepRecord(NamedTuple):
@@ -151,13 +147,14 @@ def _next(
 
     Sizes and variants may prepare different corpora under one name: their steps do not run side by side.
     """
-    if len(running) >= at_once or any(step.stage in _ALONE for step in running):
+    if len(running) >= at_once or any(RULES[step.stage].alone for step in running):
         return None
-    indexes = {step.run.index.name for step in running if step.stage in _AT_A_VERSION}
+    indexes = {step.run.index.name for step in running if RULES[step.stage].uses_version}
     corpora = {step.run.prepare.corpus: step.corpus for step in running}
     for step in waiting:
-        ready = all(key in records for key in step.after) and not (running and step.stage in _ALONE)
-        free = step.stage not in _AT_A_VERSION or step.run.index.name not in indexes
+        rule = RULES[step.stage]
+        ready = all(key in records for key in step.after) and not (running and rule.alone)
+        free = not rule.uses_version or step.run.index.name not in indexes
         if ready and free and corpora.get(step.run.prepare.corpus, step.corpus) == step.corpus:
             return step
     return None
@@ -192,7 +189,7 @@ def read_step(store: Store, key: str) -> StepRecord | None:
 
 def _make_live(step: PlannedStep, records: Mapping[str, StepRecord]) -> None:
     """Variants that refine one index each begin at its first version, and are measured at their own one."""
-    if step.stage not in _AT_A_VERSION:
+    if not RULES[step.stage].uses_version:
         return
     store, name = Store(step.run.store.path), step.run.index.name
     if not manifest.list_versions(store, name):

@@ -14,7 +14,7 @@ import hashlib
 import json
 import shlex
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import pair_spec, reader_spec
@@ -22,33 +22,43 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
-_SECTIONS = {
-    "prepare": ("prepare",),
-    "train": ("encoder", "train"),
-    "mine": ("mine",),
-    "index": ("encoder", "index"),
-    "refine": ("refine",),
-    "evaluate": ("evaluate", "retrieve"),
-    "analyze": ("analyze", "evaluate"),
-    "cost": ("encoder", "evaluate"),
-    "refinement_grid": ("refine", "evaluate"),
-    "reading": ("read", "retrieve", "evaluate"),
-    "entity_frequency": ("evaluate", "retrieve"),
-}
-_NEEDS = {
-    "prepare": (),
-    "train": ("prepare", "mine"),
-    "mine": ("prepare", "cross_encoder"),
-    "cross_encoder": ("prepare", "mine"),
-    "reader": ("prepare", "mine"),
-    "index": ("prepare", "train"),
-    "refine": ("index",),
-    "evaluate": ("index", "refine"),
-    "analyze": ("index", "refine"),
-    "cost": ("prepare",),
-    "refinement_grid": ("index",),
-    "reading": ("index", "refine", "reader"),
-    "entity_frequency": ("index", "refine"),
+
+class StageRule(NamedTuple):
+    """How a stage takes part in a study.
+
+    sections        of the run file, which decide its result
+    needs           the products of the steps before it that it reads, where the chain has them; a stage that needs
+                    `refine` measures the version that the chain's refinement published
+    uses_version    uses one version of the index, and so needs that version live
+    alone           no other step runs beside it: `prepare` writes the corpus of other steps, and `cost` measures time
+    report_fields   fields that its report gained: the key has them, so a step whose report lacks them runs again
+    """
+
+    sections: tuple[str, ...]
+    needs: tuple[str, ...]
+    uses_version: bool = False
+    alone: bool = False
+    report_fields: str = ""
+
+
+RULES = {
+    "prepare": StageRule(("prepare",), (), alone=True),
+    "train": StageRule(("encoder", "train"), ("prepare", "mine")),
+    "mine": StageRule(("mine",), ("prepare", "cross_encoder"), True),
+    "index": StageRule(("encoder", "index"), ("prepare", "train")),
+    "refine": StageRule(("refine",), ("index",), True),
+    "evaluate": StageRule(("evaluate", "retrieve"), ("index", "refine"), True, report_fields="ranks"),
+    "analyze": StageRule(
+        ("analyze", "evaluate"), ("index", "refine"), True, report_fields="eqs. 14 and 15 as in the paper, ranks"
+    ),
+    "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
+    "refinement_grid": StageRule(
+        ("refine", "evaluate"), ("index",), True, report_fields="when rules stop, the newest questions, ranks"
+    ),
+    "reading": StageRule(
+        ("read", "retrieve", "evaluate"), ("index", "refine", "reader"), True, report_fields="values of every question"
+    ),
+    "entity_frequency": StageRule(("evaluate", "retrieve"), ("index", "refine"), True),
 }
 _NAMES = {
     "encoder": ("name",),
@@ -58,17 +68,6 @@ _NAMES = {
 }
 _BEFORE = {"encoder": {"empty_snippets": "masked", "title_view": False}}
 """What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
-
-_REPORT_FORMATS = {
-    "refinement_grid": "when rules stop, the newest questions, ranks",
-    "evaluate": "ranks",
-    "analyze": "eqs. 14 and 15 as in the paper, ranks",
-    "reading": "values of every question",
-}
-"""Fields that a stage's report gained: the key has them, so a step whose report lacks them runs again."""
-
-_USES_REFINEMENT = ("evaluate", "analyze", "reading", "entity_frequency")
-"""These stages measure the version that the chain's refinement published."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
@@ -134,9 +133,10 @@ class _Chain:
     def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
         stage = step.stage
         product = run.train.task if stage == "train" and run.train.task != "retriever" else stage
-        needs = [self.latest[name] for name in self._needs(product, run) if name in self.latest]
-        report_format = [_REPORT_FORMATS[stage]] if stage in _REPORT_FORMATS else []
-        key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_format])
+        rule = RULES[stage]
+        needs = [self.latest[name] for name in self._needs(product, rule, run) if name in self.latest]
+        report_fields = [rule.report_fields] if rule.report_fields else []
+        key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_fields])
         names = self._names(product, run, key)
         if key not in plan.steps:
             plain = run.model_dump(mode="json")
@@ -151,7 +151,7 @@ class _Chain:
                 shlex.join(words),
                 tuple(needs),
                 plan.steps[needs[0]].corpus if needs else key,
-                self.latest.get("refine") if stage in _USES_REFINEMENT else None,
+                self.latest.get("refine") if "refine" in rule.needs else None,
                 step.options,
             )
         if product in ("train", "index"):
@@ -160,17 +160,17 @@ class _Chain:
             self.latest[product] = key
         return key
 
-    def _needs(self, stage: str, run: RunConfig) -> tuple[str, ...]:
-        if stage == "mine" and run.mine.method == "index":
-            return (*_NEEDS[stage], "index")
-        if stage == "train" and run.train.init_from == PREVIOUS:
+    def _needs(self, product: str, rule: StageRule, run: RunConfig) -> tuple[str, ...]:
+        if product == "mine" and run.mine.method == "index":
+            return (*rule.needs, "index")
+        if product == "train" and run.train.init_from == PREVIOUS:
             if "train" not in self.latest:
                 raise ConfigError(
                     f"{self.study.file}: variant {self.variant.name!r} has train.init_from={PREVIOUS} in its first "
                     f"train step; leave it out there, to start from the backbone"
                 )
-            return (*_NEEDS[stage], "train")
-        return _NEEDS[stage]
+            return (*rule.needs, "train")
+        return rule.needs
 
     def _names(self, product: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
         """The names of this step's product and of what it reads, by section: each is named by the key of its step."""
@@ -205,7 +205,7 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    return [*(_deciding(run, section) for section in _SECTIONS[stage]), *on_gpu]
+    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
