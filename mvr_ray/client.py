@@ -399,7 +399,7 @@ class Client(_Endpoints):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException:  # the call must not go on after Ctrl-C
             future.cancel()
             raise
 

@@ -256,10 +256,10 @@ class HotSwapRouter:
                 router = self._router(manifest, fleet)
                 router.take_over(self._live.router)
                 router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
-            except BaseException:
+            except BaseException:  # nothing stays open, after Ctrl-C either
                 self.searchers.drop(manifest.version)
                 raise
-        except BaseException:
+        except BaseException:  # the live version is let go, after Ctrl-C too
             self._release(self._live)
             raise
         with self._lock:

@@ -70,7 +70,7 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
         report = task.remote(stage, located.model_dump(mode="json"), actor)
         try:
             yield report
-        except BaseException:
+        except BaseException:  # the stage must not go on after Ctrl-C
             ray.cancel(report)
             raise
 

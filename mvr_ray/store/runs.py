@@ -72,7 +72,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
-    except BaseException as error:
+    except BaseException as error:  # the record tells every end, Ctrl-C too
         outcome, trouble = "failed", f"{type(error).__name__}: {error}"
         raise
     finally:

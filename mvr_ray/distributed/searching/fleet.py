@@ -101,7 +101,7 @@ class LocalSearchers:
         try:
             fleet.ready()
             self.searcher.probe(manifest.version)
-        except BaseException:
+        except BaseException:  # nothing stays open, after Ctrl-C either
             self.drop(manifest.version)
             raise
         return fleet
@@ -182,7 +182,7 @@ class RemoteSearchers:
                 require_memory(version_name(manifest), wanted, [MemoryUsage(*one) for one in usages], self.limit_bytes)
                 fleet.open(max_task_retries=0)
                 self._all(lambda actor, _: actor.probe.remote(manifest.version), manifest)
-            except BaseException:
+            except BaseException:  # nothing stays open, after Ctrl-C either
                 self.drop(manifest.version)
                 raise
             return fleet
