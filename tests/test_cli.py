@@ -162,6 +162,11 @@ def test_versions_refuse_an_unknown_action(command, run_file: str) -> None:
     assert command("versions", run_file, "purge") == (2, "", message)
 
 
+def test_versions_refuse_two_numbers(command, run_file: str) -> None:
+    message = "mvr-ray: versions rollback: 2 versions are named (3, 1); name one\n"
+    assert command("versions", run_file, "rollback", "3", "1") == (2, "", message)
+
+
 def test_plan_without_a_corpus_says_what_to_run(command, run_file: str) -> None:
     status, _, err = command("plan", run_file)
     assert status == 1

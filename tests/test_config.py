@@ -1,10 +1,11 @@
 """Run files: what they say, what lies over what, and the exact text of every refusal."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from mvr_ray.config import RunConfig, load_run, resolve_path
+from mvr_ray.config import RunConfig, load_run, resolve_model, resolve_path
 from mvr_ray.errors import ConfigError
 
 
@@ -33,6 +34,26 @@ def test_an_override_lies_over_the_file_and_the_file_over_its_base(run_file) -> 
     run = load_run(over, ["train.seed=7", "index.kind=flat", "evaluate.k=[1, 5]"])
     assert (run.train.lr, run.train.epochs, run.train.seed) == (1e-5, 5, 7)
     assert (run.index.kind, run.evaluate.k) == ("flat", [1, 5])
+
+
+def test_run_files_that_are_based_on_each_other_are_refused_with_the_circle(run_file) -> None:
+    run_file("base: two.yaml", "one.yaml")
+    two = run_file("base: one.yaml", "two.yaml")
+    with pytest.raises(ConfigError, match=r"in a circle: \S*two.yaml -> \S*one.yaml -> \S*two.yaml; take one"):
+        load_run(two)
+
+
+@pytest.mark.parametrize("text", ["./nofolder", "../nofolder", "/nowhere/at/all", "~/nowhere-at-all"])
+def test_a_model_written_as_a_path_is_never_a_name_on_a_hub(text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"model folder {text} does not exist")):
+        resolve_model(text)
+
+
+def test_a_model_is_a_folder_or_a_name_on_a_hub(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (resolve_model("model"), resolve_model("./model")) == ("model", "model")
+    assert resolve_model("intfloat/e5-small") == "intfloat/e5-small"
 
 
 def test_an_override_reaches_into_a_list(run_file) -> None:

@@ -78,6 +78,14 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     assert hit_text(1, by_title).plain.endswith(f"\n»Rivers« {text}")
 
 
+def test_square_brackets_in_a_table_are_shown_as_they_are() -> None:
+    [output] = report_tables("index [/x]", {"to do": "pip install 'mvr-ray[cpu]'", "path [b]": "data[/x].json"})
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(output)
+    for text in ("index [/x]", "pip install 'mvr-ray[cpu]'", "path [b]", "data[/x].json"):
+        assert text in stream.getvalue()
+
+
 def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> None:
     report = {
         "digest": "ab",

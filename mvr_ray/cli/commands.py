@@ -312,6 +312,9 @@ def versions(
 ) -> None:
     """List, show, verify, repair, roll back or collect the versions of an index."""
     numbers = [int(word) for word in rest or () if word.isdigit()]
+    if len(numbers) > 1:
+        given = ", ".join(map(str, numbers))
+        raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({given}); name one")
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
 

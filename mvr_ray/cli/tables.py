@@ -70,12 +70,13 @@ def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> T
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    output = Table(title=title, title_justify="left", show_header=any(columns))
+    """Rows as they are: square brackets in a title, a column name or a cell are no markup."""
+    output = Table(title=Text(title, style="table.title"), title_justify="left", show_header=any(columns))
     for i, column in enumerate(columns):
         numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
-        output.add_column(column, justify="right" if rows and numeric else "left")
+        output.add_column(Text(column), justify="right" if rows and numeric else "left")
     for row in rows:
-        output.add_row(*(cell(value) for value in row))
+        output.add_row(*(Text(cell(value)) for value in row))
     return output
 
 

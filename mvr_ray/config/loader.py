@@ -41,7 +41,14 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The data of a run file over that of its base. `based_on_it`: the files that led here.
+
+    Raises ConfigError for a file that is missing, is not a mapping in YAML, or is its own base by some way.
+    """
+    if path.resolve() in (file.resolve() for file in based_on_it):
+        chain = " -> ".join(str(file) for file in (*based_on_it, path))
+        raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
     if not path.is_file():
         raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
     try:
@@ -55,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
         )
     base = data.pop("base", None)
-    return _merge(read(path.parent / base), data) if base else data
+    return _merge(read(path.parent / base, (*based_on_it, path)), data) if base else data
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -104,3 +111,19 @@ def resolve_path(text: str) -> Path:
             f"(pip install {package.replace('_', '-')}) or give a folder instead"
         )
     return Path(next(iter(spec.submodule_search_locations))) / rest
+
+
+def resolve_model(text: str) -> str:
+    """The folder that a setting names as a model, or `text` itself where it is the name of a model on a hub.
+
+    Raises ConfigError where `text` is written as a path, and no folder is there.
+    """
+    folder = resolve_path(text)
+    if folder.is_dir():
+        return str(folder)
+    if text.startswith((".", "/", "~", "package:")):
+        raise ConfigError(
+            f"model folder {text} does not exist; give a folder with config.json, model.safetensors and tokenizer.json"
+            f", or the name of a model on the Hugging Face hub"
+        )
+    return text

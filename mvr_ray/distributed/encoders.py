@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
@@ -123,7 +123,7 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
     if spec.needs_sentences and spec.sentences == "corpus":
         corpus = corpus or Corpus.open(store, run.prepare.corpus)
         punkt = train_punkt(passage.text for passage in corpus)
-    return DualEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), spec, punkt)
+    return DualEncoder.from_backbone(resolve_model(run.encoder.backbone), spec, punkt)
 
 
 def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.distributed.encoders import encoder_spec
@@ -114,7 +114,7 @@ def _time_work(work: Callable[[], Any], device: torch.device) -> _Timing:
 def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
 ) -> list[_System]:
-    folder = str(resolve_path(run.encoder.backbone))
+    folder = resolve_model(run.encoder.backbone)
     spec = replace(encoder_spec(run), empty_snippets="masked")  # no system here can have them
 
     def views(name: str, **changes: Any) -> _System:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
@@ -48,7 +48,7 @@ def open_job(run: RunConfig) -> TrainingJob:
     """What a rank trains with."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
-    model = CrossEncoder.from_backbone(str(resolve_path(run.encoder.backbone)), pair_spec(run), run.train.seed)
+    model = CrossEncoder.from_backbone(resolve_model(run.encoder.backbone), pair_spec(run), run.train.seed)
     examples, dev = open_question_examples(store, corpus, run.train), open_dev(store, corpus, run.train)
     return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.cross_encoder, model, corpus))
 

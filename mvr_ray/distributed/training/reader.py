@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
@@ -63,7 +63,7 @@ def open_job(run: RunConfig) -> TrainingJob:
     """What a rank trains with."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
-    model = Reader.from_backbone(str(resolve_path(run.encoder.backbone)), reader_spec(run), run.train.seed)
+    model = Reader.from_backbone(resolve_model(run.encoder.backbone), reader_spec(run), run.train.seed)
     examples, dev = open_answer_examples(store, corpus, run.train), open_answer_dev(store, corpus, run.train)
     return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
 
