@@ -27,7 +27,6 @@ from rates import read_rates
 from mvr_ray.config import RunConfig
 from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
-from mvr_ray.core.searching.merging import MergedHits
 from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.labels import label_round
@@ -43,7 +42,7 @@ from mvr_ray.store import corpus, manifest, paths, prepare
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import EmbeddingBlock, FloatArray, no_progress
+from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits, no_progress
 
 QUESTIONS, GATE, DEPTH = 78_000, 512, 100
 SHARDS, REFINERS = 4, 2
@@ -144,7 +143,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     """From the hits of the version to the moved views, as the loop does it. Gives the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: MergedHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
+        hits: ShardHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
     with clock("judge"):
         loop.evaluator.rank(loop.evaluator.no_ranks(), loop.labelled, hits)
     with clock("label"):

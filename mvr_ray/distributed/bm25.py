@@ -7,25 +7,22 @@ Shapes: Q queries, P passages, K hits.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import bm25s
 import numpy as np
 import Stemmer  # type: ignore[missing-import]
 
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.types import Progress, no_progress
+from mvr_ray.types import Hit, Progress, no_progress
 
 log = logging.getLogger(__name__)
 
 K1, B = 0.9, 0.4
 _STOP_WORDS = "en"
 _BATCH = 256
-
-
-class BM25Hit(NamedTuple):
-    passage_id: str
-    score: float
+NO_VIEW = -1
+"""The view of a hit that no view found."""
 
 
 class BM25Index:
@@ -48,9 +45,9 @@ class BM25Index:
         self._vocabulary = set(tokens.vocab)
         progress("bm25 index", len(ids), len(ids))
 
-    def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[BM25Hit]]:
-        """The best k passages a text that share a word with it; fewer where fewer do."""
-        found: list[list[BM25Hit]] = []
+    def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
+        """The best k passages a text that share a word with it; fewer where fewer do. They name no shard."""
+        found: list[list[Hit]] = []
         for at in range(0, len(texts), _BATCH):
             words: Any = bm25s.tokenize(
                 list(texts[at : at + _BATCH]),
@@ -63,7 +60,7 @@ class BM25Index:
             progress("bm25", len(found), len(texts))
         return found
 
-    def _best(self, words: list[str], k: int) -> list[BM25Hit]:
+    def _best(self, words: list[str], k: int) -> list[Hit]:
         if not words:
             return []
         scores_P = np.asarray(self._searcher.get_scores(words))
@@ -72,4 +69,4 @@ class BM25Index:
             kth = np.partition(scores_P[rows], len(rows) - k)[len(rows) - k]
             rows = rows[scores_P[rows] >= kth]
         best = rows[np.argsort(-scores_P[rows], kind="stable")][:k]
-        return [BM25Hit(self._ids[row], float(scores_P[row])) for row in best]
+        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in best]

@@ -12,7 +12,7 @@ article are not independent. Only whole answers count: a version of which a shar
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
-from mvr_ray.types import FloatArray, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, Hit, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -207,18 +207,9 @@ def bm25_ranking(
     return judge_hits(questions.questions, hits, passages_of, settings.match, strict=settings.strict_answers)
 
 
-class ScoredHit(Protocol):
-    """A hit of any search."""
-
-    @property
-    def passage_id(self) -> str: ...
-    @property
-    def score(self) -> float: ...
-
-
 def judge_hits(
     questions: Sequence[Question],
-    hits: Sequence[Sequence[ScoredHit]],
+    hits: Sequence[Sequence[Hit]],
     passages_of: Corpus,
     match: Match = "string",
     *,

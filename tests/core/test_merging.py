@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.searching.merging import MergedHits, first_depth, merge, overlay_hits, uncertain_queries
+from mvr_ray.core.searching.merging import first_depth, merge, overlay_hits, uncertain_queries
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import IntArray, ShardHits
 
@@ -38,23 +38,27 @@ class Corpus:
         scores_QR = self.score_QN[queries, start : start + size]
         views_QR = self.view_QN[queries, start : start + size]
         order_QR = np.argsort(-scores_QR, axis=1, kind="stable")
-        hits = MergedHits.padding(len(scores_QR), depth)
-        ranked_QR = (order_QR, *(np.take_along_axis(values, order_QR, 1) for values in (views_QR, scores_QR)))
-        for column, values in zip(hits, ranked_QR):
-            column[:, : min(size, depth)] = values[:, :depth]
-        left = ranked_QR[2][:, depth:]
-        rows_QK, views_QK, scores_QK = hits
-        return start, ShardHits(rows_QK, scores_QK, views_QK, left.max(axis=1, initial=-np.inf).astype(np.float32))
+        ranked_QR = (order_QR, *(np.take_along_axis(values, order_QR, 1) for values in (scores_QR, views_QR)))
+        columns = []
+        for values, fill, dtype in zip(ranked_QR, (-1, -np.inf, -1), (np.int64, np.float32, np.int16)):
+            columns.append(np.full((len(scores_QR), depth), fill, dtype))
+            columns[-1][:, : min(size, depth)] = values[:, :depth]
+        left = ranked_QR[1][:, depth:]
+        return start, ShardHits(*columns, left.max(axis=1, initial=-np.inf).astype(np.float32))
 
     def best(self, query: int, k: int) -> list[tuple[str, float, int]]:
         """By brute force: id, score and view of the best k of all passages."""
         passages = zip(self.ids, self.score_QN[query].tolist(), self.view_QN[query].tolist())
         return sorted(passages, key=lambda passage: (-passage[1], passage[0]))[:k]
 
-    def lists(self, hits: MergedHits, query: int) -> list[tuple[str, float, int]]:
+    def best_left_out(self, k: int) -> np.ndarray:
+        """By brute force, the best score after the best k of each query, -inf where there is none."""
+        return np.sort(np.pad(self.score_QN, ((0, 0), (k + 1, 0)), constant_values=-np.inf), axis=1)[:, -k - 1]
+
+    def lists(self, hits: ShardHits, query: int) -> list[tuple[str, float, int]]:
         """Merged hits in the same form; every place after them is padding."""
-        count = int((hits.passage_QK[query] >= 0).sum())
-        passage_K, view_K, score_K = (column[query] for column in hits)
+        count = int((hits.rows_QK[query] >= 0).sum())
+        passage_K, score_K, view_K = (column[query] for column in hits[:3])
         assert (passage_K[count:] == -1).all() and (view_K[count:] == -1).all() and (score_K[count:] == -np.inf).all()
         return list(zip(self.ids_of(passage_K[:count]), score_K[:count].tolist(), view_K[:count].tolist()))
 
@@ -64,7 +68,8 @@ class Corpus:
 def test_merging_whole_lists_equals_brute_force(seed, k, levels, num_queries):
     corpus = Corpus(seed, levels, num_queries)
     merged = merge([corpus.shard(number, k) for number in range(4)], k, corpus.ids_of)
-    assert [column.shape for column in merged] == [(num_queries, k)] * 3
+    assert [column.shape for column in merged[:3]] == [(num_queries, k)] * 3
+    assert np.array_equal(merged.frontier_Q, corpus.best_left_out(k))
     assert [corpus.lists(merged, query) for query in range(num_queries)] == [
         corpus.best(query, k) for query in range(num_queries)
     ]
@@ -101,9 +106,9 @@ def test_ids_are_looked_up_only_where_scores_tie_across_shards():
         looked_up.append(passages.tolist())
         return [{0: "d", 10: "c", 11: "b"}[number] for number in passages]
 
-    assert merge([(0, one_query(3, 1)), (10, one_query(2, 0))], 3, ids_of).passage_QK.tolist() == [[0, 10, 1]]
+    assert merge([(0, one_query(3, 1)), (10, one_query(2, 0))], 3, ids_of).rows_QK.tolist() == [[0, 10, 1]]
     assert looked_up == []
-    assert merge([(0, one_query(3, 1)), (10, one_query(3, 3))], 2, ids_of).passage_QK.tolist() == [[11, 10]]
+    assert merge([(0, one_query(3, 1)), (10, one_query(3, 3))], 2, ids_of).rows_QK.tolist() == [[11, 10]]
     assert looked_up == [[0, 10, 11]]
 
 

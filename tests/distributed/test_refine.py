@@ -411,20 +411,20 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
     first_round = StateId("round", 1)
     with RefinerPool(task, 4, 2, 0.5) as refiners:
         hits = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
-        positive = rng.random(hits.passage_QK.shape) < 0.5
-        labels = labels_from_hits(hits.passage_QK, hits.view_QK, positive)
+        positive = rng.random(hits.rows_QK.shape) < 0.5
+        labels = labels_from_hits(hits.rows_QK, hits.views_QK, positive)
         settings = GradientSettings(0.05, -1e9, keep_length=True)
         refiners.move(PUBLISHED, first_round, refiners.split(labels), queries, settings)
         moved = refiners.search(first_round, queries, 10, "", lambda *_: None)
-        assert not np.array_equal(moved.passage_QK, hits.passage_QK)
+        assert not np.array_equal(moved.rows_QK, hits.rows_QK)
         for actor in refiners.actors:
             ray.kill(actor, no_restart=False)
         began = time.monotonic()
         again = refiners.search(first_round, queries, 10, "", lambda *_: None)
         took_s = time.monotonic() - began
         first = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
-    assert np.array_equal(again.passage_QK, moved.passage_QK) and np.array_equal(again.view_QK, moved.view_QK)
-    assert np.array_equal(first.passage_QK, hits.passage_QK)
+    assert np.array_equal(again.rows_QK, moved.rows_QK) and np.array_equal(again.views_QK, moved.views_QK)
+    assert np.array_equal(first.rows_QK, hits.rows_QK)
     record_property("figures", f"{len(refiners.actors)} of {len(refiners.actors)} killed, back in {took_s:.1f} s")
 
 

@@ -223,6 +223,6 @@ def test_a_report_survives_the_disk():
     )
     assert "weight 0.8: top-1 95.0 labelled, 60.0 gate (gold 85.0, 50.0), costs 10.0" in report.lines()
     shown = report_tables("refine", json.loads(report.to_json()))
-    columns = {str(drawn.title): [column.header for column in drawn.columns] for drawn in shown}
+    columns = {str(drawn.title): [str(column.header) for column in drawn.columns] for drawn in shown}
     assert columns["weights"] == sorted(name.replace("_", " ") for name in WeightReport._fields)
     assert RefineReport.from_json(report.to_json()) == report

@@ -25,7 +25,7 @@ def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_sessio
         with RefinerPool(RefinerTask(str(tmp_path), described, "staging/none"), num_shards, count, 0.2) as refiners:
             found = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
             ids = dict(enumerate(refiners.ids_of(np.arange(num_passages))))
-        for passages, winners, query_D in zip(found.passage_QK, found.view_QK, QUERIES_QD):
+        for passages, winners, query_D in zip(found.rows_QK, found.views_QK, QUERIES_QD):
             told = [(ids[passage], view) for passage, view in zip(passages.tolist(), winners.tolist())]
             assert told == [(name, view) for name, _, view in brute_force(views, query_D, k)]
 
@@ -44,5 +44,5 @@ def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tm
         restarted = actor_processes("ShardRefiner")
         assert other in restarted
         assert hung not in restarted
-    assert np.array_equal(before.passage_QK, after.passage_QK)
-    assert np.array_equal(before.view_QK, after.view_QK)
+    assert np.array_equal(before.rows_QK, after.rows_QK)
+    assert np.array_equal(before.views_QK, after.views_QK)

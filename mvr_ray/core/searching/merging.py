@@ -18,7 +18,7 @@ Shapes: Q queries, S shards, K hits kept, M the sum of the shards' list lengths.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,46 +33,23 @@ IdsOf = Callable[[IntArray], Sequence[str]]
 """Looks up the passage ids of some numbers."""
 
 
-class MergedHits(NamedTuple):
-    """Merged hits, best first.
+def merge(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> ShardHits:
+    """Merge the lists of shards into those of one: score descending, passage id ascending; rows are passage numbers.
 
-    passage_QK int64 and view_QK int16, -1 on padding
-    score_QK   float32, -inf on padding, so that its last column is -inf where there are fewer than K hits
-    """
-
-    passage_QK: IntArray
-    view_QK: IntArray
-    score_QK: FloatArray
-
-    @classmethod
-    def padding(cls, num_queries: int, k: int) -> "MergedHits":
-        """Lists without a hit."""
-        shape = num_queries, k
-        return cls(np.full(shape, -1, np.int64), np.full(shape, -1, np.int16), np.full(shape, -np.inf, np.float32))
-
-    def fill(self, queries: slice | IntArray, other: "MergedHits") -> None:
-        """Replace the lists of some queries."""
-        for column, values in zip(self, other):
-            column[queries] = values
-
-
-def merge(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> MergedHits:
-    """The best k of all shards for each query: score descending, passage id ascending.
-
-    `per_shard` holds the number of each shard's first passage, and its hits. Raises ShardIndexError for k below 1 and
-    for shards that answered different queries.
+    `per_shard` holds the number of each shard's first passage, and its hits. Of a query with fewer than k hits the last
+    score is -inf. Raises ShardIndexError for k below 1 and for shards that answered different queries.
     """
     check_k(k)
     sizes = {len(hits.rows_QK) for _, hits in per_shard}
     if len(sizes) > 1:
         raise ShardIndexError(f"shards answered different numbers of queries, {sorted(sizes)}; ask all the same ones")
-    if not per_shard:
-        return MergedHits.padding(0, k)
-    score_QM = np.concatenate([hits.scores_QK for _, hits in per_shard], axis=1)
-    passage_QM = np.concatenate([np.where(h.rows_QK >= 0, h.rows_QK + start, -1) for start, h in per_shard], axis=1)
-    view_QM = np.concatenate([hits.views_QK for _, hits in per_shard], axis=1)
-    if score_QM.shape[1] < k:
-        wider = ((0, 0), (0, k - score_QM.shape[1]))
+    empty_QK = np.empty((max(sizes, default=0), 0))
+    score_QM = np.concatenate([empty_QK.astype(np.float32), *(hits.scores_QK for _, hits in per_shard)], axis=1)
+    passages = (np.where(hits.rows_QK >= 0, hits.rows_QK + start, -1) for start, hits in per_shard)
+    passage_QM = np.concatenate([empty_QK.astype(np.int64), *passages], axis=1)
+    view_QM = np.concatenate([empty_QK.astype(np.int16), *(hits.views_QK for _, hits in per_shard)], axis=1)
+    if score_QM.shape[1] <= k:
+        wider = ((0, 0), (0, k + 1 - score_QM.shape[1]))
         score_QM = np.pad(score_QM, wider, constant_values=-np.inf)
         passage_QM, view_QM = (np.pad(column_QM, wider, constant_values=-1) for column_QM in (passage_QM, view_QM))
     order_QM = np.argsort(-score_QM, axis=1, kind="stable")  # each shard's list is a sorted run: little is left to do
@@ -82,21 +59,23 @@ def merge(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> 
         for query in np.flatnonzero(tied_Q):
             order_QM[query] = _by_id(score_QM[query], passage_QM[query], order_QM[query], k, ids_of)
     best_QK = order_QM[:, :k]
-    return MergedHits(
+    next_Q = np.take_along_axis(score_QM, order_QM[:, k : k + 1], axis=1)[:, 0]
+    return ShardHits(
         np.take_along_axis(passage_QM, best_QK, axis=1).astype(np.int64),
-        np.take_along_axis(view_QM, best_QK, axis=1).astype(np.int16),
         np.take_along_axis(score_QM, best_QK, axis=1).astype(np.float32),
+        np.take_along_axis(view_QM, best_QK, axis=1).astype(np.int16),
+        np.max([next_Q, *(hits.frontier_Q for _, hits in per_shard)], axis=0).astype(np.float32),
     )
 
 
-def uncertain_queries(per_shard: Sequence[tuple[int, ShardHits]], best: MergedHits, ids_of: IdsOf) -> list[IntArray]:
+def uncertain_queries(per_shard: Sequence[tuple[int, ShardHits]], best: ShardHits, ids_of: IdsOf) -> list[IntArray]:
     """By shard, the queries (ascending positions) for which to ask it for k rows. All empty: the merge is exact.
 
     Exact shards only. A shard may hold a passage, left out of its own list, that belongs in the merged k where it left
     something out, its own list is used up by the merged one, and its frontier reaches the merged k-th score.
     """
-    k = best.passage_QK.shape[1]
-    kth_Q, last_Q = best.score_QK[:, -1], best.passage_QK[:, -1]
+    k = best.rows_QK.shape[1]
+    kth_Q, last_Q = best.scores_QK[:, -1], best.rows_QK[:, -1]
 
     def is_used_up(start: int, hits: ShardHits, query: int, num_rows: int) -> bool:
         if not num_rows or last_Q[query] < 0:

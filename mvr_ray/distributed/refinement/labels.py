@@ -12,11 +12,10 @@ import numpy as np
 
 from mvr_ray.config import RefineConfig
 from mvr_ray.core.refining.pseudo_labels import Labels, labels_from_hits
-from mvr_ray.core.searching.merging import MergedHits
 from mvr_ray.distributed.refinement.measure import Evaluator, JudgedPair
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.types import FloatArray
+from mvr_ray.types import FloatArray, ShardHits
 
 
 def label_round(
@@ -25,12 +24,12 @@ def label_round(
     refiners: RefinerPool,
     at: StateId,
     queries_LD: FloatArray,
-    hits: MergedHits,
+    hits: ShardHits,
 ) -> Labels:
     """Labels of the hits of the labelled questions at a state; passages are numbered through all shards."""
     if evaluator.feedback:
         return winning_labels(refiners, at, queries_LD, evaluator.feedback)
-    passage_LK, view_LK = hits.passage_QK[:, : refine.depth], hits.view_QK[:, : refine.depth]
+    passage_LK, view_LK = hits.rows_QK[:, : refine.depth], hits.views_QK[:, : refine.depth]
     rows_L = np.arange(len(passage_LK))
     if refine.labels == "answers":
         return labels_from_hits(passage_LK, view_LK, evaluator.bears_answer(rows_L, passage_LK), refine.positives)

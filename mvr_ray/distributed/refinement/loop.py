@@ -30,7 +30,7 @@ from mvr_ray.core.refining.refine_policy import (
     next_action,
     worst_loss,
 )
-from mvr_ray.core.searching.merging import MergedHits
+from mvr_ray.core.searching.merging import merge
 from mvr_ray.distributed.job_metrics import record_round
 from mvr_ray.distributed.refinement.journal import Journal, RoundRecord, WeightRecord
 from mvr_ray.distributed.refinement.labels import label_round
@@ -45,7 +45,7 @@ from mvr_ray.distributed.refinement.shard_refiner import (
     ShardStep,
 )
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
-from mvr_ray.types import FloatArray, IntArray, Progress
+from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +91,14 @@ class RefinementLoop:
             self.progress("refine rounds", number, self.state().max_rounds)
         return action
 
-    def retrieve(self, number: int, queries_LD: FloatArray) -> MergedHits:
+    def retrieve(self, number: int, queries_LD: FloatArray) -> ShardHits:
         """Hits of the labelled questions after a round."""
         return self.search(self.state_id(number), self.labelled, queries_LD, f"refine round {number}: retrieve")
 
-    def label(self, number: int, queries_LD: FloatArray, hits: MergedHits) -> Labels:
+    def label(self, number: int, queries_LD: FloatArray, hits: ShardHits) -> Labels:
         return label_round(self.refine, self.evaluator, self.refiners, self.state_id(number), queries_LD, hits)
 
-    def measure_before(self, hits: MergedHits) -> None:
+    def measure_before(self, hits: ShardHits) -> None:
         """Rank every question in the published version, and begin the journal with that."""
         ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.gate_rows(), "gate")
@@ -160,9 +160,9 @@ class RefinementLoop:
         """The state of the passages after a round: the published one where only queries move."""
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
-    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> MergedHits:
+    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> ShardHits:
         if not len(rows):
-            return MergedHits.padding(0, 0)
+            return merge([], self.depth, lambda _: [])
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank_others(self, at: StateId, ranks: Ranks, rows: list[int], what: str) -> Ranks:
@@ -254,7 +254,7 @@ class RefinementLoop:
             num_drifted=int((drift_L > 0).sum()),
         )
 
-    def measure_round(self, number: int, step: "RoundStep", hits: MergedHits) -> None:
+    def measure_round(self, number: int, step: "RoundStep", hits: ShardHits) -> None:
         """Measure the state after a round, and make the round count."""
         ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         if self.refine.method in KEEPS_PASSAGES:

@@ -13,12 +13,11 @@ from mvr_ray.core.judging.answers import empty_answers
 from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.refining.pseudo_labels import gold_relevance
 from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES
-from mvr_ray.core.searching.merging import MergedHits
 from mvr_ray.distributed.refinement.questions import QuestionGroup, RefineQuestions
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.types import IntArray
+from mvr_ray.types import IntArray, ShardHits
 
 KINDS: tuple[Kind, ...] = ("answer", "gold")
 UNSEARCHED = -2
@@ -86,11 +85,11 @@ class Evaluator:
         size = len(self.questions.table)
         return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
 
-    def rank(self, ranks: Ranks, rows_Q: IntArray, hits: MergedHits) -> Ranks:
+    def rank(self, ranks: Ranks, rows_Q: IntArray, hits: ShardHits) -> Ranks:
         """`ranks` with those of the searched questions filled in."""
         answer_T, gold_T = ranks.answer_T.copy(), ranks.gold_T.copy()
-        answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.passage_QK))
-        gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.passage_QK))
+        answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.rows_QK))
+        gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.rows_QK))
         return Ranks(answer_T, gold_T)
 
     def members(self, group: QuestionGroup, kind: Kind) -> IntArray:

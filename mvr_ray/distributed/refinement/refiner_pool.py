@@ -19,7 +19,7 @@ import ray
 from mvr_ray.core.refining.aopt import LabelSums
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import MergedHits, first_depth, merge, overlay_hits, uncertain_queries
+from mvr_ray.core.searching.merging import first_depth, merge, overlay_hits, uncertain_queries
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.refinement.shard_refiner import (
     FeedbackSettings,
@@ -173,7 +173,7 @@ class RefinerPool:
             if row >= 0
         }
 
-    def search(self, at: StateId, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> MergedHits:
+    def search(self, at: StateId, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> ShardHits:
         """Exact top k of every query over all shards at a state; k is cut to the number of passages.
 
         Every actor answers for its shards together as one shard would. As a router does, the pool first asks for as
@@ -181,7 +181,7 @@ class RefinerPool:
         """
         k = min(k, self.num_passages)
         first = first_depth(k, [size for _, size in self.searchers], min(QUERY_BLOCK, len(queries_QD)))
-        table = MergedHits.padding(len(queries_QD), k)
+        tables = [merge([], k, self.ids_of)]
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def send(block: slice) -> list[Call]:
@@ -202,9 +202,9 @@ class RefinerPool:
                 for number, hits in zip(again, self.results(calls)):
                     lists[number] = 0, overlay_hits(lists[number][1], hits, queries_S[number])
                 merged = merge(lists, k, self.ids_of)
-            table.fill(block, merged)
+            tables.append(merged)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
-        return table
+        return ShardHits(*(np.concatenate(columns) for columns in zip(*tables)))
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""

@@ -21,7 +21,7 @@ from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import merge
+from mvr_ray.core.searching.merging import merge, overlay_hits
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
@@ -130,16 +130,16 @@ class ShardRefiner:
             return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + self.task.starts[0], -1))
         k = hits.rows_QK.shape[1]
         merged = merge(self._split(hits), k, self._ids_of_numbers)
-        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged.score_QK[:, -1]))
-        if len(tied_Q):
-            lists = [
-                (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads))
-                for shard, start in zip(self.task.shards, self.task.starts)
-                if self.entries[shard].num_passages
-            ]
-            alone = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
-            merged.fill(tied_Q, merge(alone, k, self._ids_of_numbers))
-        return ShardHits(merged.passage_QK, merged.score_QK, merged.view_QK, hits.frontier_Q)
+        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged.scores_QK[:, -1]))
+        if not len(tied_Q):
+            return merged
+        lists = [
+            (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads))
+            for shard, start in zip(self.task.shards, self.task.starts)
+            if self.entries[shard].num_passages
+        ]
+        alone = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
+        return overlay_hits(merged, merge(alone, k, self._ids_of_numbers), tied_Q)
 
     def _split(self, hits: ShardHits) -> list[tuple[int, ShardHits]]:
         """Hits of all shards here by shard: its start, and its own rows at the places that they have among all."""

@@ -41,7 +41,7 @@ class MergedResults:
 
     def hits(self) -> list[list[Hit]]:
         """The hits of every query, best first."""
-        passage_QK, view_QK, score_QK = self._merged
+        passage_QK, score_QK, view_QK, _ = self._merged
         passages = passage_QK[passage_QK >= 0]
         at = np.searchsorted(self._starts, passages, side="right") - 1
         shards = np.array([result.shard for result in self._results], np.int64)[at]
