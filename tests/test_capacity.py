@@ -87,6 +87,7 @@ def test_the_default_factory_has_a_size_and_is_one_that_faiss_makes() -> None:
         )
 
 
+@pytest.mark.slow
 def test_faiss_itself_agrees_with_the_sizes() -> None:
     faiss = pytest.importorskip("faiss")
     import numpy as np

@@ -24,6 +24,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_suite_runs_on_a_cpu_and_finds_everything_exact():
     kept = ROOT / "benchmarks" / "results" / "bench" / "gpu.json"
     before = kept.stat().st_mtime_ns if kept.exists() else None

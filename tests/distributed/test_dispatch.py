@@ -321,6 +321,7 @@ def looked(watch: HealthMonitor, at_s: float, *well) -> int:
     return hung
 
 
+@pytest.mark.slow
 @pytest.mark.chaos("hung searcher", "found by a probe, told as hung, replaced")
 @pytest.mark.ray
 @pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])

@@ -73,6 +73,7 @@ def run_reading(library, run_over):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(library, run_reading, ray_session):
     """And they are those of reading passage by passage, scored one by one."""

@@ -100,6 +100,7 @@ def feedback_and_own(found: dict[str, dict[int, bytes]]) -> list[dict[str, dict[
     return [{p: views for p, views in extra.items() if views}, own]
 
 
+@pytest.mark.slow
 def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store):
     report = refining.refine(config(store, method="feedback_views", rounds=2))
     known = accuracy(report, "squad_known", "answer")

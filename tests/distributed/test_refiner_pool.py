@@ -30,6 +30,7 @@ def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_sessio
             assert told == [(name, view) for name, _, view in brute_force(views, query_D, k)]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.chaos("refiner hangs", "killed within the bound, restarted, same hits")
 def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tmp_path, actor_processes):

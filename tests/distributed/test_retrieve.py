@@ -116,6 +116,7 @@ def test_a_ranking_by_words_and_views_is_the_sum_of_both_lists(small_index, tmp_
     assert by_words_alone
 
 
+@pytest.mark.slow
 def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_index, tmp_path, run_over, expected):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     report = retrieve(run_over(small_index), "dev", one, "jsonl")

@@ -128,6 +128,7 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     assert opened.spec.max_passage_tokens == 48
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path, minilm):
     """Viewers begin as noise, so that reading them untrained is worse than any plain pooling: 64 questions teach them.

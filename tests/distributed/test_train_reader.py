@@ -52,6 +52,7 @@ def run_of(path: Path, train: dict | None = None, read: dict | None = None, **se
     return parse_run({"store": {"path": str(path)}, "train": settings, **sections}, "test")
 
 
+@pytest.mark.slow
 def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, minilm):
     """From almost nothing to most of them, in 24 steps of 8 windows."""
     settings = {"questions": "some", "dev_questions": "some", "batch_questions": 8, "num_hard_negatives": 0}

@@ -173,6 +173,7 @@ def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys)
     assert "is missing or damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Chain) -> None:
     trained = chain.json("train")
     assert chain.status("index", "index.name=trained", "index.encoder=trained") == 0
@@ -180,6 +181,7 @@ def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Ch
     assert row["encoder"].endswith(trained["fingerprint"])
 
 
+@pytest.mark.slow
 def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain, serve_turn) -> None:
     from ray import serve
 

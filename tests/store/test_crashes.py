@@ -112,6 +112,7 @@ def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
     return live != first
 
 
+@pytest.mark.slow
 @pytest.mark.chaos(
     "publisher killed at each call that writes, syncs, names or renames",
     "the live version is whole: the old one or the new one; the same work then ends well",
@@ -168,6 +169,7 @@ class End:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.chaos(
     "publisher to an object store killed around each upload and its conditional put",
     "the live version is whole: the old one or the new one; the same work then ends well",

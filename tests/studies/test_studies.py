@@ -632,6 +632,7 @@ def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
     return {passage_id: own for passage_id, own in feedback.items() if len(own)}
 
 
+@pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
