@@ -24,7 +24,7 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.hybrid import rank_pairs
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -88,6 +88,8 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     results: list[SystemResult] = []
     with open_router(run, version) as router:
         manifest = router.manifest
+        for name, questions in sets:
+            require_gold_passages(name, questions, router.corpus)
         ranked = rank_questions(run, router, sets, rank, progress)
         articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
         for name, questions in sets:
@@ -184,6 +186,21 @@ def system_result(
         [gold_ranks.get(i) for i in ids],
     )
     return SystemResult(rows, ranks)
+
+
+def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
+    """Refuse a question set of another corpus, whose accuracy by gold passages would be wrong.
+
+    Raises MissingInputError where the corpus lacks a gold passage.
+    """
+    gold = {passage_id for question in questions for passage_id in question.positive_ids}
+    missing = sorted(gold.difference(passages.get(gold)))
+    if missing:
+        raise MissingInputError(
+            f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
+            f"{passages.name!r} (first: {missing[0]!r}); the set belongs to another corpus: prepare it with this one, "
+            f"under a name of its own"
+        )
 
 
 def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:

@@ -138,6 +138,21 @@ def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_i
             assert (hit["id"], hit["view"]) == (passage_id, view)
 
 
+def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages_that_are_not_there(
+    own_index, run_over
+):
+    store = Store(str(own_index))
+    questions = corpus.read_questions(store, "dev")
+    foreign = [question._replace(positive_ids=("nowhere",)) for question in questions[:2]]
+    corpus.write_questions(store, "foreign", [*foreign, *questions[2:]])
+    total = len({"nowhere", *(question.positive_ids[0] for question in questions[2:])})
+    message = (
+        f"question set 'foreign': 1 of its {total} gold passages are not in corpus 'corpus' \\(first: 'nowhere'\\)"
+    )
+    with pytest.raises(MissingInputError, match=message):
+        evaluate(run_over(own_index, evaluate={"questions": ["dev", "foreign"]}))
+
+
 def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
