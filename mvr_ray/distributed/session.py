@@ -345,6 +345,8 @@ def _gpus() -> Check:
 
 def _reachable(address: str) -> Check:
     try:
+        if not address.startswith(("http://", "https://")):  # `connect` says what is wrong with these
+            _require_listener(address)  # also where this process is in a session already
         with connect(ResourcesConfig(address=address)) as info:
             return Check("cluster", True, f"{address}: {len(info.nodes)} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs")
     except ResourceError as error:

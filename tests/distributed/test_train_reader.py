@@ -200,7 +200,7 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
         {"batch_questions": 7},
     )
     check(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
-    check(ReaderError, "reader folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
+    check(ConfigError, "model folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
     check(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
     check(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
     with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.training\.reader\.train"):

@@ -26,7 +26,7 @@ def test_no_deadline_made_from_another_one_is_later(timeout_s, own_s, share) -> 
         within, part = deadline.within(own_s), deadline.share(share)
         assert within.left_s <= deadline.left_s
         assert within.start_s == deadline.start_s, "the time of a request begins when it arrives"
-        assert part.left_s == pytest.approx(share * deadline.left_s)
+        assert part.left_s == pytest.approx(share * deadline.left_s, abs=1e-6)
 
 
 @pytest.mark.parametrize(
