@@ -214,20 +214,20 @@ def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, st
 
 def bm25_ranking(
     words: BM25Index,
-    passages_of: Corpus,
+    indexed_corpus: Corpus,
     questions: QuestionSet,
     settings: RankSettings,
     progress: Progress = no_progress,
 ) -> list[RankedQuestion]:
     """BM25's hits over the same passages, judged by the same rules."""
     hits = words.search([question.text for question in questions.questions], settings.k, progress)
-    return judge_hits(questions.questions, hits, passages_of, settings.match, strict=settings.strict_answers)
+    return judge_hits(questions.questions, hits, indexed_corpus, settings.match, strict=settings.strict_answers)
 
 
 def judge_hits(
     questions: Sequence[Question],
     hits: Sequence[Sequence[Hit]],
-    passages_of: Corpus,
+    indexed_corpus: Corpus,
     match: Match = "string",
     *,
     strict: bool = False,
@@ -236,7 +236,7 @@ def judge_hits(
     matcher = AnswerMatcher(match, strict=strict)
     ranked: list[RankedQuestion] = []
     for question, found in zip(questions, hits, strict=True):
-        texts = passages_of.get(hit.passage_id for hit in found)
+        texts = indexed_corpus.get(hit.passage_id for hit in found)
         marks = [
             matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
             for hit in found

@@ -266,12 +266,12 @@ class HotSwapRouter:
             served = self._open[manifest.version] = _OpenVersion(router, calls=1)
         return served
 
-    def _release(self, slot: _OpenVersion) -> None:
+    def _release(self, open_version: _OpenVersion) -> None:
         with self._lock:
-            slot.calls -= 1
-            slot.called_s = time.monotonic()
-            if slot.retired and not slot.calls:
-                version = slot.router.manifest.version
+            open_version.calls -= 1
+            open_version.called_s = time.monotonic()
+            if open_version.retired and not open_version.calls:
+                version = open_version.router.manifest.version
                 del self._open[version]
                 self.searchers.drop(version)
                 log.info("dropped: index=%s version=%d", self.index, version)

@@ -4,6 +4,7 @@ A folder holds the model's files and, written last, one JSON file that names the
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from mvr_ray.errors import FingerprintError, MvrRayError
 FORMAT_VERSION = 1
 
 
-class StoredModel(nn.Module):
+class StoredModel(nn.Module, ABC):
     """A model with a fingerprint, which a folder's description repeats."""
 
     what: ClassVar[str]
@@ -26,18 +27,18 @@ class StoredModel(nn.Module):
     refusal: ClassVar[type[MvrRayError]]
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """16 hex digits over all that changes the model's output. Reads every weight: keep it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def transformers(self) -> list[Any]:
         """The pretrained models inside."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write the model's files, and last its description."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ The head may be the folder's own, or drawn from a seed where training is to star
 
 import hashlib
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -96,9 +97,9 @@ class TaskModel(StoredModel):
             UnpaddedCpuBackbone(backbone, backbone.get_input_embeddings()) if supports_unpadded_cpu(backbone) else None
         )
 
+    @abstractmethod
     def forward_unpadded(self, batch: Sequence[Any], backbone: UnpaddedCpuBackbone, whole: bool) -> Any:
         """What `forward` gives, of inputs that stand end to end; `whole` as in `UnpaddedCpuBackbone.states`."""
-        raise NotImplementedError
 
     def infer(
         self,
