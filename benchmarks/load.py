@@ -38,7 +38,7 @@ from measure import Bar, Part, write
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index
 from mvr_ray.store import prepare
-from mvr_ray.store.corpus import read_questions
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 
 SQUAD = ROOT.parent / "shared" / "data" / "squad"
@@ -278,7 +278,7 @@ def main() -> None:
     store = Store(run.store.path)
     prepare.prepare(run.prepare, store)
     described = build_index.index(run)
-    questions = [question.text for question in read_questions(store, "load")]
+    questions = [question.text for question in read_questions(Corpus.open(store, run.prepare.corpus), "load")]
     bodies = [json.dumps({"queries": [text], "k": 10}).encode() for text in questions]
     random.Random(0).shuffle(bodies)
     part = Part("load", f"A server for {minutes:g} minutes at its capacity, and a flood of ten times that", "requests")

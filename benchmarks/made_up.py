@@ -117,13 +117,12 @@ def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int
             store.put_file(file, f"{paths.corpus_dir(run.prepare.corpus)}/{part.file}")
         infos.append(part)
     gold = iter(rng.permutation(passages).tolist())
-    counts = {}
+    info = CorpusInfo(run.prepare.corpus, corpus_digest(infos), passages, tuple(infos), (), dict(sets), {})
+    corpus = Corpus(store, info)
     for name, count in sets.items():
-        made = [_question(name, i, next(gold)) for i in range(count)]
-        counts[name] = write_questions(store, name, made)
-    info = CorpusInfo(run.prepare.corpus, corpus_digest(infos), passages, tuple(infos), (), counts, {})
-    store.write_bytes(paths.corpus_json(run.prepare.corpus), info.to_json())
-    return Corpus.open(store, run.prepare.corpus)
+        write_questions(corpus, name, [_question(name, i, next(gold)) for i in range(count)])
+    corpus.publish()
+    return corpus
 
 
 def _question(name: str, number: int, passage: int) -> Question:

@@ -114,7 +114,8 @@ def stored(store: Store, described: Manifest) -> Stored:
 
 def asked(store: Store, of: Stored) -> tuple[RefineQuestions, FloatArray]:
     """The questions, and a vector for each: a view of its gold passage and as much noise."""
-    train, dev = (corpus.read_questions(store, name) for name in ("train", "dev"))
+    passages = corpus.Corpus.open(store, of.described.corpus)
+    train, dev = (corpus.read_questions(passages, name) for name in ("train", "dev"))
     questions = arrange("train", train[:QUESTIONS], [("dev", dev[:GATE])], [])
     row = {name: at for at, name in enumerate(of.ids)}
     gold_T = np.array([row[question.positive_ids[0]] for question in questions.table])

@@ -221,7 +221,7 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
     if refine.questions is None or refine.feedback is not None or not (first or refine.labels == "gold"):
         return most
     try:
-        questions = read_questions(Store(run.store.path), refine.questions)
+        questions = read_questions(Corpus.open(Store(run.store.path), run.prepare.corpus), refine.questions)
     except (MissingInputError, StorageError):
         return most
     return min(most, len(questions) if first else sum(len(question.positive_ids) for question in questions))

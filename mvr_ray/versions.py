@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import manifest
+from mvr_ray.errors import ConfigError, MissingInputError, StorageError
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -61,6 +61,7 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
         case "rollback":
             if version is None:
                 raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
+            require_sources(store, manifest.read(store, index, version))
             return version_line(manifest.rollback(store, index, version), live=True)
         case _:
             garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
@@ -68,20 +69,38 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:
-    """Compare every file of a version with its digest, and those of its corpus, where that is still the same."""
+    """Compare every file of a version with its digest, and those of the corpus that it was made from.
+
+    An encoder that is not in the store, or a corpus, is a problem of the version: it could not answer.
+    """
     report = manifest.verify(store, version)
+    report = report._replace(problems=[*report.problems, *_missing_encoder(store, version)])
     try:
-        corpus = Corpus.open(store, version.corpus)
-    except MissingInputError:
-        return report
-    if corpus.digest != version.corpus_digest:
-        return report
+        corpus = Corpus.open(store, version.corpus, version.corpus_digest)
+    except (MissingInputError, StorageError) as error:
+        path = paths.corpus_version(version.corpus, version.corpus_digest)
+        return report._replace(problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})")])
     parts = corpus.info.parts
     return VerifyReport(
         report.num_files + len(parts),
         report.num_bytes + sum(part.num_bytes for part in parts),
         [*report.problems, *(Problem(NO_SHARD, path, f"{why} ({CURE})") for path, why in corpus.find_damage())],
     )
+
+
+def require_sources(store: Store, version: Manifest) -> None:
+    """Raise MissingInputError where a version could not answer, because its encoder or its corpus is not there."""
+    for problem in _missing_encoder(store, version):
+        raise MissingInputError(
+            f"index {version.index!r} version {version.version} was not made live: {store.where(problem.path)} "
+            f"{problem.reason}"
+        )
+    Corpus.open(store, version.corpus, version.corpus_digest)
+
+
+def _missing_encoder(store: Store, version: Manifest) -> list[Problem]:
+    path = f"{paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)}/{paths.ENCODER_JSON}"
+    return [] if store.exists(path) else [Problem(NO_SHARD, path, "is missing (copy the encoder's folder there)")]
 
 
 def version_line(version: Manifest, live: bool) -> VersionLine:

@@ -27,6 +27,8 @@ from hypothesis import settings
 
 from mvr_ray.config import RunConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests can import the modules beside this file
+
 settings.register_profile("laws", deadline=None)  # a law holds however long an example takes
 settings.load_profile("laws")
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from prepared_corpus import empty_corpus
 
 from mvr_ray import capacity
 from mvr_ray.capacity import (
@@ -223,9 +224,13 @@ def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
 )
 def test_feedback_views_are_bounded_by_clusters_and_by_positive_labels(tmp_path, refine, most) -> None:
     write_questions(
-        Store(str(tmp_path)), "known", [Question(f"q{n}", f"why {n}?", ("so",), ("p0", f"p{n}")) for n in range(7)]
+        empty_corpus(Store(str(tmp_path))),
+        "known",
+        [Question(f"q{n}", f"why {n}?", ("so",), ("p0", f"p{n}")) for n in range(7)],
     )
-    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "refine": refine})
+    run = RunConfig.model_validate(
+        {"store": {"path": str(tmp_path)}, "prepare": {"corpus": "corpus"}, "refine": refine}
+    )
     assert most_feedback_views(run, 5) == most
 
 

@@ -167,6 +167,27 @@ def read(
 
 @app.command()
 @exit_on_error
+def update(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Upsert and delete passages of the corpus: `update CONFIG changes=FILE`, JSON lines; then run `index`."""
+    usage = 'give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}'
+    words = named_arguments("update", overrides, ("changes",), (), usage, show_only=print_config)
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.store import update as stage
+        from mvr_ray.store.files import Store
+
+        return stage.update(run.prepare, Store(run.store.path), words["changes"], progress)
+
+    run = load_run(config, section_overrides(overrides))
+    run_stage("update", run, work, print_config=print_config, as_json=as_json)
+    if not print_config:
+        _err(f"next: mvr-ray index {config}, which encodes what is new")
+
+
+@app.command()
+@exit_on_error
 def reshard(
     config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
 ) -> None:

@@ -36,9 +36,8 @@ from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
-from mvr_ray.store import corpus
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
@@ -130,8 +129,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     if name is None:
         raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
     manifest = manifests.read(store, run.index.name, version)
-    passages = Corpus.open(store, manifest.corpus)
-    asked = [question for question in corpus.read_questions(store, name) if question.positive_ids]
+    passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
+    asked = [question for question in read_questions(passages, name) if question.positive_ids]
     asked = asked[: settings.max_questions or None]
     there = passages.get(question.positive_ids[0] for question in asked)
     asked = [question for question in asked if question.positive_ids[0] in there]

@@ -1,9 +1,11 @@
 """Build an index version from a corpus and an encoder, and publish it.
 
-    encode -> one build task a shard (concatenate its chunks, build its index, name it by content) -> measure -> publish
+    carry over -> encode -> one build task a shard (join what was carried over and its chunks, build its index, name it
+    by content) -> measure -> publish
 
-A shard that is built is noted in the staging folder, and one that an earlier version has from the same settings is
-taken from there, so the same command continues after any crash and does nothing twice. Passages read, embedded, indexed
+A shard that is built is noted in the staging folder. One that an earlier version has, of the same passages and by the
+same settings, is taken from there, and so are the embeddings of single passages (`carry_over`); so the same command
+continues after any crash and does nothing twice. Passages read, embedded, indexed
 and in the manifest are counted against each other before anything is published.
 """
 
@@ -11,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
+from mvr_ray.distributed.carry_over import carry_over
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
@@ -36,15 +39,15 @@ from mvr_ray.distributed.shards import (
     write_note,
 )
 from mvr_ray.distributed.tasks import task_results
-from mvr_ray.errors import RowsLostError
+from mvr_ray.errors import MissingInputError, RowsLostError, StorageError
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 __all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
 
@@ -68,13 +71,14 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft = _resolve(store, run, corpus)
-    plan = _plan_shards(store, draft, task.key, corpus.num_shards)
+    plan = _plan_shards(store, draft, task.key, corpus)
     if len(plan.kept) == corpus.num_shards and (live := _same_live_version(store, draft, plan.kept)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
     with session.connect(run.resources) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
         shards = _build(task, draft, corpus, plan.kept, run.index, progress)
     return _publish(store, corpus, _complete_draft(draft, shards), task, progress)
@@ -83,13 +87,14 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest]:
     """What encodes the corpus, and the manifest to be, without shards.
 
-    `config_digest` covers everything that decides the bytes of the shards.
+    `config_digest` covers everything that decides the bytes of a shard, but its passages.
     """
     encoder = resolve_encoder(run, corpus)
     params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, encoder.dimension)
     task = encode_task(run, corpus, encoder)
-    decides = [task.key, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
+    encoding = [task.fingerprint, task.dtype, task.tokens_per_batch, task.sort_window]
+    decides = [encoding, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
     draft = Manifest(
         index=run.index.name,
         operation="index",
@@ -109,8 +114,9 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
     return task, draft
 
 
-def _plan_shards(store: Store, draft: Manifest, key: str, num_shards: int) -> ShardPlan:
-    kept = _kept_shards(store, draft)
+def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus) -> ShardPlan:
+    num_shards = corpus.num_shards
+    kept = _kept_shards(store, draft, corpus)
     others = [shard for shard in range(num_shards) if shard not in kept]
     built = [shard for shard in others if _read_own_note(store, draft, key, shard)]
     return ShardPlan(kept, built, [shard for shard in others if shard not in built])
@@ -150,16 +156,34 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> 
         )
 
 
-def _kept_shards(store: Store, draft: Manifest) -> dict[int, ShardEntry]:
-    """Shards that an earlier version built from the same corpus, encoder and settings, as far as they are whole."""
-    for version in reversed(manifests.list_versions(store, draft.index)):
-        earlier = manifests.read(store, draft.index, version)
-        if earlier.operation == "index" and earlier.config_digest == draft.config_digest:
-            damaged = {problem.shard for problem in manifests.verify(store, earlier).problems}
-            if damaged:
-                log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, version, damaged)
-            return {entry.shard: entry for entry in earlier.shards if entry.shard not in damaged}
-    return {}
+def _kept_shards(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, ShardEntry]:
+    """Shards that earlier versions built by the same encoder and settings from the same passages, as far as they are
+    whole; the newest first."""
+    kept: dict[int, ShardEntry] = {}
+    for number in reversed(manifests.list_versions(store, draft.index)):
+        earlier = manifests.read(store, draft.index, number)
+        if earlier.operation != "index" or earlier.config_digest != draft.config_digest:
+            continue
+        same = _same_parts(store, earlier, corpus)
+        own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
+        checked = dataclasses.replace(earlier, shards=own, refined_queries={})
+        damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
+        if damaged:
+            log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
+        kept |= {entry.shard: entry for entry in own if entry.shard not in damaged}
+    return kept
+
+
+def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
+    """The parts of the corpus that hold what the shards of an earlier version were made from."""
+    if earlier.corpus_digest == corpus.digest:
+        return set(range(corpus.num_shards))
+    try:
+        before = Corpus.open(store, earlier.corpus, earlier.corpus_digest).info.parts
+    except (MissingInputError, StorageError):
+        return set()
+    now = corpus.info.parts
+    return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].sha256 == before[shard].sha256}
 
 
 def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
@@ -234,20 +258,41 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, max_d
     With a bound, views that their siblings can stand in for are left out, and a file says what that came to.
     """
     dropped, worst = 0, 0.0
-    corpus = Corpus.open(store, task.corpus)
-    part = corpus.part(shard)
-    ids = part.ids()
+    corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
-        for chunk in chunks_of(task, corpus, shard):
-            staged = _open_staged(store, task.chunk_path(chunk))
-            _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
-            for block in staged.blocks():
-                if max_distance is not None:
-                    block, own_dropped, own_worst = prune_block(block, max_distance)
-                    dropped, worst = dropped + own_dropped, max(worst, own_worst)
-                writer.write(block)
+        for block in _embedded_blocks(store, task, corpus, shard):
+            if max_distance is not None:
+                block, own_dropped, own_worst = prune_block(block, max_distance)
+                dropped, worst = dropped + own_dropped, max(worst, own_worst)
+            writer.write(block)
     if max_distance is not None:
         (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": dropped, "worst": worst}) + "\n")
+
+
+def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
+    """What was encoded of a shard, and what was carried over, in order of id."""
+    chunks = _encoded_chunks(store, task, corpus, shard)
+    if not store.exists(task.carried_path(shard)):
+        yield from chunks
+        return
+    blocks = [*_open_staged(store, task.carried_path(shard)).blocks(), *chunks]
+    places = sorted(
+        BlockRow(passage_id, number, row)
+        for number, block in enumerate(blocks)
+        for row, passage_id in enumerate(block.ids)
+    )
+    _require_ids(corpus.part(shard).ids(), [place.passage_id for place in places], f"shard {shard}")
+    for start in range(0, len(places), BATCH_PASSAGES):
+        yield gather_rows(blocks, places[start : start + BATCH_PASSAGES])
+
+
+def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
+    ids, rows = corpus.part(shard).ids(), task.rows_to_encode(store, shard)
+    ids = ids if rows is None else [ids[row] for row in rows]
+    for chunk in chunks_of(task, corpus, shard):
+        staged = _open_staged(store, task.chunk_path(chunk))
+        _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+        yield from staged.blocks()
 
 
 def _open_staged(store: Store, path: str) -> EmbeddingShard:

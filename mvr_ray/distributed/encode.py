@@ -1,10 +1,10 @@
 """Encode passages into embeddings on a pool of encoder actors, chunk by chunk.
 
-A chunk is `index.sort_window` passages of one corpus part, in id order. A CPU task tokenises it (where encoders use no
-GPU, Ray Data runs that step inside the encoder's process); an encoder sorts it by length, embeds it in batches of at
-most `index.tokens_per_batch` padded tokens, and writes it whole to the staging folder. What a batch holds follows from
-the chunk alone, so the bytes do not depend on how many workers there are or which of them died; a killed run loses the
-chunks under way, and the same command encodes only those that are missing.
+A chunk is `index.sort_window` passages of one corpus part, in id order, of those that no earlier version has. A CPU
+task tokenises it (where encoders use no GPU, Ray Data runs that step inside the encoder's process); an encoder sorts it
+by length, embeds it in batches of at most `index.tokens_per_batch` padded tokens, and writes it whole to the staging
+folder. What a batch holds follows from the chunk alone, so the bytes do not depend on how many workers there are or
+which of them died; a killed run loses the chunks under way, and the same command encodes only those that are missing.
 
 Shapes: P passages, V views per passage, N view vectors, D dimension.
 """
@@ -32,12 +32,11 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
-from mvr_ray.errors import ResourceError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
-from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
 
 __all__ = [
     "ChunkRange",
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class ChunkRange(NamedTuple):
-    """Rows `start` up to `stop` of one corpus part."""
+    """Places `start` up to `stop` among the rows of one corpus part that are to be encoded."""
 
     shard: int
     start: int
@@ -79,6 +78,17 @@ class EncodeTask(NamedTuple):
     def chunk_path(self, chunk: ChunkRange) -> str:
         return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
 
+    def rows_path(self, shard: int) -> str:
+        return paths.staged_rows(self.index, self.key, shard)
+
+    def carried_path(self, shard: int) -> str:
+        return paths.staged_carried(self.index, self.key, shard)
+
+    def rows_to_encode(self, store: Store, shard: int) -> list[int] | None:
+        """Rows of a part that no earlier version has, as `carry_over` left them; None for all rows."""
+        path = self.rows_path(shard)
+        return json.loads(store.read_bytes(path)) if store.exists(path) else None
+
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> EncodeTask:
     """The task of a run; its staging key covers everything that changes an embedding's bytes."""
@@ -101,7 +111,8 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> Encode
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
-    total = corpus.info.parts[shard].num_passages
+    rows = task.rows_to_encode(corpus.store, shard)
+    total = corpus.info.parts[shard].num_passages if rows is None else len(rows)
     return [
         ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
     ]
@@ -112,6 +123,12 @@ def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRa
     store = Store(task.store)
     names = set(store.list(paths.staging_dir(task.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
+
+
+def staged_shards(task: EncodeTask) -> set[int]:
+    """Shards of which something is in the staging folder."""
+    names = Store(task.store).list(paths.staging_dir(task.index, task.key))
+    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(("chunk-", "rows-"))}
 
 
 def encode_corpus(
@@ -171,20 +188,26 @@ def chunks_at_once(gpu: bool) -> int:
 def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
     """Each row, a chunk, with the ids and tokens of its passages, laid end to end."""
     encoder = kept_encoder(task.store, task.encoder_name, task.fingerprint)
-    corpus = Corpus.open(Store(task.store), task.corpus)
-    if corpus.digest != task.corpus_digest:
-        raise ResourceError(
-            f"corpus {task.corpus!r} was replaced while it was being encoded; run the same command again"
-        )
+    corpus = Corpus.open(Store(task.store), task.corpus, task.corpus_digest)
     packed_rows: list[dict[str, Any]] = []
     for chunk in batch.to_pylist():
-        passages = corpus.part(chunk["shard"]).passages(chunk["start"], chunk["stop"])
+        passages = passages_of(task, corpus, ChunkRange(**chunk))
         packed = pack_tokens(encoder.tokenize_passages(passages))
         packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
     columns = {name: pa.array([row[name] for row in packed_rows]) for name in ("shard", "start", "stop", "ids")}
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([row[name] for row in packed_rows], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
+
+
+def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Passage]:
+    """The passages of a chunk, in id order."""
+    part, rows = corpus.part(chunk.shard), task.rows_to_encode(corpus.store, chunk.shard)
+    if rows is None:
+        return part.passages(chunk.start, chunk.stop)
+    own = rows[chunk.start : chunk.stop]
+    between = part.passages(own[0], own[-1] + 1)
+    return [between[row - own[0]] for row in own]
 
 
 class ChunkEncoder:

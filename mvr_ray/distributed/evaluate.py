@@ -25,8 +25,8 @@ from mvr_ray.distributed.hybrid import rank_pairs
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.corpus import Corpus, question_sets, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
@@ -74,11 +74,12 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     Raises ConfigError where no set is named, MissingInputError, CoverageError, ResourceError.
     """
     settings, store = run.evaluate, Store(run.store.path)
+    base = manifests.read(store, run.index.name, version)
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
-        raise ConfigError(
-            f"evaluate.questions names no question set; stored are: {', '.join(corpus.question_sets(store)) or 'none'}"
-        )
-    sets = [QuestionSet(name, corpus.read_questions(store, name)) for name in dict.fromkeys(settings.questions)]
+        known = ", ".join(question_sets(corpus)) or "none"
+        raise ConfigError(f"evaluate.questions names no question set; corpus {corpus.name!r} has: {known}")
+    sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
     rank = RankSettings(
         k=max(settings.k),
         match=settings.match,
@@ -123,11 +124,11 @@ def _hybrid_results(
     progress: Progress,
 ) -> list[SystemResult]:
     """BM25 + weight x dense on every set, with the weight that answers most of the held-out set's questions."""
-    settings, store, name = run.evaluate, Store(run.store.path), run.evaluate.hybrid
+    settings, name = run.evaluate, run.evaluate.hybrid
     assert name is not None
     if name in {asked.name for asked in sets}:
         raise ConfigError(f"evaluate.hybrid is {name!r}, which is also reported on; choose the weight on another set")
-    held = QuestionSet(name, corpus.read_questions(store, name))
+    held = QuestionSet(name, read_questions(router.corpus, name))
     pairs = [list(rank_pairs(run, router, words, asked, progress)) for asked in (held, *sets)]
     scores = [[both.scores for both in lists] for lists in pairs]
     chosen = choose_weight(scores[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)

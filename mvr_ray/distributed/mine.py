@@ -64,8 +64,8 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         raise ConfigError(
             f"mine.rank_from is {cfg.rank_from} and mine.rank_to {cfg.rank_to}, an empty window; raise mine.rank_to"
         )
-    questions = read_questions(store, cfg.questions)
     corpus = Corpus.open(store, run.prepare.corpus)
+    questions = read_questions(corpus, cfg.questions)
     matcher = AnswerMatcher()
     left: list[FilteredHits] = []
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
@@ -94,7 +94,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
         for question, mined in zip(questions, results)
     ]
-    write_questions(store, cfg.output, made)
+    write_questions(corpus, cfg.output, made)
     kept = [len(mined.ids) for mined in results]
     hits = sum(mined.hits for mined in results)
     gold = sum(mined.gold for mined in results)

@@ -24,7 +24,6 @@ from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
 from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
-from mvr_ray.errors import DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -40,8 +39,8 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
-    _require_corpus(store, base)
-    questions = gather(store, run.refine)
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    questions = gather(corpus, run.refine)
     if finished := _finished_by(store, base, run, questions):
         return finished
     journal = Journal(store, base, run, questions)
@@ -98,16 +97,6 @@ def _conclude(
     elif not rewritten:
         return dataclasses.replace(report, reason=f"{end.reason}; no stored byte changed"), None
     return report, refined
-
-
-def _require_corpus(store: Store, base: Manifest) -> None:
-    """DataError unless the corpus is the one that the version was made from: answers are looked for in its texts."""
-    corpus = Corpus.open(store, base.corpus)
-    if corpus.digest != base.corpus_digest:
-        raise DataError(
-            f"corpus {base.corpus!r} was prepared again since index {base.index!r} version {base.version} was made "
-            f"(digest {corpus.digest}, the index has {base.corpus_digest}); index it first: mvr-ray index CONFIG"
-        )
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:

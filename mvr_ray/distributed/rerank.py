@@ -22,7 +22,6 @@ from mvr_ray.distributed.models import (
     translate_out_of_memory,
 )
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
-from mvr_ray.errors import DataError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray, Progress
@@ -62,10 +61,7 @@ class PairScorer:
 
     @cached_property
     def corpus(self) -> Corpus:
-        corpus = Corpus.open(Store(self.task.store), self.task.corpus)
-        if corpus.digest != self.task.digest:
-            raise DataError(f"corpus {corpus.name!r} was prepared anew while it was mined; run the same command again")
-        return corpus
+        return Corpus.open(Store(self.task.store), self.task.corpus, self.task.digest)
 
     def __call__(self, batch: Sequence[Candidates]) -> list[float]:
         texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 
 from mvr_ray.config import RunConfig
@@ -38,10 +37,17 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import BATCH_PASSAGES, Dtype, EmbeddingShard, EmbeddingWriter
+from mvr_ray.store.embeddings import (
+    BATCH_PASSAGES,
+    BlockRow,
+    Dtype,
+    EmbeddingShard,
+    EmbeddingWriter,
+    gather_rows,
+)
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +62,6 @@ class ReshardTask(NamedTuple):
     num_shards: int
     staging: str
     recall_sample: int
-
-
-class BlockRow(NamedTuple):
-    """Where a passage lies among the blocks that a task has open."""
-
-    passage_id: str
-    block: int
-    row: int
 
 
 class ReshardReport(NamedTuple):
@@ -145,17 +143,6 @@ def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
     built = BuiltShard(entry, shard_recall(store, base, entry, task.recall_sample), None, None)
     write_note(store, note, built)
     return built
-
-
-def gather_rows(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> EmbeddingBlock:
-    """The passages at these rows, in their order, bit by bit as they are."""
-    slots = [slice(*blocks[at.block].row_ptr[at.row : at.row + 2].tolist()) for at in rows]
-    return EmbeddingBlock(
-        ids=[at.passage_id for at in rows],
-        row_ptr=np.cumsum([0, *(own.stop - own.start for own in slots)]),
-        view_numbers_N=np.concatenate([blocks[at.block].view_numbers_N[own] for at, own in zip(rows, slots)]),
-        vectors_ND=np.concatenate([blocks[at.block].vectors_ND[own] for at, own in zip(rows, slots)]),
-    )
 
 
 def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:

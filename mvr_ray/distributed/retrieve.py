@@ -1,7 +1,6 @@
 """Rankings of a question set over an index version, written for others to read; and the stage that measures one."""
 
 import logging
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +10,8 @@ from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MissingInputError
-from mvr_ray.store import corpus, paths
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.corpus import Corpus, question_sets, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
 from mvr_ray.types import Progress, no_progress
@@ -47,7 +47,9 @@ def retrieve(
 
     `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, CoverageError.
     """
-    asked = question_set(Store(run.store.path), questions)
+    store = Store(run.store.path)
+    base = manifests.read(store, run.index.name, version)
+    asked = question_set(Corpus.open(store, base.corpus, base.corpus_digest), questions)
     snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
         k=run.retrieve.k,
@@ -80,12 +82,15 @@ def retrieve(
     )
 
 
-def question_set(store: Store, name: str) -> QuestionSet:
-    """A stored question set by name, else the questions of a file."""
-    if re.fullmatch(r"[\w.-]+", name) and store.exists(paths.questions(name)):
-        return QuestionSet(name, corpus.read_questions(store, name))
+def question_set(corpus: Corpus, name: str) -> QuestionSet:
+    """A question set of the corpus by name, else the questions of a file."""
+    if name in question_sets(corpus):
+        return QuestionSet(name, read_questions(corpus, name))
     path = resolve_path(name)
     if not path.is_file():
-        known = ", ".join(corpus.question_sets(store)) or "none"
-        raise MissingInputError(f"questions {name!r}: neither a file nor a stored set of {store.root} (sets: {known})")
+        known = ", ".join(question_sets(corpus)) or "none"
+        raise MissingInputError(
+            f"questions {name!r}: neither a file nor a set of corpus {corpus.name!r} in {corpus.store.root} "
+            f"(sets: {known})"
+        )
     return QuestionSet(path.name, read_question_file(path))

@@ -34,7 +34,7 @@ from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, MissingInputError, UnknownPassageError
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -131,17 +131,10 @@ class Router:
 
     @property
     def corpus(self) -> Corpus:
-        """The passages that were indexed. Raises MissingInputError if the corpus has been prepared anew since."""
+        """The passages that were indexed. Raises MissingInputError where the store has lost the corpus."""
         with self._lock:
             if self._corpus is None:
-                opened = Corpus.open(self.store, self.manifest.corpus)
-                if opened.digest != self.manifest.corpus_digest:
-                    raise MissingInputError(
-                        f"index {self.manifest.index!r} version {self.manifest.version} was made from corpus "
-                        f"{opened.name!r} of digest {self.manifest.corpus_digest}, which is now {opened.digest}; "
-                        f"index again (mvr-ray index CONFIG), or prepare the old sources"
-                    )
-                self._corpus = opened
+                self._corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
             return self._corpus
 
     def embed(self, texts: Sequence[str]) -> FloatArray:

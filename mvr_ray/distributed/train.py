@@ -49,8 +49,8 @@ def open_job(run: RunConfig) -> TrainingJob:
     model = _starting_encoder(run, store, corpus)
     key = training_key(run, store, model.fingerprint)
     loss_name(run, model)
-    examples = open_examples(store, corpus, model.splitter, run.train)
-    dev = open_dev(store, corpus, run.train)
+    examples = open_examples(corpus, model.splitter, run.train)
+    dev = open_dev(corpus, run.train)
     checkpoints = Checkpoints(store, paths.training_dir(run.encoder.name, key))
     return TrainingJob(run, model, examples, dev, checkpoints)
 
@@ -58,7 +58,7 @@ def open_job(run: RunConfig) -> TrainingJob:
 def training_key(run: RunConfig, store: Store, start: str) -> str:
     """Digest of what decides the weights: settings, starting weights, passages and questions."""
     corpus = Corpus.open(store, run.prepare.corpus)
-    parts = [run.digest("encoder", "train"), start, corpus.digest, *input_digests(store, run.train)]
+    parts = [run.digest("encoder", "train"), start, corpus.digest, *input_digests(corpus, run.train)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

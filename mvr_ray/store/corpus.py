@@ -1,7 +1,9 @@
 """Store and read passages and questions as Arrow files.
 
-A corpus is `corpus.json` and one part a shard. A part holds its passages in id order and is named by its content;
-`corpus.json` names the parts, so replacing that one file replaces the corpus. A passage's shard is a hash of its id.
+A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; the
+description names the parts and is stored by its digest, so an index version finds the corpus that it was made from
+whatever was prepared since. `corpus.json` is a copy of the one that was prepared last: replacing that file replaces the
+corpus. A passage's shard is a hash of its id. Question sets belong to the corpus of one digest.
 """
 
 import bisect
@@ -78,6 +80,8 @@ class CorpusInfo:
     sources: tuple[SourceInfo, ...]
     questions: dict[str, int]
     counts: dict[str, int]
+    parent: str = ""
+    """Digest of the corpus that an update changed; empty for one that `prepare` made."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
@@ -155,11 +159,30 @@ class Corpus:
         self._parts: dict[int, CorpusPart] = {}
 
     @classmethod
-    def open(cls, store: Store, name: str) -> Self:
+    def open(cls, store: Store, name: str, digest: str | None = None) -> Self:
+        """Open the corpus that was prepared last under a name, or the one of this digest, which a version names.
+
+        Raises MissingInputError where it is not there, StorageError for a description that is damaged.
+        """
         path = paths.corpus_json(name)
+        if digest and store.exists(paths.corpus_version(name, digest)):
+            path = paths.corpus_version(name, digest)
         if not store.exists(path):
             raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
-        return cls(store, CorpusInfo.from_json(store.read_bytes(path), store.where(path)))
+        info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
+        if digest and info.digest != digest:
+            raise MissingInputError(
+                f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "
+                f"the one that was prepared last has digest {info.digest}; index again (mvr-ray index CONFIG), or "
+                f"prepare the old sources"
+            )
+        return cls(store, info)
+
+    def publish(self) -> None:
+        """Make this the corpus of its name, and keep its description under its digest. Its parts must be there."""
+        data = self.info.to_json()
+        self.store.write_bytes(paths.corpus_version(self.name, self.digest), data)
+        self.store.write_bytes(paths.corpus_json(self.name), data)
 
     @property
     def name(self) -> str:
@@ -252,12 +275,12 @@ def write_passages(path: Path, passages: Iterable[Passage]) -> int:
     return _write_rows(path, PASSAGE_SCHEMA, passages)
 
 
-def write_questions(store: Store, name: str, questions: Iterable[Question]) -> int:
-    """Store a question set under a name, replacing it in one step. Returns how many questions there were."""
-    with store.scratch() as folder:
+def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
+    """Store a question set of a corpus, replacing it in one step. Returns how many questions there were."""
+    with corpus.store.scratch() as folder:
         file = folder / "questions.arrow"
         count = write_question_file(file, name, questions)
-        store.put_file(file, paths.questions(name))
+        corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
     return count
 
 
@@ -265,24 +288,39 @@ def write_question_file(path: Path, name: str, questions: Iterable[Question]) ->
     return _write_rows(path, QUESTION_SCHEMA, (_checked_question(question, name) for question in questions))
 
 
-def read_questions(store: Store, name: str) -> list[Question]:
-    path = paths.questions(name)
-    if not store.exists(path):
-        names = question_sets(store)
-        raise MissingInputError(
-            f"question set {name!r} not found in {store.name}; there are: {', '.join(names) or 'none'}. "
-            f"`mvr-ray prepare CONFIG` stores the sets that prepare.sources and prepare.splits name"
-        )
+def read_questions(corpus: Corpus, name: str) -> list[Question]:
+    """Read a question set of a corpus. Raises as `questions_path` does."""
     rows: list[Question] = []
-    for batch in _map_batches(store.local_path(path)):
+    for batch in _map_batches(corpus.store.local_path(questions_path(corpus, name))):
         lists = [column.to_pylist() for column in batch.columns]
         rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
     return rows
 
 
-def question_sets(store: Store) -> list[str]:
-    """Return the names of the stored question sets."""
-    return [name.removesuffix(".arrow") for name in store.list(paths.questions_dir()) if name.endswith(".arrow")]
+def questions_path(corpus: Corpus, name: str) -> str:
+    """Find the file of a question set. Raises MissingInputError that names the sets that the corpus has."""
+    for folder in _question_dirs(corpus):
+        if corpus.store.exists(f"{folder}/{name}.arrow"):
+            return f"{folder}/{name}.arrow"
+    raise MissingInputError(
+        f"question set {name!r} not found with corpus {corpus.name!r} in {corpus.store.name}; there are: "
+        f"{', '.join(question_sets(corpus)) or 'none'}. `mvr-ray prepare CONFIG` stores the sets that prepare.sources "
+        f"and prepare.splits name"
+    )
+
+
+def question_sets(corpus: Corpus) -> list[str]:
+    """Return the names of a corpus's question sets."""
+    names = {name for folder in _question_dirs(corpus) for name in corpus.store.list(folder)}
+    return sorted(name.removesuffix(".arrow") for name in names if name.endswith(".arrow"))
+
+
+def _question_dirs(corpus: Corpus) -> list[str]:
+    """Where the sets of a corpus are. Programs before corpus versions kept the sets of all corpora in one folder, so a
+    corpus that one of them prepared finds its own there."""
+    own = paths.questions_dir(corpus.name, corpus.digest)
+    is_older = not corpus.store.exists(paths.corpus_version(corpus.name, corpus.digest))
+    return [own, paths.shared_questions_dir()] if is_older else [own]
 
 
 def _checked_question(question: Question, name: str) -> Question:

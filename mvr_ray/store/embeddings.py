@@ -38,6 +38,14 @@ class Views(NamedTuple):
     vectors_ND: FloatArray
 
 
+class BlockRow(NamedTuple):
+    """Where a passage lies among some blocks."""
+
+    passage_id: str
+    block: int
+    row: int
+
+
 Changes = Mapping[int, tuple[IntArray, FloatArray]]
 """Row -> all view numbers and vectors that its passage has now, such as `Views`."""
 
@@ -265,6 +273,17 @@ def changed_block(block: EmbeddingBlock, first: int, changes: Changes) -> Embedd
     vectors.append(block.vectors_ND[next_vector:])
     row_ptr = np.concatenate([[0], np.cumsum(counts_P)])
     return EmbeddingBlock(block.ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
+
+
+def gather_rows(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> EmbeddingBlock:
+    """Copy the passages at these rows, in their order, bit by bit as they are."""
+    slots = [slice(*blocks[at.block].row_ptr[at.row : at.row + 2].tolist()) for at in rows]
+    return EmbeddingBlock(
+        ids=[at.passage_id for at in rows],
+        row_ptr=np.cumsum([0, *(own.stop - own.start for own in slots)]),
+        view_numbers_N=np.concatenate([blocks[at.block].view_numbers_N[own] for at, own in zip(rows, slots)]),
+        vectors_ND=np.concatenate([blocks[at.block].vectors_ND[own] for at, own in zip(rows, slots)]),
+    )
 
 
 def _finite(values: FloatArray) -> bool:

@@ -1,16 +1,24 @@
-"""Delete files that no version needs any more: old versions, shards without a version, unfinished work."""
+"""Delete files that no version needs any more: old versions, shards without a version, old corpora, unfinished work."""
 
+import logging
+
+from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+
+log = logging.getLogger(__name__)
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
 
-    Unfinished work older than that goes too. Returns the removed paths.
+    Unfinished work older than that goes too, and corpora that neither a version names nor `prepare` made last. Returns
+    the removed paths.
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
+    corpora = {manifest.read(store, index, version).corpus for version in manifest.list_versions(store, index)}
     for version in manifest.list_versions(store, index)[-keep:]:
         manifest.read(store, index, version)  # nothing is removed beside a version that this program cannot read
     for version in manifest.list_versions(store, index)[:-keep]:
@@ -27,7 +35,47 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         if not _is_named(store, index, path, paths_of) and store.age_s(path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removals.append(path)
+    for name in sorted(corpora):
+        removals += collect_corpus(store, name, grace_s=grace_s)
     return removals
+
+
+def collect_corpus(store: Store, name: str, before: str | None = None, grace_s: float = 0.0) -> list[str]:
+    """Remove corpora of a name, at least `grace_s` old, but the last one, the one of digest `before`, and those that an
+    index version names; nothing where a version cannot be read. Returns the removed paths.
+    """
+    try:
+        corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
+        kept = {Corpus.open(store, name).digest, before, *_digests_named(store, name)}
+    except (MissingInputError, StorageError) as error:
+        log.warning("old corpora stay: corpus=%s (%s)", name, error)
+        return []
+    removals: list[str] = []
+    for corpus in corpora:
+        path = paths.corpus_version(name, corpus.digest)
+        if corpus.digest not in kept and store.age_s(path) >= grace_s:
+            store.delete(path)
+            store.delete_dir(paths.questions_dir(name, corpus.digest))
+            removals.append(path)
+    remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
+    parts = {part.file for corpus in [Corpus.open(store, name), *remaining] for part in corpus.info.parts}
+    for file in store.list(paths.corpus_dir(name)):
+        path = f"{paths.corpus_dir(name)}/{file}"
+        if file.endswith(".arrow") and file not in parts and store.age_s(path) >= grace_s:
+            store.delete(path)
+            removals.append(path)
+    return removals
+
+
+def _digests(store: Store, name: str) -> list[str]:
+    return [file.removesuffix(".json") for file in store.list(paths.corpus_versions(name)) if file.endswith(".json")]
+
+
+def _digests_named(store: Store, corpus: str) -> set[str]:
+    """Digests of the corpora of one name that the versions of all indexes were made from."""
+    indexes = store.list(paths.indexes_dir())
+    versions = (manifest.read(store, index, n) for index in indexes for n in manifest.list_versions(store, index))
+    return {version.corpus_digest for version in versions if version.corpus == corpus}
 
 
 def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]) -> bool:

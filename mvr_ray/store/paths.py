@@ -1,7 +1,10 @@
 """Define every file and folder name of a store.
 
-    <store>/corpora/<name>/part-<shard>-<digest>.arrow, corpus.json
-    <store>/questions/<name>.arrow
+    <store>/corpora/<name>/corpus.json             the corpus that was prepared last
+    <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
+    <store>/corpora/<name>/part-<shard>-<digest>.arrow, shared by versions
+    <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
+    <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
     <store>/encoders/<name>/<fingerprint>/
     <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
@@ -39,11 +42,32 @@ def corpus_part(shard: int, digest: str) -> str:
     return f"part-{shard:05d}-{digest[:16]}.arrow"
 
 
-def questions_dir() -> str:
+def corpora_dir() -> str:
+    return "corpora"
+
+
+def corpus_versions(name: str) -> str:
+    return f"corpora/{name}/versions"
+
+
+def corpus_version(name: str, digest: str) -> str:
+    return f"corpora/{name}/versions/{digest}.json"
+
+
+def questions_dir(corpus: str, digest: str) -> str:
+    return f"corpora/{corpus}/questions/{digest}"
+
+
+def questions(corpus: str, digest: str, name: str) -> str:
+    return f"corpora/{corpus}/questions/{digest}/{name}.arrow"
+
+
+def shared_questions_dir() -> str:
+    """Folder of the sets that programs before corpus versions stored, for whatever corpus there was."""
     return "questions"
 
 
-def questions(name: str) -> str:
+def shared_questions(name: str) -> str:
     return f"questions/{name}.arrow"
 
 
@@ -77,6 +101,10 @@ def model_dir(room: str, name: str, fingerprint: str) -> str:
 def training_dir(name: str, key: str) -> str:
     """Folder of a training's checkpoints; `key` is a digest of all that decides its result."""
     return f"training/{name}/{key}"
+
+
+def indexes_dir() -> str:
+    return "indexes"
 
 
 def versions_dir(index: str) -> str:
@@ -121,8 +149,18 @@ def staging_dir(index: str, key: str) -> str:
 
 
 def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
-    """Embeddings of the passages of one part from row `start` on."""
+    """Embeddings of the passages of one part that are to be encoded, from the `start`-th on."""
     return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
+
+
+def staged_rows(index: str, key: str, shard: int) -> str:
+    """Rows of one part that are to be encoded, as a JSON list; null for all of them."""
+    return f"indexes/{index}/staging/{key}/rows-{shard:05d}.json"
+
+
+def staged_carried(index: str, key: str, shard: int) -> str:
+    """Embeddings of the other rows, which earlier versions had."""
+    return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:

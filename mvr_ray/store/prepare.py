@@ -2,7 +2,7 @@
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-replaced is corpus.json, which names the parts.
+replaced is corpus.json, which names the parts. Corpora that index versions name stay.
 """
 
 import logging
@@ -22,8 +22,11 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    question_sets,
+    read_questions,
     write_passages,
     write_question_file,
+    write_questions,
 )
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import (
@@ -35,6 +38,7 @@ from mvr_ray.store.formats import (
     read_source,
     source_files,
 )
+from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
 from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
@@ -306,11 +310,11 @@ def _write_parts(
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
     """Move parts to the store under names of their content, then question sets, and corpus.json last."""
-    before = _parts_before(cfg, store)
+    before = _digest_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     for name in report.questions:
-        store.put_file(files / f"{name}.arrow", paths.questions(name))
+        store.put_file(files / f"{name}.arrow", paths.questions(cfg.corpus, report.digest, name))
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
     info = CorpusInfo(
         name=cfg.corpus,
@@ -321,19 +325,24 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
     )
-    store.write_bytes(paths.corpus_json(cfg.corpus), info.to_json())
-    # The corpus before this one stays for readers that have it open; what is older goes.
-    keep = before | {part.file for part in infos}
-    for name in store.list(paths.corpus_dir(cfg.corpus)):
-        if name.endswith(".arrow") and name not in keep:
-            store.delete(f"{paths.corpus_dir(cfg.corpus)}/{name}")
+    Corpus(store, info).publish()
+    # The corpus before this one stays for readers that have it open, and every one that an index version names.
+    collect_corpus(store, cfg.corpus, before)
 
 
-def _parts_before(cfg: PrepareConfig, store: Store) -> set[str]:
+def _digest_before(cfg: PrepareConfig, store: Store) -> str | None:
+    """The digest of the corpus that this one replaces. What an earlier program prepared is kept under its digest."""
     try:
-        return {part.file for part in Corpus.open(store, cfg.corpus).info.parts}
+        before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
-        return set()
+        return None
+    path = paths.corpus_version(before.name, before.digest)
+    if not store.exists(path):
+        for name in question_sets(before):
+            if name in before.info.questions:
+                write_questions(before, name, read_questions(before, name))
+        store.write_bytes(path, before.info.to_json())
+    return before.digest
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:

@@ -23,8 +23,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
-from mvr_ray.store import corpus
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.studies.late_interaction import centroids, late_interaction, token_states
 from mvr_ray.types import Passage, Progress, no_progress
@@ -66,8 +65,9 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
     """Time every system on the first passages of the corpus and the first questions of `evaluate.questions`."""
     sizes = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
     store = Store(run.store.path)
-    passages = list(islice(Corpus.open(store, run.prepare.corpus), sizes["passages"]))
-    questions = [q.text for q in corpus.read_questions(store, run.evaluate.questions[0])[: sizes["questions"]]]
+    corpus = Corpus.open(store, run.prepare.corpus)
+    passages = list(islice(corpus, sizes["passages"]))
+    questions = [q.text for q in read_questions(corpus, run.evaluate.questions[0])[: sizes["questions"]]]
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
     device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")

@@ -26,8 +26,8 @@ from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
-from mvr_ray.store import corpus, manifest
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25
@@ -114,10 +114,11 @@ def entity_frequency(
     settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
     report = evaluate(run.model_copy(update={"evaluate": settings}), progress)
     store = Store(run.store.path)
-    passages = Corpus.open(store, manifest.read(store, report.index, report.version).corpus)
+    version = manifest.read(store, report.index, report.version)
+    passages = Corpus.open(store, version.corpus, version.corpus_digest)
     sets = []
     for name in dict.fromkeys(settings.questions):
-        texts = {question.id: question.text for question in corpus.read_questions(store, name)}
+        texts = {question.id: question.text for question in read_questions(passages, name)}
         own, words = (
             next(ranks for ranks in report.ranks if ranks.questions == name and (ranks.system == "bm25") == sparse)
             for sparse in (False, True)

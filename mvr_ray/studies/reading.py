@@ -13,8 +13,7 @@ from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.distributed.read import ReadRow, read
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.errors import ConfigError
-from mvr_ray.store import corpus
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
 
@@ -63,7 +62,7 @@ def reading(
     passages = Corpus.open(store, run.prepare.corpus)
     with store.scratch() as folder:
         for name in names:
-            article_of = articles_of(corpus.read_questions(store, name), passages)
+            article_of = articles_of(read_questions(passages, name), passages)
             file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
             ranking = retrieve(ranking_run, name, file, "jsonl", progress)
             report = read(run, file, answers, progress, article_of)

@@ -17,8 +17,8 @@ from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, nex
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus, manifest
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -83,7 +83,7 @@ def refinement_grid(
     if refine.questions is None or not refine.gate:
         raise ConfigError("refinement_grid needs refine.questions and refine.gate; name the sets that a split made")
     version = manifest.read(store, run.index.name)
-    views, passages = load_views(store, version), Corpus.open(store, version.corpus)
+    views, passages = load_views(store, version), Corpus.open(store, version.corpus, version.corpus_digest)
     simulator = RefinementSimulator(
         views, version.num_views, lambda row: passages.get([views.ids[row]])[views.ids[row]].text
     )
@@ -94,7 +94,7 @@ def refinement_grid(
     sets: list[GridQuestions] = []
     question_sets: list[LabelledQuestions] = []
     for name in (refine.questions, *refine.gate, *refine.report):
-        questions = corpus.read_questions(store, name)
+        questions = read_questions(passages, name)
         if not questions:
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
         article_of = articles_of(questions, passages)

@@ -1,24 +1,31 @@
 """Building and publishing: every row is counted, nothing is done twice, and what is measured is true."""
 
 import dataclasses
+import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from random_index import brute_force, publish_random_index, random_views
 
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed import build_index, encode
 from mvr_ray.distributed.encoders import resolve_encoder
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import RECALL_DEPTH, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
-from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
+from mvr_ray.store import manifest, paths, prepare
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import passages_of
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import Store
-from mvr_ray.types import EmbeddingBlock
+from mvr_ray.types import EmbeddingBlock, Passage
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -98,6 +105,81 @@ def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
     with pytest.raises(RowsLostError, match=rf"shard 2 from row 6: 6 passages read, 5 embedded; 1 missing \({lost}\)"):
         build_index.index(run)
     assert manifest.list_versions(store, "holed") == []
+
+
+def prepare_texts(store: Store, folder: Path, passages: Iterable[Passage], shards: int, corpus: str = "corpus") -> None:
+    source = folder / "passages.jsonl"
+    source.write_text("".join(json.dumps(passage._asdict()) + "\n" for passage in passages))
+    cfg = PrepareConfig(corpus=corpus, sources=[SourceConfig(path=str(source))], num_shards=shards)
+    prepare.prepare(cfg, store)
+
+
+def views_by_id(store: Path, version: manifest.Manifest) -> dict[str, Views]:
+    return {
+        name: views
+        for entry in version.shards
+        for name, views in passages_of(open_shard(store, version.index, entry)).items()
+    }
+
+
+@pytest.mark.parametrize("shards", [3, 2])
+def test_only_new_contents_are_encoded_when_a_corpus_was_prepared_again(own_index, run_over, tmp_path, shards):
+    """Changed, new and deleted passages, over as many shards or others: the views are those of an index from nothing,
+    and the version before still has its texts."""
+    store, reports = Store(str(own_index)), []
+    before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    kept = old[3:]
+    changed = [passage._replace(text=f"{passage.text} It was changed.") for passage in kept[:2]]
+    passages = [*changed, *kept[2:], Passage("new", "A new one", "Nobody has read this passage before.")]
+    prepare_texts(store, tmp_path, passages, shards)
+    made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    assert made.num_passages == len(passages) and manifest.verify(store, made).problems == []
+    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 3, 3)
+    own_store = tmp_path / "from_nothing"
+    shutil.copytree(own_index / "encoders", own_store / "encoders")
+    prepare_texts(Store(str(own_store)), tmp_path, passages, shards)
+    from_nothing = build_index.index(run_over(own_store, index={"encoder": made.encoder_fingerprint}))
+    mine, true = views_by_id(own_index, made), views_by_id(own_store, from_nothing)
+    assert list(mine) == list(true)
+    for name, views in mine.items():
+        assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
+        np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
+    router = Router(store, before, LocalFleet(SearcherTask(store.address, before, (0, 1, 2))))
+    assert router.passages([old[0].id]) == {old[0].id: old[0]}
+
+
+def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_new(own_index, run_over, tmp_path):
+    store, reports = Store(str(own_index)), []
+    before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    new = Passage("new", "A new one", "Nobody has read this passage before.")
+    prepare_texts(store, tmp_path, [*old, new], 3)
+    made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    same = [entry.shard for entry, one in zip(made.shards, before.shards) if entry == one]
+    assert same == [shard for shard in range(3) if shard != shard_of("new", 3)]
+    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1)
+    prepare_texts(store, tmp_path, [*old[:20], new._replace(id="newer")], 2, corpus="second")
+    reports.clear()
+    second = build_index.index(
+        run_over(own_index, prepare={"corpus": "second"}, index={"name": "second"}),
+        lambda *report: reports.append(report),
+    )
+    assert second.num_passages == 21
+    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1)
+    mine, first = views_by_id(own_index, second), views_by_id(own_index, before)
+    for passage in old[:20]:
+        assert mine[passage.id].vectors_ND.tobytes() == first[passage.id].vectors_ND.tobytes()
+
+
+def test_moved_views_are_never_carried_over(own_index, run_over, tmp_path):
+    """A refinement moved views, and only it stands: its passages are encoded again."""
+    store, reports = Store(str(own_index)), []
+    first = manifest.read(store, "index")
+    manifest.publish(store, dataclasses.replace(first, parent=1, operation="refine:passage"))
+    store.delete(paths.manifest("index", 1))
+    old = list(Corpus.open(store, "corpus"))
+    prepare_texts(store, tmp_path, old[1:], 3)
+    build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 59, 59)
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
@@ -63,13 +64,13 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
     assert trained.epochs[-1].loss < trained.epochs[0].loss / 2
 
     store = Store(str(store_path))
-    before = {question.id: question for question in read_questions(store, "mined")}
+    before = {question.id: question for question in read_questions(only_corpus(store), "mined")}
     run = run_of(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
     report = mine(run)
     corpus = Corpus.open(store, "corpus")
     judge = CrossEncoder.load(store_path / trained.folder, pair_spec(run))
     dropped = 0
-    for question in read_questions(store, "clean"):
+    for question in read_questions(only_corpus(store), "clean"):
         ids = (question.positive_ids[0], *question.hard_negative_ids)
         texts = corpus.get({*ids, *before[question.id].hard_negative_ids})
         alone = np.array([float(judge.score([Pair(question.text, texts[one])])[0]) for one in ids])
@@ -89,7 +90,7 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
     with pytest.raises(DataError, match=r"cross-encoder 'judge' took all \d+ passages .*train it longer"):
         mine(run_of(store_path, mine=strict))
     with pytest.raises(MissingInputError):
-        read_questions(store, "nothing")
+        read_questions(only_corpus(store), "nothing")
 
     taught = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
     plain, distilled = (
@@ -98,7 +99,7 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
     )
     assert plain.fingerprint != distilled.fingerprint
     [example] = open_job(run_of(store_path, taught)).examples.get([0], 0)
-    question = next(one for one in read_questions(store, "clean") if one.text == example.text)
+    question = next(one for one in read_questions(only_corpus(store), "clean") if one.text == example.text)
     scored = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
     assert list(example.teacher) == [scored[one.id] for one in (example.passage, *example.negatives)]
 
@@ -139,6 +140,6 @@ def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path
 
 def test_scores_of_another_length_than_the_negatives_are_refused(store_path):
     store = Store(str(store_path))
-    question = read_questions(store, "mined")[0]
+    question = read_questions(only_corpus(store), "mined")[0]
     with pytest.raises(DataError, match="teacher scores; give one for the positive and one for each negative"):
-        write_questions(store, "bad", [question._replace(teacher_scores=(1.0,) * 9)])
+        write_questions(only_corpus(store), "bad", [question._replace(teacher_scores=(1.0,) * 9)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import Stemmer
+from prepared_corpus import only_corpus
 
 from mvr_ray.config import MineConfig, RunConfig, parse_run
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
@@ -88,7 +89,7 @@ def plain_bm25(texts: dict[str, str], query: str, k: int) -> list[tuple[str, flo
 def test_bm25_is_its_formula(run):
     corpus = Corpus.open(Store(run.store.path), "corpus")
     texts = {passage.id: f"{passage.title}\n{passage.text}" for passage in corpus}
-    asked = [question.text for question in read_questions(corpus.store, "asked")][:25]
+    asked = [question.text for question in read_questions(corpus, "asked")][:25]
     for query, found in zip(asked, BM25Index(corpus).search(asked, 10)):
         expected = plain_bm25(texts, query, 10)
         assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], rel=1e-4)
@@ -110,7 +111,7 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     report = mine(with_mining(run, **cfg))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    asked, mined = read_questions(store, "asked"), read_questions(store, "mined")
+    asked, mined = read_questions(only_corpus(store), "asked"), read_questions(only_corpus(store), "mined")
     ranked = BM25Index(corpus).search([question.text for question in asked], 12)
     gold = bearing = 0
     for question, made, hits in zip(asked, mined, ranked):
@@ -162,7 +163,7 @@ def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
     report = mine(with_mining(run, method="index", rank_to=8, num_negatives=3))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    asked, mined = read_questions(store, "asked")[:10], read_questions(store, "mined")[:10]
+    asked, mined = read_questions(only_corpus(store), "asked")[:10], read_questions(only_corpus(store), "mined")[:10]
     with open_router(run, local=True) as router:
         answer = router.search_text([question.text for question in asked], 8)
     for question, made, hits in zip(asked, mined, answer.hits):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
@@ -47,7 +48,7 @@ def library(corpus_store, minilm, run_over, tmp_path_factory) -> Path:
     fingerprint = save_model(store, READERS, "raw", reader)
     store.write_bytes(paths.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")
-    asked = read_questions(store, "dev")[:QUESTIONS]
+    asked = read_questions(only_corpus(store), "dev")[:QUESTIONS]
     ranked = []
     for question, hits in zip(asked, BM25Index(corpus).search([question.text for question in asked], DEPTH)):
         texts = corpus.get(hit.passage_id for hit in hits)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import ray
+from prepared_corpus import only_corpus
 
 from mvr_ray.config import RefineConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -147,7 +148,7 @@ def labelled(store: Path, run: RunConfig) -> ViewLabels:
     kept = Store(str(store))
     described = manifest.read(kept, "squad", 1)
     encoder = DualEncoder.load(store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint))
-    questions = corpus.read_questions(kept, "squad_known")
+    questions = corpus.read_questions(only_corpus(kept), "squad_known")
     texts = {passage.id: passage.text for passage in corpus.Corpus.open(kept, "squad")}
     views = {
         passage_id: {number: np.frombuffer(data, np.float16).astype(np.float64) for number, data in mine.items()}
@@ -227,7 +228,7 @@ def best_round(report: RefineReport) -> int:
 
 def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store):
     kept = Store(str(store))
-    corpus.write_questions(kept, "few", corpus.read_questions(kept, "squad_known")[:12])
+    corpus.write_questions(only_corpus(kept), "few", corpus.read_questions(only_corpus(kept), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     report = refining.refine(config(store, method="passage", questions="few", step_size=0.2, rounds=3, **raw))
     chosen = report.rounds[report.best_round - 1]
@@ -241,7 +242,7 @@ def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store)
 def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     """The step is far too large: later rounds cost held-out accuracy, the first does not."""
     kept = Store(str(store))
-    corpus.write_questions(kept, "few", corpus.read_questions(kept, "squad_known")[:12])
+    corpus.write_questions(only_corpus(kept), "few", corpus.read_questions(only_corpus(kept), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, **raw)
     report = refining.refine(run)
@@ -329,7 +330,7 @@ def test_moved_queries_are_kept_and_no_passage_changes(store):
     assert report.published.shards == base.shards
     digest = report.published.refined_queries["squad_known"]
     saved = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
-    questions = corpus.read_questions(Store(str(store)), "squad_known")
+    questions = corpus.read_questions(only_corpus(Store(str(store))), "squad_known")
     assert saved.ids() == sorted(question.id for question in questions)
     assert manifest.verify(Store(str(store)), report.published).problems == []
 
@@ -394,7 +395,7 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
     kept = Store(str(store))
     base = manifest.read(kept, "squad")
     report = refining.refine(run)
-    journal = Journal(kept, base, run, gather(kept, run.refine))
+    journal = Journal(kept, base, run, gather(only_corpus(kept), run.refine))
     journal.save_report(report)  # as it stood when the driver died
     told = refining.refine(run)
     assert told == report
@@ -431,7 +432,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
 
 def test_feedback_from_a_file_teaches_its_questions(store):
     kept = Store(str(store))
-    known = corpus.read_questions(kept, "squad_known")[:40]
+    known = corpus.read_questions(only_corpus(kept), "squad_known")[:40]
     ids = [passage.id for passage in corpus.Corpus.open(kept, "squad")]
     rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in known]
     rows += [
@@ -455,6 +456,8 @@ def test_feedback_from_a_file_teaches_its_questions(store):
 def test_what_cannot_be_learned_from_is_refused_before_work(store):
     with pytest.raises(ConfigError, match="give one of them to learn from"):
         refining.refine(config(store, questions=None))
-    corpus.write_questions(Store(str(store)), "one", corpus.read_questions(Store(str(store)), "squad_known")[:1])
+    corpus.write_questions(
+        only_corpus(Store(str(store))), "one", corpus.read_questions(only_corpus(Store(str(store))), "squad_known")[:1]
+    )
     with pytest.raises(ConfigError, match="'one' with 1 questions is too small to hold a fifth"):
         refining.refine(config(store, questions="one", gate=[]))

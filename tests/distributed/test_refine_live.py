@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prepared_corpus import only_corpus
 from random_index import Views, brute_force
 
 from mvr_ray.distributed import build_index
@@ -87,7 +88,7 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_st
     build_index.index(run_over(empty_store, **sections))
     learned = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
     runs = [run_over(empty_store, refine={**learned, **method}, **sections) for method in METHODS]
-    texts = [question.text for question in corpus.read_questions(Store(str(empty_store)), "dev")[:5]]
+    texts = [question.text for question in corpus.read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
     heard, during = AnswerCounts(), []
     with open_hot_swap_router(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
         queries_QD = live.embed(texts)

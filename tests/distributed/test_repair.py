@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prepared_corpus import empty_corpus
 from random_index import publish_random_index, random_views
 
 from mvr_ray.cli import main
-from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.config import PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.distributed.repair import repair
-from mvr_ray.errors import DigestError, ManifestError
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -20,7 +21,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
-from mvr_ray.versions import verify
+from mvr_ray.versions import act, verify
 
 INT8 = IndexParams(scan="int8")
 IVF = IndexParams(kind="faiss", factory="IVF2,Flat")
@@ -158,6 +159,28 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
         report.require()
 
 
+def encoder_file(version: manifest.Manifest) -> str:
+    return f"{paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)}/{paths.ENCODER_JSON}"
+
+
+def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_back_to_it(tmp_path: Path):
+    described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
+    store = Store(str(tmp_path / "store"))
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}})
+    manifest.publish(store, dataclasses.replace(described, parent=1, corpus_digest="c" * 32))
+    wrong = {problem.path for problem in verify(store, manifest.read(store, "random", 2)).problems}
+    assert wrong == {encoder_file(described), paths.corpus_version(described.corpus, "c" * 32)}
+    with pytest.raises(MissingInputError, match=r"version 2 was not made live: .*encoder\.json is missing"):
+        act(run, "rollback", 2)
+    store.write_bytes(encoder_file(described), b"{}")
+    with pytest.raises(MissingInputError, match="corpus"):
+        act(run, "rollback", 2)
+    assert manifest.list_versions(store, "random") == [1, 2]
+    empty_corpus(store, described.corpus)
+    act(run, "rollback", 1)
+    assert manifest.list_versions(store, "random") == [1, 2, 3]
+
+
 def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     store, source = Store(str(tmp_path / "store")), tmp_path / "p.jsonl"
     described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
@@ -166,6 +189,7 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     corpus = Corpus.open(store, "corpus")
     own = {"corpus": "corpus", "corpus_digest": corpus.digest}
     published = manifest.publish(store, dataclasses.replace(described, parent=1, **own))
+    store.write_bytes(encoder_file(published), b"{}")
     assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
     assert verify(store, published).problems == []
     file = tmp_path / "store" / paths.corpus_dir("corpus") / corpus.info.parts[1].file
@@ -181,6 +205,9 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_command_names_repairs_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     described = publish_random_index(tmp_path / "store", random_views(90, 3), 2, INT8)
+    store = Store(str(tmp_path / "store"))
+    empty_corpus(store, described.corpus)
+    store.write_bytes(encoder_file(described), b"{}")
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prepared_corpus import only_corpus
 
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
@@ -46,7 +47,7 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     fingerprint = manifest.read(store, "index").encoder_fingerprint
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", fingerprint))
     ranked = {}
-    for question in corpus.read_questions(store, "dev"):
+    for question in corpus.read_questions(only_corpus(store), "dev"):
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
         best: dict[str, tuple[float, int]] = {}
         for passage_id, view, vector_D in views:
@@ -59,9 +60,9 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
 
 def test_fusion_with_bm25_is_the_two_rankings_summed_by_a_weight_chosen_elsewhere(own_index, run_over):
     store = Store(str(own_index))
-    questions = corpus.read_questions(store, "dev")
-    corpus.write_questions(store, "held", questions[:15])
-    corpus.write_questions(store, "asked", questions[15:])
+    questions = corpus.read_questions(only_corpus(store), "dev")
+    corpus.write_questions(only_corpus(store), "held", questions[:15])
+    corpus.write_questions(only_corpus(store), "asked", questions[15:])
     run = run_over(own_index, evaluate={"questions": ["asked"], "hybrid": "held", "k": [1, 5], "hybrid_depth": 60})
     rows = {row.metric: row for row in evaluate(run).rows if "dense" in row.system}
     weight = float(rows["gold/top-1"].system.split()[2])
@@ -94,7 +95,7 @@ def test_a_ranking_by_words_and_views_is_the_sum_of_both_lists(small_index, tmp_
     run = run_over(small_index, retrieve={"dense_weight": weight, "k": 10}, evaluate={"hybrid_depth": depth})
     report = retrieve(run, "dev", tmp_path / "both.jsonl", "jsonl")
     assert not report.exact
-    asked = corpus.read_questions(store, "dev")
+    asked = corpus.read_questions(only_corpus(store), "dev")
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
     with open_router(run, local=True) as router:
         dense = router.search_text([question.text for question in asked], depth).hits
@@ -126,7 +127,7 @@ def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_i
     assert (report.questions, report.k, report.version, report.exact) == (40, 10, 1, True)
 
     store = Store(str(small_index))
-    asked = corpus.read_questions(store, "dev")
+    asked = corpus.read_questions(only_corpus(store), "dev")
     passages = {passage.id: passage for passage in corpus.Corpus.open(store, "corpus")}
     rows = [json.loads(line) for line in one.read_text().splitlines()]
     assert [row["id"] for row in rows] == [question.id for question in asked]
@@ -142,9 +143,9 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
     own_index, run_over
 ):
     store = Store(str(own_index))
-    questions = corpus.read_questions(store, "dev")
+    questions = corpus.read_questions(only_corpus(store), "dev")
     foreign = [question._replace(positive_ids=("nowhere",)) for question in questions[:2]]
-    corpus.write_questions(store, "foreign", [*foreign, *questions[2:]])
+    corpus.write_questions(only_corpus(store), "foreign", [*foreign, *questions[2:]])
     total = len({"nowhere", *(question.positive_ids[0] for question in questions[2:])})
     message = (
         f"question set 'foreign': 1 of its {total} gold passages are not in corpus 'corpus' \\(first: 'nowhere'\\)"
@@ -156,7 +157,7 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
 def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
-    asked = corpus.read_questions(store, "dev")
+    asked = corpus.read_questions(only_corpus(store), "dev")
     opened = corpus.Corpus.open(store, "corpus")
     texts = {passage.id: passage.text for passage in opened}
     words = BM25Index(opened).search([question.text for question in asked], 20)
@@ -222,7 +223,7 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
     with open_router(run_over(small_index), local=True) as router:
         fleet = LosesOnce(router.fleet)
         lossy = Router(router.store, router.manifest, fleet)
-        asked = question_set(router.store, "dev")
+        asked = question_set(router.corpus, "dev")
         with pytest.raises(CoverageError):
             lossy.search_text(["Who won?"], 3)
         ranked = QuestionRanker(lossy, RankSettings(k=5)).rank(asked)
@@ -233,7 +234,7 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
 
 def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over):
     store = Store(str(own_index))
-    asked = question_set(store, "dev")
+    asked = question_set(only_corpus(store), "dev")
     passage_id, _, vector_D = all_views(own_index)[17]
     moved = sorted(question.id for question in asked.questions)[:1]
     file = own_index / "moved.arrow"
@@ -262,12 +263,15 @@ def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(smal
     store = Store(str(small_index))
     file = tmp_path / "asked.txt"
     file.write_text("Who won?\nWho lost?\n")
-    assert [question.text for question in question_set(store, str(file)).questions] == ["Who won?", "Who lost?"]
-    assert question_set(store, "dev").questions == corpus.read_questions(store, "dev")
+    assert [question.text for question in question_set(only_corpus(store), str(file)).questions] == [
+        "Who won?",
+        "Who lost?",
+    ]
+    assert question_set(only_corpus(store), "dev").questions == corpus.read_questions(only_corpus(store), "dev")
     with pytest.raises(MissingInputError, match=r"'nothing'.*sets: dev"):
-        question_set(store, "nothing")
+        question_set(only_corpus(store), "nothing")
 
 
 def test_evaluating_nothing_names_what_could_be(small_index, run_over):
-    with pytest.raises(ConfigError, match="stored are: dev"):
+    with pytest.raises(ConfigError, match="corpus 'corpus' has: dev"):
         evaluate(run_over(small_index, evaluate={"questions": []}))

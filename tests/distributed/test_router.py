@@ -492,11 +492,15 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
 @pytest.mark.data
 @pytest.mark.ray
 def test_passages_of_another_corpus_are_refused(own_index, run_over):
-    info = corpus.Corpus.open(Store(str(own_index)), "corpus").info
+    store = Store(str(own_index))
+    info = corpus.Corpus.open(store, "corpus").info
     (own_index / paths.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
+    with open_router(run_over(own_index), local=True) as router:
+        assert router.corpus.digest == info.digest
+    store.delete(paths.corpus_version("corpus", info.digest))
     with (
         open_router(run_over(own_index), local=True) as router,
-        pytest.raises(MissingInputError, match=f"digest {info.digest}, which is now {'0' * 32}"),
+        pytest.raises(MissingInputError, match=f"of digest {info.digest} not found.*last has digest {'0' * 32}"),
     ):
         router.passages(["any"])
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import yaml
+from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -54,15 +55,15 @@ def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     run = run_of(folder / "store", {}, prepare={"sources": [{"path": str(source), "questions": "all"}]})
     prepare(run.prepare, Store(run.store.path))
     store = Store(run.store.path)
-    asked = read_questions(store, "all")
+    asked = read_questions(only_corpus(store), "all")
     seen: dict[str, int] = {}
     parted: dict[str, list[Question]] = {"train": [], "dev": []}
     for question in asked:
         number = seen[question.positive_ids[0]] = seen.get(question.positive_ids[0], -1) + 1
         parted["dev" if number >= 2 else "train"].append(question)
     for name, part in parted.items():
-        write_questions(store, name, part)
-    write_questions(store, "tiny", parted["train"][:6])
+        write_questions(only_corpus(store), name, part)
+    write_questions(only_corpus(store), "tiny", parted["train"][:6])
     return folder / "store"
 
 
@@ -259,7 +260,7 @@ def test_what_cannot_be_trained_is_refused_by_name(store_path):
     check(MissingInputError, "question set 'nobody' not found", {"questions": "nobody"})
     check(MissingInputError, "'0123'.* not found", {"init_from": "0123"})
     check(ResourceError, "sees no GPU", resources={"train_workers": 0, "gpus_per_trainer": 1})
-    write_questions(Store(str(store_path)), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
+    write_questions(only_corpus(Store(str(store_path))), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
     check(DataError, "none of the 1 questions", {"questions": "strays"})
 
 

@@ -136,14 +136,14 @@ def test_cloze_examples_are_all_passages_each_with_another_sentence_by_epoch(cor
 
 def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, monkeypatch):
     asked = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([ids[0], ids[0], *ids[1:]])]
-    write_questions(corpus.store, "dev", asked)
+    write_questions(corpus, "dev", asked)
     cfg = TrainConfig(dev_questions="dev")
-    dev = open_dev(corpus.store, corpus, cfg)
+    dev = open_dev(corpus, cfg)
     assert dev is not None
     assert [dev.passages[row].id for row in dev.positive_Q] == [q.positive_ids[0] for q in asked]
     assert len(dev.passages) == len(ids) < DEV_PASSAGES
     monkeypatch.setattr("mvr_ray.distributed.training.examples.DEV_PASSAGES", 3)
-    few = open_dev(corpus.store, corpus, cfg)
+    few = open_dev(corpus, cfg)
     assert few is not None
     assert len(few.passages) == 3
     assert np.array_equal(few.positive_Q, [0, 0, 1, 2])
@@ -151,7 +151,7 @@ def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, m
 
 def test_fewer_examples_than_a_batch_are_refused(corpus):
     with pytest.raises(ConfigError, match="batch_questions is 32, but there are only 12 passages"):
-        open_examples(corpus.store, corpus, load_punkt(), TrainConfig())
+        open_examples(corpus, load_punkt(), TrainConfig())
 
 
 def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_order(corpus, ids):

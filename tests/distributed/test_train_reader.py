@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
@@ -39,9 +40,9 @@ def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     run = run_of(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
     store = Store(run.store.path)
     prepare(run.prepare, store)
-    asked = read_questions(store, "all")
-    write_questions(store, "some", asked[:16])
-    write_questions(store, "tiny", asked[:6])
+    asked = read_questions(only_corpus(store), "all")
+    write_questions(only_corpus(store), "some", asked[:16])
+    write_questions(only_corpus(store), "tiny", asked[:6])
     return folder / "store"
 
 
@@ -69,7 +70,7 @@ def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, m
     reader = Reader.load(store_path / trained.folder, ReaderSpec(192, 48, 40))
     passages = Corpus.open(store, "corpus")
     right = 0
-    for question in read_questions(store, "some"):
+    for question in read_questions(only_corpus(store), "some"):
         text = passages.get(question.positive_ids)[question.positive_ids[0]].text
         [[span]] = reader.read([ReadRequest(question.text, [text])])
         right += text[span.start : span.stop] in question.answers
@@ -175,10 +176,12 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
 
 def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     store = Store(str(store_path))
-    [asked, *_] = read_questions(store, "tiny")
-    write_questions(store, "unplaced", [asked._replace(answer_starts=())])
+    [asked, *_] = read_questions(only_corpus(store), "tiny")
+    write_questions(only_corpus(store), "unplaced", [asked._replace(answer_starts=())])
     moved = tuple(start + 1 for start in asked.answer_starts)
-    write_questions(store, "misplaced", [asked._replace(answer_starts=moved), Question("q", "Who?", ("x",))])
+    write_questions(
+        only_corpus(store), "misplaced", [asked._replace(answer_starts=moved), Question("q", "Who?", ("x",))]
+    )
 
     def check(error, told, train=None, read=None, **sections):
         with pytest.raises(error) as caught:

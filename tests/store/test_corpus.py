@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prepared_corpus import empty_corpus
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
@@ -15,6 +16,8 @@ from mvr_ray.store.corpus import (
     BATCH_ROWS,
     Corpus,
     CorpusPart,
+    question_sets,
+    questions_path,
     read_questions,
     shard_of,
     write_passages,
@@ -75,35 +78,66 @@ def questions(draw: st.DrawFn) -> Question:
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(questions(), max_size=10))
 def test_questions_come_back_as_they_were(tmp_path: Path, rows: list[Question]):
-    store = Store(tmp_path)
-    assert write_questions(store, "set", rows) == len(rows)
-    assert read_questions(store, "set") == rows
+    corpus = empty_corpus(Store(tmp_path))
+    assert write_questions(corpus, "set", rows) == len(rows)
+    assert read_questions(corpus, "set") == rows
 
 
 def test_question_sets_work_on_every_kind_of_store(store: Store):
-    write_questions(store, "set", [Question("1", "why?")])
-    write_questions(store, "set", [Question("2", "how?")])
-    assert read_questions(store, "set") == [Question("2", "how?")]
+    corpus, other = empty_corpus(store), empty_corpus(store, "other")
+    write_questions(corpus, "set", [Question("1", "why?")])
+    write_questions(corpus, "set", [Question("2", "how?")])
+    write_questions(other, "set", [Question("3", "who?")])
+    assert read_questions(corpus, "set") == [Question("2", "how?")]
+    assert read_questions(other, "set") == [Question("3", "who?")]
+    write_questions(other, "more", [])
+    assert (question_sets(corpus), question_sets(other)) == (["set"], ["more", "set"])
 
 
 def test_wrong_questions_are_refused_and_the_old_set_stays(tmp_path: Path):
-    store = Store(tmp_path)
-    write_questions(store, "set", [Question("1", "why?")])
+    corpus = empty_corpus(Store(tmp_path))
+    write_questions(corpus, "set", [Question("1", "why?")])
     for wrong in (Question("", "x"), Question("1", " "), Question("1", "x", ("a",), (), (), (1, 2))):
         with pytest.raises(DataError, match="set"):
-            write_questions(store, "set", [wrong])
-    assert read_questions(store, "set") == [Question("1", "why?")]
+            write_questions(corpus, "set", [wrong])
+    assert read_questions(corpus, "set") == [Question("1", "why?")]
 
 
 def test_what_is_missing_names_the_command_and_what_there_is(tmp_path: Path):
     store = Store(tmp_path)
     with pytest.raises(MissingInputError, match="mvr-ray prepare CONFIG"):
         Corpus.open(store, "corpus")
+    corpus = empty_corpus(store)
     with pytest.raises(MissingInputError, match="there are: none"):
-        read_questions(store, "dev")
-    write_questions(store, "train", [])
+        read_questions(corpus, "dev")
+    write_questions(corpus, "train", [])
     with pytest.raises(MissingInputError, match="there are: train"):
-        read_questions(store, "dev")
+        read_questions(corpus, "dev")
+
+
+def test_a_corpus_is_found_by_its_digest_when_another_one_was_prepared_since(store: Store, write):
+    def prepare_texts(*texts: str) -> Corpus:
+        lines = "".join(f'{{"id": "{name}", "title": "t", "text": "{text}"}}\n' for name, text in zip("abc", texts))
+        prepare(PrepareConfig(sources=[SourceConfig(path=str(write("p.jsonl", lines)))], num_shards=2), store)
+        return Corpus.open(store, "corpus")
+
+    first, second = prepare_texts("one"), prepare_texts("two", "three")
+    assert list(Corpus.open(store, "corpus")) == list(second) != list(first)
+    assert list(Corpus.open(store, "corpus", first.digest)) == [Passage("a", "t", "one")]
+    with pytest.raises(MissingInputError, match=f"of digest {'f' * 32} not found.*{second.digest}"):
+        Corpus.open(store, "corpus", "f" * 32)
+
+
+def test_sets_of_an_earlier_program_are_found_with_a_corpus_of_that_program_alone(tmp_path: Path):
+    store = Store(tmp_path)
+    corpus = empty_corpus(store)
+    write_questions(corpus, "set", [Question("1", "why?")])
+    older = Store(tmp_path / "older")
+    older.write_bytes("corpora/corpus/corpus.json", corpus.info.to_json())
+    older.write_bytes("questions/set.arrow", store.read_bytes(questions_path(corpus, "set")))
+    assert read_questions(Corpus.open(older, "corpus"), "set") == [Question("1", "why?")]
+    with pytest.raises(MissingInputError, match="there are: none"):
+        read_questions(empty_corpus(older, "later"), "set")
 
 
 @pytest.fixture

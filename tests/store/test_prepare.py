@@ -7,16 +7,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from drafts import describe, make_shard
+from prepared_corpus import only_corpus
 
 from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
-from mvr_ray.store import paths
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import read_source
+from mvr_ray.store.gc import collect
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.sampling import draw
 from mvr_ray.types import Question
@@ -55,7 +59,7 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert corpus.info.sources[0].num_bytes == path.stat().st_size
     assert corpus.info.questions == {"q": 2}
     assert {what for what, _, _ in seen} == {"rows read", "parts sorted", "parts written"}
-    assert read_questions(store, "q")[0] == Question("q1", "why?", (), ("p3",))
+    assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
     assert corpus.find_damage() == []
 
 
@@ -91,7 +95,7 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     ]
     assert (report.passages_read, report.passages_written) == (3, 2)
     assert Corpus.open(store, "corpus").get(["p1"])["p1"].text == "body of 1"
-    assert [q.id for q in read_questions(store, "q")] == ["q2"]
+    assert [q.id for q in read_questions(only_corpus(store), "q")] == ["q2"]
 
 
 def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Write, tmp_path: Path):
@@ -102,7 +106,7 @@ def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Wr
 
     report = prepare(config(write("a.json", json.dumps([row("same"), row("same")]))), Store(tmp_path / "a"))
     assert (report.passages_read, report.passages_written, report.duplicates) == (4, 2, 2)
-    assert read_questions(Store(tmp_path / "a"), "q")[0].answer_starts == (0,)
+    assert read_questions(only_corpus(Store(tmp_path / "a")), "q")[0].answer_starts == (0,)
     with pytest.raises(DataError, match="passage id '1' stands already"):
         prepare(config(write("b.json", json.dumps([row("same"), row("other")]))), Store(tmp_path / "b"))
 
@@ -111,7 +115,7 @@ def test_hard_negatives_that_name_no_passage_are_dropped_and_counted(write: Writ
     path = write("r.jsonl", lines(passage(0), passage(1), question(1, 0, hard_negative_ids=["p1", "p8", "p9"])))
     report = prepare(config(path), Store(tmp_path))
     assert report.hard_negatives_dropped == 2
-    assert read_questions(Store(tmp_path), "q")[0].hard_negative_ids == ("p1",)
+    assert read_questions(only_corpus(Store(tmp_path)), "q")[0].hard_negative_ids == ("p1",)
 
 
 def test_limits_keep_gold_first_by_draws_that_do_not_depend_on_order(write: Write, tmp_path: Path):
@@ -120,7 +124,7 @@ def test_limits_keep_gold_first_by_draws_that_do_not_depend_on_order(write: Writ
     for name, ordered in (("a", rows), ("b", rows[::-1])):
         path, store = write(f"{name}.jsonl", lines(*ordered)), Store(tmp_path / name)
         report = prepare(config(path, max_passages=15, max_questions=5), store)
-        kept = {q.id for q in read_questions(store, "q")}
+        kept = {q.id for q in read_questions(only_corpus(store), "q")}
         assert kept == draw([f"q{number}" for number in range(20)], 5, "questions")
         ids = {p.id for p in Corpus.open(store, "corpus")}
         assert len(ids) == 15
@@ -134,7 +138,7 @@ def test_questions_without_a_drawn_gold_passage_go_and_are_counted(write: Write,
     rows = [passage(number) for number in range(10)] + [question(number, number) for number in range(10)]
     report = prepare(config(write("r.jsonl", lines(*rows, question(99))), max_passages=4), Store(tmp_path))
     ids = {p.id for p in Corpus.open(Store(tmp_path), "corpus")}
-    kept = read_questions(Store(tmp_path), "q")
+    kept = read_questions(only_corpus(Store(tmp_path)), "q")
     assert len(kept) == 5
     assert {p for q in kept for p in q.positive_ids} == ids
     assert report.questions_not_drawn == 6
@@ -152,7 +156,7 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
         passages = {one.id: one.title for one in Corpus.open(store, "corpus")}
         assert report.passages_read == 70 == report.passages_written + report.passages_not_drawn
         assert len(passages) == report.passages_written == 10 * len(set(passages.values()))
-        assert {one.positive_ids[0] for one in read_questions(store, "q")} == set(passages)
+        assert {one.positive_ids[0] for one in read_questions(only_corpus(store), "q")} == set(passages)
         assert report.questions_not_drawn == 70 - len(passages)
         return set(passages)
 
@@ -167,7 +171,7 @@ def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
     corpus = Corpus.open(Store(tmp_path), "corpus")
     assert sorted(p.id for p in corpus) == ["p0#0", "p0#1", "p0#2", "p1#0"]
     assert (report.passages_read, report.chunks_gained, report.passages_written) == (2, 2, 4)
-    (moved,) = read_questions(Store(tmp_path), "q")
+    (moved,) = read_questions(only_corpus(Store(tmp_path)), "q")
     assert moved.positive_ids == ("p0#1", "p0#2")
     assert moved.hard_negative_ids == ("p1#0",)
     assert moved.answer_starts[1] == -1
@@ -179,7 +183,7 @@ def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):
     cfg = config(write("r.jsonl", lines(*rows)), splits=[SplitConfig(source="q")])
     report = prepare(cfg, Store(tmp_path))
     names = ["q_gate", "q_known", "q_other", "q_unseen"]
-    sets = {name: read_questions(Store(tmp_path), name) for name in names}
+    sets = {name: read_questions(only_corpus(Store(tmp_path)), name) for name in names}
     assert sum(map(len, sets.values())) == report.questions["q"] == 70
     titles = {p.id: p.title for p in Corpus.open(Store(tmp_path), "corpus")}
     unseen = {titles[q.positive_ids[0]] for q in sets["q_unseen"]}
@@ -209,7 +213,38 @@ def test_a_reader_of_the_corpus_before_keeps_it_and_what_is_older_goes(write: Wr
         opened.append(Corpus.open(store, "corpus"))
     assert [p.id for p in opened[1]] == ["p1"]
     assert [p.id for p in opened[2]] == ["p2"]
-    assert len(store.list(paths.corpus_dir("corpus"))) == 3
+    assert part_files(store) == {part.file for corpus in opened[1:] for part in corpus.info.parts}
+    assert set(store.list(paths.corpus_versions("corpus"))) == {f"{corpus.digest}.json" for corpus in opened[1:]}
+
+
+def part_files(store: Store) -> set[str]:
+    return {name for name in store.list(paths.corpus_dir("corpus")) if name.endswith(".arrow")}
+
+
+def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_that_version_goes(
+    write: Write, tmp_path: Path
+):
+    store = Store(tmp_path / "store")
+    for number in range(4):
+        rows = write("r.jsonl", lines(passage(1), passage(number + 2), question(number, 1)))
+        digest = prepare(config(rows, num_shards=2), store).digest
+        if number < 2:
+            entry = make_shard(store, tmp_path / str(number), bytes([number]) * 9)
+            manifest.publish(store, replace(describe([entry], parent=number), corpus_digest=digest))
+    for number in range(2):
+        version = manifest.read(store, "i", number + 1)
+        corpus = Corpus.open(store, "corpus", version.corpus_digest)
+        assert {one.id for one in corpus} == {"p1", f"p{number + 2}"}
+        assert [asked.id for asked in read_questions(corpus, "q")] == [f"q{number}"]
+    first = manifest.read(store, "i", 1).corpus_digest
+    removed = collect(store, "i", keep=1, grace_s=0)
+    assert paths.corpus_version("corpus", first) in removed
+    with pytest.raises(MissingInputError, match=first):
+        Corpus.open(store, "corpus", first)
+    live = Corpus.open(store, "corpus", manifest.read(store, "i").corpus_digest)
+    assert {one.id for one in live} == {"p1", "p3"}
+    last = Corpus.open(store, "corpus")
+    assert part_files(store) == {part.file for corpus in (live, last) for part in corpus.info.parts}
 
 
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
@@ -274,7 +309,7 @@ def test_real_squad_is_conserved_with_every_answer_in_its_place(data_dir: Path, 
     texts = sorted(p["context"] for article in squad_dev["data"] for p in article["paragraphs"])
     assert sorted(p.text for p in corpus) == texts
     assert len(corpus.articles()) == 36
-    questions = read_questions(store, "dev")
+    questions = read_questions(only_corpus(store), "dev")
     gold = corpus.get({q.positive_ids[0] for q in questions})
     for q in questions:
         text = gold[q.positive_ids[0]].text
@@ -289,7 +324,7 @@ def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir:
     corpus = Corpus.open(store, "corpus")
     words = sum(len(r.passage.text.split()) for r in read_source(source.model_copy(update={"questions": None})))
     assert sum(len(p.text.split()) for p in corpus) == words
-    questions = read_questions(store, "dev")
+    questions = read_questions(only_corpus(store), "dev")
     assert report.questions["dev"] == len(questions) == 7794
     gold = corpus.get({q.positive_ids[0] for q in questions})
     placed = 0

@@ -8,6 +8,7 @@ from tempfile import NamedTemporaryFile
 import numpy as np
 import pytest
 import yaml
+from prepared_corpus import only_corpus
 from scipy import stats
 
 from mvr_ray.config import load_run
@@ -638,9 +639,9 @@ def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
     """The simulator against the distributed refinement over the same index: the same accuracies, nothing published."""
     store = Store(str(own_index))
-    questions = corpus.read_questions(store, "dev")
-    corpus.write_questions(store, "known", questions[:28])
-    corpus.write_questions(store, "gate", questions[28:])
+    questions = corpus.read_questions(only_corpus(store), "dev")
+    corpus.write_questions(only_corpus(store), "known", questions[:28])
+    corpus.write_questions(only_corpus(store), "gate", questions[28:])
     sections = {
         "refine": {
             "questions": "known",

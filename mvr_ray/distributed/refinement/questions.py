@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple
 
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store import corpus
-from mvr_ray.store.files import Store
+from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.types import Question
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class RefineQuestions:
         return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
 
 
-def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
+def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     """Read every question set that the refine section names, and keep labelled, gate and held-out ones apart.
 
     Raises ConfigError where nothing can be learned from or nothing is held out, DataError for a bad feedback file.
@@ -82,7 +81,7 @@ def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
         raise ConfigError(
             "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
         )
-    stored = corpus.read_questions(store, refine.questions) if refine.questions else []
+    stored = read_questions(corpus, refine.questions) if refine.questions else []
     name = refine.questions or "feedback"
     judged: list[tuple[Question, str, bool]] = []
     if refine.feedback:
@@ -93,7 +92,7 @@ def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
 
     gates: list[tuple[str, list[Question]]] = []
     if refine.gate:
-        gates = [(gate, corpus.read_questions(store, gate)) for gate in refine.gate]
+        gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     else:
         held = [question for question in labelled if _fold(question.text, refine.seed) == 0]
         if not held or len(held) == len(labelled):
@@ -103,7 +102,7 @@ def gather(store: Store, refine: RefineConfig) -> RefineQuestions:
             )
         labelled = [question for question in labelled if _fold(question.text, refine.seed) != 0]
         gates = [(f"{name}/gate", held)]
-    reports = [(report, corpus.read_questions(store, report)) for report in refine.report]
+    reports = [(report, read_questions(corpus, report)) for report in refine.report]
     questions = arrange(name, labelled, gates, reports)
     kept = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
     if refine.feedback is None:

@@ -285,7 +285,7 @@ class ShardRefiner:
     @cached_property
     def corpus(self) -> Corpus:
         """Where texts come from. Its parts need not be the index's shards, so passages are asked for by id."""
-        return Corpus.open(self.store, self.manifest.corpus)
+        return Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
 
     def _ids(self, shard: int) -> list[str]:
         if shard not in self.ids:

@@ -49,7 +49,7 @@ def open_job(run: RunConfig) -> TrainingJob:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = CrossEncoder.from_backbone(resolve_model(run.encoder.backbone), pair_spec(run), run.train.seed)
-    examples, dev = open_question_examples(store, corpus, run.train), open_dev(store, corpus, run.train)
+    examples, dev = open_question_examples(corpus, run.train), open_dev(corpus, run.train)
     return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.cross_encoder, model, corpus))
 
 

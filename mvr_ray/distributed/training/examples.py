@@ -15,9 +15,7 @@ from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, read_questions
-from mvr_ray.store.files import Store
+from mvr_ray.store.corpus import Corpus, questions_path, read_questions
 from mvr_ray.store.sampling import hash_rank
 from mvr_ray.types import IntArray, Passage, Question
 
@@ -150,22 +148,22 @@ class ClozeExamples:
         return made
 
 
-def open_examples(store: Store, corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examples:
+def open_examples(corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examples:
     """Raises MissingInputError, DataError, or ConfigError when there are fewer examples than a batch takes."""
     if cfg.questions is None:
         examples: Examples = ClozeExamples(corpus, splitter, cfg)
         what = f"passages of corpus {corpus.name!r}"
     else:
-        examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _read_mined(store, cfg), cfg)
+        examples = QuestionExamples(corpus, read_questions(corpus, cfg.questions), _read_mined(corpus, cfg), cfg)
         what = f"usable questions of {cfg.questions!r}"
     return _enough(examples, cfg, what)
 
 
-def open_question_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
+def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
     """Stored questions with a positive passage: what a cross-encoder learns from. Raises as `open_examples`."""
     if cfg.questions is None:
         raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
-    examples = QuestionExamples(corpus, read_questions(store, cfg.questions), _read_mined(store, cfg), cfg)
+    examples = QuestionExamples(corpus, read_questions(corpus, cfg.questions), _read_mined(corpus, cfg), cfg)
     return _enough(examples, cfg, f"usable questions of {cfg.questions!r}")
 
 
@@ -177,18 +175,18 @@ def _enough(examples: _E, cfg: TrainConfig, what: str) -> _E:
     return examples
 
 
-def _read_mined(store: Store, cfg: TrainConfig) -> list[Question]:
-    return read_questions(store, cfg.hard_negatives) if cfg.hard_negatives else []
+def _read_mined(corpus: Corpus, cfg: TrainConfig) -> list[Question]:
+    return read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
 
 
-def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
+def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
     """Questions of which an answer stands at a known place in their first positive: what a reader learns from.
 
     Raises ConfigError, MissingInputError, or DataError where no question has one.
     """
     if cfg.questions is None:
         raise ConfigError("train.task is reader, which learns from answers; name a stored set in train.questions")
-    asked = read_questions(store, cfg.questions)
+    asked = read_questions(corpus, cfg.questions)
     placed = [kept for question, passage in _with_passages(corpus, asked) if (kept := _place(question, passage))]
     if not placed:
         raise DataError(
@@ -197,17 +195,14 @@ def open_answer_examples(store: Store, corpus: Corpus, cfg: TrainConfig) -> Ques
         )
     if lost := len(asked) - len(placed):
         log.warning("questions without a placed answer in the corpus are left out: %d of %d", lost, len(asked))
-    examples = QuestionExamples(corpus, placed, _read_mined(store, cfg), cfg)
+    examples = QuestionExamples(corpus, placed, _read_mined(corpus, cfg), cfg)
     return _enough(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 
 
-def input_digests(store: Store, cfg: TrainConfig) -> list[str]:
-    """Digests of the question sets that training reads."""
+def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
+    """Digests of the question sets that training reads. Raises MissingInputError where one is not there."""
     names = (cfg.questions, cfg.hard_negatives, cfg.dev_questions)
-    for name in names:
-        if name:
-            read_questions(store, name)
-    return [store.sha256(paths.questions(name)) if name else "" for name in names]
+    return [corpus.store.sha256(questions_path(corpus, name)) if name else "" for name in names]
 
 
 class DevReading(NamedTuple):
@@ -218,11 +213,11 @@ class DevReading(NamedTuple):
     answers: tuple[str, ...]
 
 
-def open_answer_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> list[DevReading]:
+def open_answer_dev(corpus: Corpus, cfg: TrainConfig) -> list[DevReading]:
     """At most `DEV_READINGS` dev questions with answers, drawn by a stable hash; none when no set is configured."""
     if cfg.dev_questions is None:
         return []
-    found = _with_passages(corpus, read_questions(store, cfg.dev_questions))
+    found = _with_passages(corpus, read_questions(corpus, cfg.dev_questions))
     found = sorted(
         (pair for pair in found if pair[0].answers), key=lambda pair: (hash_rank(pair[0].id, "dev"), pair[0].id)
     )
@@ -242,7 +237,7 @@ class DevSet(NamedTuple):
     positive_Q: IntArray
 
 
-def open_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
+def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
     """Questions in stored order until their positives are `DEV_PASSAGES` passages; None when none are configured."""
     if cfg.dev_questions is None:
         return None
@@ -250,7 +245,7 @@ def open_dev(store: Store, corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
     texts: list[str] = []
     passages: list[Passage] = []
     positives: list[int] = []
-    for question, passage in _with_passages(corpus, read_questions(store, cfg.dev_questions)):
+    for question, passage in _with_passages(corpus, read_questions(corpus, cfg.dev_questions)):
         if passage.id not in row_of:
             if len(passages) == DEV_PASSAGES:
                 continue

@@ -64,7 +64,7 @@ def open_job(run: RunConfig) -> TrainingJob:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = Reader.from_backbone(resolve_model(run.encoder.backbone), reader_spec(run), run.train.seed)
-    examples, dev = open_answer_examples(store, corpus, run.train), open_answer_dev(store, corpus, run.train)
+    examples, dev = open_answer_examples(corpus, run.train), open_answer_dev(corpus, run.train)
     return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
 
 

@@ -96,7 +96,7 @@ class TaskModelLoop(StepLoop):
 def checkpoints_of(run: RunConfig, name: str, model: TaskModel, corpus: Corpus) -> Checkpoints:
     """Checkpoints lie under a digest of all that decides the weights."""
     store = Store(run.store.path)
-    sets = input_digests(store, run.train)
+    sets = input_digests(corpus, run.train)
     parts = [model.task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     return Checkpoints(store, paths.training_dir(name, key))

@@ -92,6 +92,11 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: st
             answer_starts=row.get("answer_starts"),
             prefix=prefix,
         )
+    return passage_of(row, where, prefix)
+
+
+def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:
+    """Read a row that is a passage; a bad row where it is none. `where` names the row."""
     id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
     return passage_record(id_, row.get("title"), text, where, prefix)

@@ -1,0 +1,157 @@
+"""Checks the laws of updates.
+
+The corpus is what the changes say, only touched parts are written, and a bad file changes nothing.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.store.corpus import Corpus, read_questions, shard_of, write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.types import Passage, Question
+
+Write = Callable[[str, str | bytes], Path]
+CONFIG = PrepareConfig(corpus="corpus", num_shards=3)
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=9).filter(str.strip)
+NAMES = [f"p{number}" for number in range(12)]
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def row(name: str, text: str) -> dict:
+    return {"id": name, "title": "t", "text": text}
+
+
+def make_corpus(store: Store, write: Write, texts: dict[str, str], num_shards: int = 3, name: str = "corpus") -> Corpus:
+    source = SourceConfig(path=str(write("rows.jsonl", lines(*(row(n, text) for n, text in texts.items())))))
+    prepare(PrepareConfig(corpus=name, sources=[source], num_shards=num_shards), store)
+    return Corpus.open(store, name)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(NAMES), TEXTS, min_size=1),
+    st.lists(st.dictionaries(st.sampled_from(NAMES), st.none() | TEXTS), min_size=1, max_size=4),
+    st.integers(1, 4),
+)
+def test_after_any_changes_the_corpus_is_that_of_sources_that_had_them(tmp_path_factory, content, batches, shards):
+    """The digest covers every byte, so equal digests are equal corpora."""
+    folder = tmp_path_factory.mktemp("update")
+    store = Store(folder / "store")
+
+    def write(name: str, text: str | bytes) -> Path:
+        (folder / name).write_text(str(text), encoding="utf-8")
+        return folder / name
+
+    make_corpus(store, write, content, shards)
+    now = dict(content)
+    for changes in batches:
+        rows = [{"id": n, "delete": True} if text is None else row(n, text) for n, text in changes.items()]
+        before = Corpus.open(store, "corpus")
+        report = update(CONFIG, store, str(write("changes.jsonl", lines(*rows))))
+        touched = {n for n, text in changes.items() if now.get(n) != text}
+        assert report.added == len({n for n in touched if n not in now})
+        assert report.deleted == len({n for n in touched if changes[n] is None})
+        assert report.parts_written == len({shard_of(n, shards) for n in touched})
+        now = {n: text for n, text in {**now, **changes}.items() if text is not None}
+        after = Corpus.open(store, "corpus")
+        same = {shard_of(n, shards) for n in NAMES} - {shard_of(n, shards) for n in touched}
+        assert all(after.info.parts[shard] == before.info.parts[shard] for shard in same)
+        assert report.passages == after.num_passages == len(now)
+        assert {passage.id: passage.text for passage in Corpus.open(store, "corpus", report.parent)} == {
+            passage.id: passage.text for passage in before
+        }
+    if now:
+        other = make_corpus(store, write, now, shards, name="other")
+        assert Corpus.open(store, "corpus").digest == other.digest
+
+
+def test_an_update_is_the_same_on_every_kind_of_store_and_again_changes_nothing(store: Store, write: Write):
+    before = make_corpus(store, write, {"a": "one", "b": "two", "c": "three"})
+    changes = str(write("c.jsonl", lines(row("a", "changed"), row("new", "four"), {"id": "b", "delete": True})))
+    first = update(CONFIG, store, changes)
+    assert (first.added, first.replaced, first.deleted, first.absent) == (1, 1, 1, 0)
+    corpus = Corpus.open(store, "corpus")
+    assert sorted(corpus) == [Passage("a", "t", "changed"), Passage("c", "t", "three"), Passage("new", "t", "four")]
+    assert (corpus.info.parent, corpus.info.sources[-1].format) == (before.digest, "changes")
+    again = update(CONFIG, store, changes)
+    assert (again.unchanged, again.absent, again.parts_written, again.digest) == (2, 1, 0, corpus.digest)
+
+
+def test_questions_follow_their_passages(tmp_path: Path, write: Write):
+    store = Store(tmp_path / "store")
+    corpus = make_corpus(store, write, {name: f"text of {name}" for name in "abcd"})
+    asked = [
+        Question("kept", "?", ("of a",), ("a",), ("c",), (5,), (1.0, 0.5)),
+        Question("moved", "?", ("of b",), ("b", "a"), (), (5,)),
+        Question("gone", "?", (), ("c",), ()),
+        Question("changed", "?", ("of d",), ("d",), (), (5,)),
+        Question("open", "?", ("x",)),
+    ]
+    write_questions(corpus, "set", asked)
+    file = write("c.jsonl", lines({"id": "b", "delete": True}, {"id": "c", "delete": True}, row("d", "now of d")))
+    assert update(CONFIG, store, str(file)).questions_dropped == 1
+    assert read_questions(Corpus.open(store, "corpus"), "set") == [
+        Question("kept", "?", ("of a",), ("a",), (), (5,), ()),
+        Question("moved", "?", ("of b",), ("a",), (), (-1,)),
+        Question("changed", "?", ("of d",), ("d",), (), (-1,)),
+        Question("open", "?", ("x",)),
+    ]
+    assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == asked
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"id": "a", "title": "", "text": "x"}\n{"id": "b", "ti', r"c\.jsonl:2"),
+        ('{"id": "a", "text": "x"}\n{"id": "a", "delete": true}\n', r"c\.jsonl:2 names passage 'a', which .*:1 names"),
+        ('{"title": "x", "text": "x"}\n', r"c\.jsonl:1"),
+        ('{"id": "a", "title": "x"}\n', r"c\.jsonl:1"),
+        ('{"delete": true}\n', r"c\.jsonl:1.*no id"),
+        ("[1]\n", r"c\.jsonl:1"),
+    ],
+)
+def test_a_bad_file_is_named_by_line_and_nothing_changes(tmp_path: Path, write: Write, content: str, message: str):
+    store = Store(tmp_path / "store")
+    before = make_corpus(store, write, {"a": "one", "b": "two"})
+    with pytest.raises(DataError, match=f"(?s){message}.*nothing was changed"):
+        update(CONFIG, store, str(write("c.jsonl", content)))
+    assert Corpus.open(store, "corpus").info == before.info
+
+
+def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
+    store = Store(tmp_path / "store")
+    changes = str(write("c.jsonl", lines(row("a", "x"))))
+    with pytest.raises(MissingInputError, match="mvr-ray prepare CONFIG"):
+        update(CONFIG, store, changes)
+    make_corpus(store, write, {"a": "one"})
+    with pytest.raises(MissingInputError, match=r"nowhere\.jsonl does not exist"):
+        update(CONFIG, store, "nowhere.jsonl")
+    with pytest.raises(ConfigError, match=r"prepare\.chunk_words is 100"):
+        update(CONFIG.model_copy(update={"chunk_words": 100}), store, changes)
+
+
+def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"a": "one"})
+    mine, other = (write(f"{name}.jsonl", lines(row(name, "x"))) for name in ("mine", "other"))
+
+    def be_slow(what: str, count: int, total: int) -> None:
+        update(CONFIG, store, str(other))
+
+    with pytest.raises(PublishConflictError, match="run the same command again"):
+        update(CONFIG, store, str(mine), be_slow)
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "other"}
+    update(CONFIG, store, str(mine))
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
