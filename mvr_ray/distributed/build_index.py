@@ -183,7 +183,7 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     except (MissingInputError, StorageError):
         return set()
     now = corpus.info.parts
-    return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].sha256 == before[shard].sha256}
+    return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].digest == before[shard].digest}
 
 
 def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""Change a corpus by a file of upserts and deletions: the parts that hold them are written, the others are shared.
+"""Change a corpus by a file of upserts and deletions: only the changes are written, what they leave alone is shared.
 
     {"id": "p1", "title": "Normandy", "text": "..."}    a new passage, or new content for the one that is there
     {"id": "p2", "delete": true}                        a passage that goes
@@ -18,6 +18,7 @@ from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
+    ChangesInfo,
     Corpus,
     CorpusPart,
     PartInfo,
@@ -26,9 +27,11 @@ from mvr_ray.store.corpus import (
     question_sets,
     read_questions,
     shard_of,
+    write_part_changes,
     write_passages,
     write_questions,
 )
+from mvr_ray.store.delta import MOST_SHARE
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import BadRow, PassageRecord
 from mvr_ray.store.formats.rows import passage_of
@@ -148,16 +151,37 @@ def read_changes(file: Path) -> Changes:
 
 
 def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
-    """Write one part with its changes, and put it into the store under the name of its content."""
-    own = {passage.id: passage for passage in parent.part(shard).passages() if passage.id not in deletions}
-    own |= {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
+    """Put the changes of one part beside its first file, or write the part whole where they are too many. Either file
+    is named by its content."""
+    part, info = parent.part(shard), parent.info.parts[shard]
+    own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
+    base = CorpusPart(part.path)
+    changed = {
+        name: passage
+        for name, passage in (part.changes.passages() | own).items()
+        if name not in deletions and base.get(name) != passage
+    }
+    gone = {name for name in {*part.changes.deleted_ids, *deletions} - set(own) if base.row(name) >= 0}
+    ids = sorted(({*part.ids()} | set(own)) - deletions)
+    if not changed and not gone:
+        return dataclasses.replace(info, num_passages=len(base), changes=None)
     file = folder / "part.arrow"
-    count = write_passages(file, [own[name] for name in sorted(own)])
-    assert CorpusPart(file).ids() == sorted(own)
-    digest = sha256_of(file)
-    info = PartInfo(paths.corpus_part(shard, digest), count, file.stat().st_size, digest)
-    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{info.file}")
-    return info
+    if is_delta := len(changed) + len(gone) <= MOST_SHARE * len(base):
+        write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone))
+        written = CorpusPart(part.path, file)
+    else:
+        passages = {passage.id: passage for passage in part.passages()} | own
+        write_passages(file, [passages[name] for name in ids])
+        written = CorpusPart(file)
+    assert written.ids() == ids
+    digest, num_bytes = sha256_of(file), file.stat().st_size
+    if is_delta:
+        changes = ChangesInfo(paths.corpus_changes(shard, digest), num_bytes, digest)
+        new = dataclasses.replace(info, num_passages=len(ids), changes=changes)
+    else:
+        new = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
+    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new.files[-1].file}")
+    return new
 
 
 def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
