@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store, finished_file, sha256_of
+from mvr_ray.store.files import Store, finished_file, same_file, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
@@ -366,6 +366,15 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
         count = write_question_file(file, name, questions)
         corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
     return count
+
+
+def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
+    """Give a corpus a question set of another one of its store, as it is; on a local store by another name of its
+    file."""
+    with corpus.store.scratch() as folder:
+        file = folder / "questions.arrow"
+        same_file(corpus.store.local_path(questions_path(source, name)), file)
+        corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:

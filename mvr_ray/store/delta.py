@@ -10,8 +10,6 @@ share of its passages, the shard is written whole.
 """
 
 import bisect
-import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow.compute as pc
 
 from mvr_ray.store import paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views
+from mvr_ray.store.files import same_file
 from mvr_ray.types import EmbeddingBlock
 
 MOST_SHARE = 0.25
@@ -174,11 +173,3 @@ def num_changes(shard: EmbeddingShard) -> int:
 def _contained(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:
     """The ids that are among others."""
     return ids.filter(pc.is_in(ids, value_set=others)).to_pylist()  # pyrefly: ignore
-
-
-def same_file(source: Path, target: Path) -> None:
-    """Link a file that never changes under another name; copy it where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

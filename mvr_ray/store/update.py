@@ -23,6 +23,7 @@ from mvr_ray.store.corpus import (
     CorpusPart,
     PartInfo,
     SourceInfo,
+    copy_questions,
     corpus_digest,
     question_sets,
     read_questions,
@@ -94,10 +95,11 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
             progress("parts written", done, len(touched))
         corpus = _next_corpus(parent, parts, file)
-        sets = {name: _follow(read_questions(parent, name), upserts, deletions) for name in question_sets(parent)}
-        num_dropped = sum(len(read_questions(parent, name)) - len(own) for name, own in sets.items())
+        sets = {name: read_questions(parent, name) for name in question_sets(parent)}
+        changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
+        num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
         if touched:
-            _publish(parent, corpus, sets)
+            _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", cfg.corpus, parent.digest, corpus.digest, len(touched))
     return UpdateReport(
         corpus=cfg.corpus,
@@ -214,9 +216,14 @@ def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletion
     return results
 
 
-def _publish(parent: Corpus, corpus: Corpus, sets: dict[str, list[Question]]) -> None:
+def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
     """Store the question sets of the new corpus, and then the corpus, unless another one came between."""
-    counts = {name: write_questions(corpus, name, own) for name, own in sets.items()}
+    counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
+    for name in question_sets(parent):
+        if name in changed_sets:
+            write_questions(corpus, name, changed_sets[name])
+        else:
+            copy_questions(parent, corpus, name)
     corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
     if (last := Corpus.open(parent.store, parent.name)).digest != parent.digest:
         raise PublishConflictError(
