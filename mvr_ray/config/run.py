@@ -155,6 +155,12 @@ class IndexConfig(Section):
     """Passages of a chunk: what is batched together, and encoded again after a crash."""
     recall_sample: Annotated[int, Field(ge=0)] = 100
     """Passage views used as queries to measure recall against exact search."""
+    keep_refinement: bool = True
+    """Whether the version that follows a refined one keeps what was learned of passages that did not change, such as
+    feedback views. false: every view is as the encoder made it."""
+    compact_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """A shard whose changes since its first file are more than this share of it is written whole; else they lie beside
+    that file."""
     keep_versions: Count = 5
     grace_s: Annotated[float, Field(ge=0)] = 3600
 

@@ -172,6 +172,9 @@ class CorpusPart:
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
 
+    def table(self) -> pa.Table:
+        return pa.Table.from_batches(self._batches, PASSAGE_SCHEMA)
+
     def row(self, passage_id: str) -> int:
         """Find the row of a passage, -1 when it is not in this part."""
         which = bisect.bisect_right(self._first_ids, passage_id) - 1
@@ -185,6 +188,24 @@ class CorpusPart:
     def get(self, passage_id: str) -> Passage | None:
         row = self.row(passage_id)
         return self.passages(row, row + 1)[0] if row >= 0 else None
+
+
+class PartDifference(NamedTuple):
+    """How a part differs from an earlier one: rows of passages that are new or changed, and ids that are gone."""
+
+    changed_rows: list[int]
+    deleted_ids: list[str]
+
+
+def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
+    """Compare what an encoder reads of two parts, title and text, passage by passage."""
+    old, new = before.table(), after.table()
+    compute: Any = pc
+    found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
+    same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
+    is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
+    rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
+    return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
 
 
 def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:

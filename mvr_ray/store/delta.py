@@ -39,7 +39,7 @@ class DeltaShard(EmbeddingShard):
 
     @cached_property
     def _upserts(self) -> dict[str, Views]:
-        return passages_of(self.delta)
+        return views_by_id(self.delta.blocks())
 
     def blocks(self) -> list[EmbeddingBlock]:
         """Return all rows, with the changes."""
@@ -68,11 +68,11 @@ def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
     return shard
 
 
-def passages_of(shard: EmbeddingShard) -> dict[str, Views]:
-    """Return every passage with its views, in order; the vectors stay mapped."""
+def views_by_id(blocks: Iterable[EmbeddingBlock]) -> dict[str, Views]:
+    """Return every passage with its views, in order; the vectors are not copied."""
     return {
         name: Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
-        for block in shard.blocks()
+        for block in blocks
         for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist())
     }
 
@@ -143,7 +143,7 @@ def write_changed(
     assert upserts or deleted_ids, "a shard without a change is the one that is there"
     before = shard.delta if isinstance(shard, DeltaShard) else None
     base = EmbeddingShard.open(shard.path)
-    now = {**(passages_of(before) if before else {}), **upserts}
+    now = {**(views_by_id(before.blocks()) if before else {}), **upserts}
     gone = {*(before.deleted_ids if before else ()), *deleted_ids}
     gone = set(_contained(pa.array(sorted(gone), pa.string()), base.arrow_ids())) - set(upserts)
     now = {name: now[name] for name in sorted(now) if name in upserts or name not in {*gone, *deleted_ids}}

@@ -158,13 +158,13 @@ def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
     return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
 
 
-def staged_rows(index: str, key: str, shard: int) -> str:
-    """Rows of one part that are to be encoded, as a JSON list; null for all of them."""
-    return f"indexes/{index}/staging/{key}/rows-{shard:05d}.json"
+def staged_plan(index: str, key: str, shard: int) -> str:
+    """What of one part is to be encoded, and which earlier shard its other passages are in."""
+    return f"indexes/{index}/staging/{key}/plan-{shard:05d}.json"
 
 
 def staged_carried(index: str, key: str, shard: int) -> str:
-    """Embeddings of the other rows, which earlier versions had."""
+    """Embeddings of one part that earlier versions have in other shards."""
     return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 
