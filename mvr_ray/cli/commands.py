@@ -188,6 +188,21 @@ def update(
 
 @app.command()
 @exit_on_error
+def compact(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Write the live version's shards whole that have changes of updates or refinement beside them."""
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import compact as stage
+
+        return stage.compact(run, progress)
+
+    run_stage("compact", load_run(config, overrides or []), work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@exit_on_error
 def reshard(
     config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
 ) -> None:

@@ -74,8 +74,8 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     """
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
-    task, draft, learned = _resolve(store, run, corpus)
-    plan = _plan_shards(store, draft, task.key, corpus, learned)
+    task, draft, before = _resolve(store, run, corpus)
+    plan = _plan_shards(store, draft, task.key, corpus, before)
     if len(plan.kept) == corpus.num_shards and (live := _same_live_version(store, draft, plan.kept)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
@@ -98,13 +98,13 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
     encoder = resolve_encoder(run, corpus)
     params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, encoder.dimension)
-    learned = _learned_version(store, run, encoder.fingerprint)
-    task = encode_task(run, corpus, encoder, learned)
+    before = _open_refined(store, run, encoder.fingerprint)
+    task = encode_task(run, corpus, encoder, before)
     encoding = [task.fingerprint, task.dtype, task.tokens_per_batch, task.sort_window]
     decides = [encoding, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
     draft = Manifest(
         index=run.index.name,
-        operation="index:refined" if learned else "index",
+        operation="index:refined" if before else "index",
         encoder_name=encoder.name,
         encoder_fingerprint=encoder.fingerprint,
         similarity=encoder.similarity,
@@ -116,13 +116,13 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
         index_params=dataclasses.asdict(params),
         shards=(),
         parent=manifests.latest_version(store, run.index.name),
-        refined_queries=learned.refined_queries if learned else {},
+        refined_queries=before.refined_queries if before else {},
         config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
     )
-    return task, draft, learned
+    return task, draft, before
 
 
-def _learned_version(store: Store, run: RunConfig, fingerprint: str) -> Manifest | None:
+def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | None:
     """The live version, where refinement has changed views of the same encoder and they are to stay.
 
     Views that `index.prune_views` left out cannot be told from views that refinement changed: such a version is built
@@ -138,9 +138,9 @@ def _learned_version(store: Store, run: RunConfig, fingerprint: str) -> Manifest
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
 
-def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus, learned: Manifest | None) -> ShardPlan:
+def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus, before: Manifest | None) -> ShardPlan:
     num_shards = corpus.num_shards
-    kept = _kept_shards(store, draft, corpus, learned)
+    kept = _kept_shards(store, draft, corpus, before)
     others = [shard for shard in range(num_shards) if shard not in kept]
     built = [shard for shard in others if _read_own_note(store, draft, key, shard)]
     return ShardPlan(kept, built, [shard for shard in others if shard not in built])
@@ -180,13 +180,13 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> 
         )
 
 
-def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, learned: Manifest | None) -> dict[int, ShardEntry]:
+def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None) -> dict[int, ShardEntry]:
     """Shards that earlier versions built by the same encoder and settings from the same passages, as far as they are
     whole; the newest first. Where learned views are to stay, the shards of their version alone."""
     kept: dict[int, ShardEntry] = {}
-    for number in [learned.version] if learned else reversed(manifests.list_versions(store, draft.index)):
+    for number in [before.version] if before else reversed(manifests.list_versions(store, draft.index)):
         earlier = manifests.read(store, draft.index, number)
-        if (not learned and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
+        if (not before and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)

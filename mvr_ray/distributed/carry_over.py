@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedCorpus(NamedTuple):
-    """A corpus, and the shards of an index that hold its views; `learned` where refinement has changed some."""
+    """A corpus, and the shards of an index that hold its views; `is_refined` where refinement has changed some."""
 
     index: str
     corpus: str
     corpus_digest: str
     shards: tuple[ShardEntry, ...]
-    learned: bool = False
+    is_refined: bool = False
 
 
 def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
@@ -89,12 +89,12 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
         versions = {number: manifests.read(store, index, number) for number in manifests.list_versions(store, index)}
         for version in reversed(versions.values()):
             same = (version.encoder_fingerprint, version.dtype) == (task.fingerprint, task.dtype)
-            learned = index == task.index and version.version == task.learned_version
-            if same and (learned or is_as_encoded(version, versions)):
+            is_refined = index == task.index and version.version == task.refined_version
+            if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
-                own = EmbeddedCorpus(index, version.corpus, version.corpus_digest, tuple(version.shards), learned)
+                own = EmbeddedCorpus(index, version.corpus, version.corpus_digest, tuple(version.shards), is_refined)
                 found.setdefault(key, own)
-    return sorted(found.values(), key=lambda source: not source.learned)
+    return sorted(found.values(), key=lambda source: not source.is_refined)
 
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
@@ -149,14 +149,12 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
     """The plan over the first source of the same division, with all changed passages to encode; None without one."""
     for source in sources:
         if len(source.shards) != corpus.num_shards:
-            if source.learned:
+            if source.is_refined:
                 return None
             continue
         try:
             before = Corpus.open(store, source.corpus, source.corpus_digest)
             base = _open(store, source, shard)
-            if not base.num_passages:
-                continue
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
             changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
         except (MissingInputError, StorageError) as error:
@@ -164,9 +162,9 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
             continue
         replaced = [passage.id for passage in _passages(corpus.part(shard), changed_rows)]
         num_unlearned = 0
-        if source.learned:
+        if source.is_refined:
             as_encoded = next(
-                (one for one in sources if len(one.shards) == corpus.num_shards and not one.learned), None
+                (one for one in sources if len(one.shards) == corpus.num_shards and not one.is_refined), None
             )
             num_unlearned = _num_unlearned(store, base, as_encoded, shard, [*replaced, *deleted_ids])
         own = BaseShard(source.index, source.shards[shard])
@@ -200,7 +198,7 @@ def _open(store: Store, source: EmbeddedCorpus, shard: int) -> EmbeddingShard:
 def _pass_over(source: EmbeddedCorpus, error: Exception) -> None:
     """What is missing or damaged of a source is passed over: its passages are encoded. What was learned is not lost in
     silence."""
-    if source.learned:
+    if source.is_refined:
         raise StorageError(
             f"what refinement changed in index {source.index!r} cannot be kept: {error}; repair it first (mvr-ray "
             f"versions CONFIG repair), roll back, or index without it (index.keep_refinement=false)"

@@ -95,7 +95,7 @@ class EncodePlan(NamedTuple):
 
 
 class EncodeTask(NamedTuple):
-    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder. `learned_version` is
+    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder. `refined_version` is
     the version whose views of unchanged passages stay as refinement left them; 0 where all are as encoded."""
 
     store: str
@@ -110,7 +110,7 @@ class EncodeTask(NamedTuple):
     dtype: Dtype
     tokens_per_batch: int
     sort_window: int
-    learned_version: int = 0
+    refined_version: int = 0
 
     def chunk_path(self, chunk: ChunkRange) -> str:
         return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
@@ -127,12 +127,13 @@ class EncodeTask(NamedTuple):
         return EncodePlan.from_json(store.read_bytes(path)) if store.exists(path) else EncodePlan()
 
 
-def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, learned: Manifest | None = None) -> EncodeTask:
-    """The task of a run; its staging key covers everything that changes an embedding's bytes."""
+def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
+    """The task of a run; its staging key covers everything that changes an embedding's bytes. `before` is the version
+    whose views of unchanged passages stay as refinement left them."""
     index = run.index
     decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
-    if learned:
-        decides.append(learned.content_digest())
+    if before:
+        decides.append(before.content_digest())
     return EncodeTask(
         store=Store(run.store.path).address,
         corpus=corpus.name,
@@ -146,7 +147,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, learned: 
         dtype=index.dtype,
         tokens_per_batch=index.tokens_per_batch,
         sort_window=index.sort_window,
-        learned_version=learned.version if learned else 0,
+        refined_version=before.version if before else 0,
     )
 
 

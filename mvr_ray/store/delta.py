@@ -12,6 +12,7 @@ share of its passages, the shard is written whole.
 import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ class DeltaShard(EmbeddingShard):
     def lay_over(self, delta: EmbeddingShard) -> None:
         self.delta = delta
         hidden = pa.chunked_array([*delta.arrow_ids().chunks, pa.array(delta.deleted_ids, pa.string())])
-        self.num_passages += delta.num_passages - len(_contained(hidden, super().arrow_ids()))
+        self.num_passages += delta.num_passages - len(_common_ids(hidden, super().arrow_ids()))
         self.num_vectors += delta.num_vectors - self.num_views_of(hidden)
 
     @cached_property
@@ -81,14 +82,18 @@ def changed_blocks(
     blocks: Iterable[EmbeddingBlock], upserts: Mapping[str, Views], deleted_ids: Collection[str]
 ) -> Iterator[EmbeddingBlock]:
     """Yield the rows of `blocks` in order of id, with the views of `upserts` in place of theirs or beside them, and
-    without `deleted_ids`. A block without a change is the one given; `blocks` must not be empty."""
+    without `deleted_ids`. A block without a change is the one given."""
     names = sorted({*upserts, *deleted_ids})
-    blocks = list(blocks)
+    blocks = list(blocks) or [_empty_block(views) for views in islice(upserts.values(), 1)]
     starts = [0, *(bisect.bisect_left(names, block.ids[0]) for block in blocks[1:]), len(names)]
     for block, low, high in zip(blocks, starts, starts[1:]):
         changed = _changed_block(block, names[low:high], upserts)
         if changed.ids:
             yield changed
+
+
+def _empty_block(views: Views) -> EmbeddingBlock:
+    return EmbeddingBlock([], np.zeros(1, np.int64), views.view_numbers_N[:0], views.vectors_ND[:0])
 
 
 def _changed_block(block: EmbeddingBlock, names: list[str], upserts: Mapping[str, Views]) -> EmbeddingBlock:
@@ -145,7 +150,7 @@ def write_changed(
     base = EmbeddingShard.open(shard.path)
     now = {**(views_by_id(before.blocks()) if before else {}), **upserts}
     gone = {*(before.deleted_ids if before else ()), *deleted_ids}
-    gone = set(_contained(pa.array(sorted(gone), pa.string()), base.arrow_ids())) - set(upserts)
+    gone = set(_common_ids(pa.array(sorted(gone), pa.string()), base.arrow_ids())) - set(upserts)
     now = {name: now[name] for name in sorted(now) if name in upserts or name not in {*gone, *deleted_ids}}
     if len(now) + len(gone) > most_share * base.num_passages:
         rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)
@@ -170,6 +175,6 @@ def num_changes(shard: EmbeddingShard) -> int:
     return shard.delta.num_passages + len(shard.delta.deleted_ids) if isinstance(shard, DeltaShard) else 0
 
 
-def _contained(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:
+def _common_ids(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:
     """The ids that are among others."""
     return ids.filter(pc.is_in(ids, value_set=others)).to_pylist()  # pyrefly: ignore

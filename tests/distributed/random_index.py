@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +32,12 @@ def random_views(num_passages: int, seed: int, levels: int = 3) -> Views:
 
 
 def publish_random_index(
-    root: Path, views: Views, num_shards: int, params: IndexParams | None = None, parent: int = 0
+    root: Path,
+    views: Views,
+    num_shards: int,
+    params: IndexParams | None = None,
+    parent: int = 0,
+    dtype: Literal["fp16", "fp32"] = "fp16",
 ) -> Manifest:
     """Publish an index named `random` of these views, after version `parent`."""
     store = Store(str(root))
@@ -43,7 +49,7 @@ def publish_random_index(
         similarity="inner_product",
         num_views=V,
         dimension=D,
-        dtype="fp16",
+        dtype=dtype,
         corpus="none",
         corpus_digest="",
         index_params=dataclasses.asdict(params or IndexParams()),
@@ -54,7 +60,7 @@ def publish_random_index(
     for shard in range(num_shards):
         folder = root / "new"
         folder.mkdir(parents=True)
-        with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
