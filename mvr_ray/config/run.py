@@ -41,8 +41,10 @@ class SourceConfig(Section):
         "parquet",
         "nq_open",
         "summaries",
+        "mediawiki",
     ] = "auto"
-    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions."""
+    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions.
+    `mediawiki` is an XML dump of a wiki; its articles are long: set `chunk_words`."""
     passages: bool = True
     """Take this source's passages into the corpus."""
     questions: Name | None = None

@@ -6,6 +6,7 @@ replaced is corpus.json, which names the parts. Corpora that index versions name
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
@@ -50,11 +51,11 @@ REPORT_EVERY = 5000
 
 
 class _SourceRows(NamedTuple):
-    """The sources' passages and question sets, and how many rows their formats and their `share` leave out."""
+    """The sources' passages and question sets, and how many rows formats (by reason) and `share` leave out."""
 
     passages: ShardSpill
     sets: dict[str, list[QuestionRecord]]
-    rows_dropped: int
+    dropped_by_reason: Counter[str]
     passages_left_out: int
     questions_left_out: int
 
@@ -110,7 +111,8 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
             chunks_gained=pieces.num_pieces - pieces.num_unique,
             passages_not_drawn=pieces.num_pieces - num_written + rows.passages_left_out,
             questions_not_drawn=num_not_drawn + rows.questions_left_out,
-            rows_dropped=rows.rows_dropped,
+            rows_dropped=rows.dropped_by_reason.total(),
+            dropped_by_reason=dict(sorted(rows.dropped_by_reason.items())),
             hard_negatives_dropped=_num_lost_negatives(sets, pieces.findings),
         )
         _require_equal(pieces.num_pieces if passages is None else len(passages), num_written, "kept", "written")
@@ -140,7 +142,8 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
     spill = ShardSpill(folder, cfg.num_shards)
     sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
     place_of: dict[tuple[str, str], str] = {}
-    num_dropped = count = 0
+    dropped_by_reason: Counter[str] = Counter()
+    count = 0
     left_out: set[str] = set()
     for source in cfg.sources:
         for record in read_source(source):
@@ -162,14 +165,14 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                         sets[source.questions].append(record)
                 case BadRow():
                     bad.add(record)
-                case DroppedRow():
-                    num_dropped += 1
+                case DroppedRow(_, reason):
+                    dropped_by_reason[reason] += 1
     progress("rows read", count, count)
     own = {
         name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
         for name, records in sets.items()
     }
-    return _SourceRows(spill, own, num_dropped, len(left_out), _count(sets) - _count(own))
+    return _SourceRows(spill, own, dropped_by_reason, len(left_out), _count(sets) - _count(own))
 
 
 def _takes(source: SourceConfig, passage: Passage) -> bool:

@@ -1,8 +1,9 @@
-"""Read text files, plain or gzip (detected by their first bytes), and their rows.
+"""Read text files, plain, gzip or bzip2 (detected by their first bytes), and their rows.
 
 Bytes that are not UTF-8 come through as lone surrogates; the row that holds them is then a bad row, not the file.
 """
 
+import bz2
 import contextlib
 import csv
 import gzip
@@ -12,12 +13,13 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import DataError, MissingInputError, MvrRayError
 from mvr_ray.store.formats.records import BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
+BZIP2_MAGIC = b"BZh"
 
 
 class Row(NamedTuple):
@@ -28,19 +30,35 @@ class Row(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file and decompress what is read; DataError where a compressed file is damaged or breaks off."""
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(path.open("rb"))
-        head = raw.peek(2)[:2]
-        data = stack.enter_context(gzip.GzipFile(fileobj=raw)) if head == GZIP_MAGIC else raw
-        text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        stack.enter_context(text)
+        head = raw.peek(3)[:3]
+        data: Any = raw
+        kind = ""
+        if head.startswith(GZIP_MAGIC):
+            data, kind = stack.enter_context(gzip.GzipFile(fileobj=raw)), "gzip"
+        elif head == BZIP2_MAGIC:
+            data, kind = stack.enter_context(bz2.BZ2File(raw)), "bzip2"
         try:
-            yield text
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is a damaged or unfinished gzip file: {error}; fetch it again") from error
+            yield data
+        except (EOFError, zlib.error, OSError) as error:
+            # gzip and bz2 tell damage by an OSError without a number, which errors of the system have.
+            if not kind or isinstance(error, MvrRayError) or getattr(error, "errno", None) is not None:
+                raise
+            raise DataError(f"{path} is a damaged or unfinished {kind} file: {error}; fetch it again") from error
+
+
+@contextlib.contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    with (
+        open_bytes(path) as data,
+        io.TextIOWrapper(data, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
+    ):
+        yield text
 
 
 def json_lines(path: Path) -> Iterator[Row | BadRow]:
