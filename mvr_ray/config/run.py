@@ -36,6 +36,7 @@ class SourceConfig(Section):
         "dpr_json",
         "dpr_jsonl",
         "qas_csv",
+        "csv",
         "beir",
         "jsonl",
         "parquet",
