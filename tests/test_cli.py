@@ -100,6 +100,37 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     assert command("search", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
 
 
+@pytest.mark.parametrize("name", ["search", "explain"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve.max_k=1", "who?", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("serve.max_k=3", "who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (
+            ("serve.max_k=1",),
+            "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it",
+        ),
+        (
+            ("who", "wrote=it"),
+            "2 questions are given: 'who', 'wrote=it'; give one, in quotes, and overrides as section.key=value before "
+            "or after it",
+        ),
+    ],
+)
+def test_overrides_stand_before_or_after_the_one_question(
+    command, run_file: str, name: str, words: tuple[str, ...], message: str
+) -> None:
+    assert command(name, run_file, *words) == (2, "", f"mvr-ray: {name}: {message}\n")
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+def test_a_wrong_override_before_a_question_is_refused_by_name(command, run_file: str, name: str) -> None:
+    message = f"{run_file}: indx: unknown key; did you mean 'index'?"
+    assert command(name, run_file, "indx.kind=flat", "who?") == (2, "", f"mvr-ray: {message}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
