@@ -224,9 +224,24 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, c
     status, _, message = command("versions", config, "verify")
     assert (status, message) == (
         1,
-        f"mvr-ray: 1 of 4 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
+        f"mvr-ray: 1 problems in 4 files; first: {name} of shard 1 has another sha256 than {sha256}; next: "
         f"mvr-ray versions CONFIG repair",
     )
+
+
+@pytest.mark.ray
+def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) -> None:
+    status, out, _ = command("versions", config, "verify")
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.arrow"))
+    last = f"whole: 4 files, {num_bytes / 1000:.3g} kB, each equal to its digest"
+    assert (status, out.rstrip().rpartition("\n")[2]) == (0, last)
+    [part, *_] = (tmp_path / "store" / "corpora").rglob("part-*.arrow")
+    flip(part, -1)
+    shutil.rmtree(encoder_folder(tmp_path / "store"))
+    status, _, message = command("versions", config, "verify")
+    assert status == 1
+    assert message.startswith("mvr-ray: 2 problems in 4 files; first: encoders/encoder/")
+    assert message.endswith("/encoder.json is missing; next: copy the encoder's folder there")
 
 
 @pytest.mark.ray

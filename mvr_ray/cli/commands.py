@@ -27,6 +27,7 @@ from mvr_ray.cli.tables import (
     print_result,
     report_tables,
     results_only,
+    size,
     table,
     write,
 )
@@ -353,6 +354,8 @@ def versions(
             print_result(output)
     if action in ("verify", "repair"):
         result.require()
+    if action == "verify" and not as_json:
+        print_result(f"whole: {result.num_files:,} files, {size(result.num_bytes)}, each equal to its digest")
 
 
 @app.command()
