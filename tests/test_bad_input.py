@@ -11,18 +11,22 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
+from mvr_ray.types import Question
 
 NUM_PASSAGES = 12
 Said = Callable[..., tuple[int, str, str]]
@@ -156,6 +160,70 @@ def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, confi
         f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. Train it "
         f"(mvr-ray train CONFIG), copy it there, or name another in index.encoder",
     )
+
+
+WITHOUT_RAY = """
+import contextlib, io, json, sys
+from mvr_ray.cli import main
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+        main([*words, "resources.address=127.0.0.1:1"])
+    print(json.dumps(err.getvalue().rstrip().rpartition("\\n")[2]))
+"""
+
+
+def last_lines(commands: list[tuple[str, ...]]) -> list[str]:
+    """The last line on stderr of every command, in one process that is in no cluster.
+
+    Nothing listens where their cluster should be: a command that joins it before it looks for its inputs says that.
+    """
+    process = [sys.executable, "-c", WITHOUT_RAY]
+    done = subprocess.run(process, input=json.dumps(commands), capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def store_questions(folder: Path) -> Path:
+    """A set `dev` of one question in the store, and the file of it."""
+    write_questions(only_corpus(Store(str(folder / "store"))), "dev", [Question("q1", "which river?", (), ("p1",))])
+    file = folder / "asked.txt"
+    file.write_text("which river?\n")
+    return file
+
+
+@pytest.mark.ray
+def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+    file = store_questions(tmp_path)
+    folder = encoder_folder(tmp_path / "store")
+    shutil.rmtree(folder)
+    commands = [
+        ("search", config, "which river?"),
+        ("explain", config, "which river?"),
+        ("retrieve", config, f"questions={file}", f"output={tmp_path / 'out.json'}"),
+        ("evaluate", config, "evaluate.questions=[dev]"),
+        ("mine", config, "mine.questions=dev", "mine.method=index"),
+        ("refine", config, "refine.questions=dev", "refine.gate=[dev]"),
+        ("analyze", config, "analyze.questions=dev"),
+        ("serve", config),
+    ]
+    message = f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. "
+    assert [line.partition("Train it")[0] for line in last_lines(commands)] == [message] * len(commands)
+
+
+@pytest.mark.ray
+def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+    store_questions(tmp_path)
+    mine = ("mine", config, "mine.questions=dev", "mine.method=index")
+    messages = {
+        ("index", config, "index.encoder=abc"): "encoder snapshot 'abc' not found ",
+        ("train", config, "train.init_from=abc"): "encoder snapshot 'abc' not found ",
+        ("search", config, "which river?", "--version", "9"): "index 'index' has no version 9 in ",
+        ("serve", config, "--version", "9"): "index 'index' has no version 9 in ",
+        (*mine, "mine.cross_encoder=abc"): "cross-encoder 'abc' is neither stored in ",
+        (*mine, "index.name=other"): "index 'other' has no version in ",
+        ("read", config, "ranking=x.json", "read.reader=abc"): "reader 'abc' is neither stored in ",
+    }
+    for line, message in zip(last_lines(list(messages)), messages.values(), strict=True):
+        assert line.startswith(f"mvr-ray: {message}")
 
 
 @pytest.mark.ray
