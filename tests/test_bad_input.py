@@ -183,8 +183,10 @@ def last_lines(commands: list[tuple[str, ...]]) -> list[str]:
 
 
 def store_questions(folder: Path) -> Path:
-    """A set `dev` of one question in the store, and the file of it."""
-    write_questions(only_corpus(Store(str(folder / "store"))), "dev", [Question("q1", "which river?", (), ("p1",))])
+    """Sets `dev` and `gate` of one question each in the store, and a file of one."""
+    for name in ("dev", "gate"):
+        question = Question(name, f"which river of {name}?", ("lake 1",), ("p1",))
+        write_questions(only_corpus(Store(str(folder / "store"))), name, [question])
     file = folder / "asked.txt"
     file.write_text("which river?\n")
     return file
@@ -201,7 +203,7 @@ def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_
         ("retrieve", config, f"questions={file}", f"output={tmp_path / 'out.json'}"),
         ("evaluate", config, "evaluate.questions=[dev]"),
         ("mine", config, "mine.questions=dev", "mine.method=index"),
-        ("refine", config, "refine.questions=dev", "refine.gate=[dev]"),
+        ("refine", config, "refine.questions=dev", "refine.gate=[gate]"),
         ("analyze", config, "analyze.questions=dev"),
         ("serve", config),
     ]
