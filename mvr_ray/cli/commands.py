@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from mvr_ray import __version__
-from mvr_ray.cli.args import named_arguments, section_overrides
+from mvr_ray.cli.args import named_arguments, one_question, question_overrides, section_overrides
 from mvr_ray.cli.progress import Reporter
 from mvr_ray.cli.tables import (
     exactness,
@@ -27,6 +27,7 @@ from mvr_ray.cli.tables import (
     print_result,
     report_tables,
     results_only,
+    size,
     table,
     write,
 )
@@ -50,6 +51,10 @@ app = typer.Typer(
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The run file, such as configs/squad.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Laid over the run file; values are YAML.")
+]
+QuestionWords = Annotated[
+    list[str],
+    typer.Argument(metavar="QUESTION [SECTION.KEY=VALUE]...", help="One question, in quotes, and overrides around it."),
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -259,15 +264,15 @@ def study(
 @exit_on_error
 def search(
     config: Config,
-    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
-    overrides: Overrides = None,
+    words: QuestionWords,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
     version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, and the snippet that matched."""
-    run = load_run(config, overrides or ())
+    run = load_run(config, question_overrides(words))
+    question = one_question("search", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
         return
@@ -289,8 +294,7 @@ def search(
 @exit_on_error
 def explain(
     config: Config,
-    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
-    overrides: Overrides = None,
+    words: QuestionWords,
     more: Annotated[
         list[str] | None, typer.Option("--question", help="A further question; may be given again.")
     ] = None,
@@ -302,7 +306,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage: which one answers each question, and the snippet that it stands for."""
-    run = load_run(config, overrides or ())
+    run = load_run(config, question_overrides(words))
+    question = one_question("explain", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
         return
@@ -364,6 +369,8 @@ def versions(
             print_result(output)
     if action in ("verify", "repair"):
         result.require()
+    if action == "verify" and not as_json:
+        print_result(f"whole: {result.num_files:,} files, {size(result.num_bytes)}, each equal to its digest")
 
 
 @app.command()

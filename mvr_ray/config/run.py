@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from mvr_ray.config import loader
-from mvr_ray.config.base import Count, Fraction, Name, Section, explain
+from mvr_ray.config.base import ALLOWED, Count, Fraction, Name, Section, explain
 from mvr_ray.config.train import MineConfig, TrainConfig
 from mvr_ray.errors import ConfigError
 
@@ -27,6 +27,12 @@ class StoreConfig(Section):
 
 
 class SourceConfig(Section):
+    """A file or folder of passages and questions. A bare path stands for a source with nothing else set."""
+
+    model_config = ConfigDict(
+        json_schema_extra={ALLOWED: "a path, or a mapping with path and, as needed, format and others"}
+    )
+
     path: str
     """File or folder; `package:NAME/path` names a file inside an installed Python package."""
     format: Literal[
@@ -36,6 +42,7 @@ class SourceConfig(Section):
         "dpr_json",
         "dpr_jsonl",
         "qas_csv",
+        "csv",
         "beir",
         "jsonl",
         "parquet",
@@ -56,6 +63,11 @@ class SourceConfig(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
     those whose first positive was taken."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class SplitConfig(Section):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
 from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
@@ -49,6 +50,7 @@ def retrieve(
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
+    require_encoder(store, base)
     asked = question_set(Corpus.open(store, base.corpus, base.corpus_digest), questions)
     snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(

@@ -80,13 +80,18 @@ class _Pieces(NamedTuple):
 def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
     """Make the corpus and its question sets, replacing those of the same names.
 
-    Raises DataError with file and line when there are more bad rows than allowed, MissingInputError for a missing
-    source, RowsLostError if a passage went missing on the way.
+    Raises DataError with file and line when there are more bad rows than allowed, and with what the sources hold when
+    they give no passage; MissingInputError for a missing source; RowsLostError if a passage went missing on the way.
     """
     _check(cfg)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
         rows = _read(cfg, folder / "read", bad, progress)
+        if not rows.passages.num_added:
+            raise DataError(
+                f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
+                f"add a source with passages to prepare.sources"
+            )
         sets = {name: _draw_questions(records, cfg.max_questions) for name, records in rows.sets.items()}
         pieces = _cut(cfg, rows.passages, folder / "cut", sets, bad, progress)
         over_pieces = {name: _resolve(name, records, pieces.findings, bad) for name, records in sets.items()}
@@ -177,6 +182,20 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
 
 def _takes(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
+
+
+def _holdings(source: SourceConfig) -> str:
+    """Count what a source holds, whether the run takes it or not."""
+    counts = Counter(
+        type(record) for record in read_source(source.model_copy(update={"passages": True, "questions": "all"}))
+    )
+    limit = (
+        "" if not counts[PassageRecord] else f" (share: {source.share})" if source.passages else " (passages: false)"
+    )
+    return (
+        f"{source.path} (format {format_of(source)}) holds {counts[PassageRecord]} passages{limit}, "
+        f"{counts[QuestionRecord]} questions, {counts[BadRow]} bad rows"
+    )
 
 
 def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:

@@ -1,4 +1,4 @@
-"""Read row files (JSON lines, Parquet) of passages and questions, NQ-open lines, and summaries.
+"""Read row files (JSON lines, Parquet) of passages and questions, CSV of passages, NQ-open lines, and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
 answer_starts. Any other row is a passage: id (or _id), title, text (or contents).
@@ -22,7 +22,7 @@ from mvr_ray.store.formats.records import (
     question_record,
     slug,
 )
-from mvr_ray.store.formats.text_files import json_lines, open_text
+from mvr_ray.store.formats.text_files import csv_rows, json_lines, open_text
 
 PARQUET_ROWS = 1024
 
@@ -45,6 +45,12 @@ def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
                     number += 1
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+
+
+def read_csv(path: Path, prefix: str = "") -> Iterator[Record]:
+    """Read passages under a header with id, text and title, which may be missing; other columns are left out."""
+    for row in csv_rows(path, ("id", "text")):
+        yield row if isinstance(row, BadRow) else passage_of(row.values, row.where, prefix)
 
 
 def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:

@@ -12,7 +12,7 @@ from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.mediawiki import read_mediawiki
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
-from mvr_ray.store.formats.rows import read_jsonl, read_nq_open, read_parquet, read_summaries
+from mvr_ray.store.formats.rows import read_csv, read_jsonl, read_nq_open, read_parquet, read_summaries
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import open_text
 from mvr_ray.types import Question
@@ -23,6 +23,7 @@ READERS = {
     "dpr_json": read_dpr_json,
     "dpr_jsonl": read_dpr_jsonl,
     "qas_csv": read_qas_csv,
+    "csv": read_csv,
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "nq_open": read_nq_open,
@@ -114,7 +115,8 @@ def _tell_format(file: Path, source: str) -> str:
     if stem.endswith(".tsv"):
         return "dpr_tsv"
     if stem.endswith(".csv"):
-        return "qas_csv"
+        with open_text(file) as text:
+            return "qas_csv" if "\t" in text.readline() else "csv"
     if stem.endswith((".jsonl", ".ndjson")):
         return _tell_lines(file)
     if stem.endswith(".json"):

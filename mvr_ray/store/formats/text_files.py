@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -78,9 +78,41 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 
 def tsv_rows(path: Path, num_columns: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a tab-separated file, quoted as Python's csv module does."""
+    for row in _separated_rows(path, "\t"):
+        if isinstance(row, BadRow) or len(row.values) == num_columns:
+            yield row
+        else:
+            yield BadRow(row.where, f"{len(row.values)} tab-separated columns, not {num_columns}")
+
+
+def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | BadRow]:
+    """Yield the rows of a comma-separated file with a header, each as a dict by column, in lower case.
+
+    Raises DataError for a header that lacks one of `columns` or has one twice.
+    """
+    rows = _separated_rows(path, ",")
+    first = next(rows, None)
+    header = [name.strip().lower() for name in first.values] if isinstance(first, Row) else []
+    missing = [name for name in columns if name not in header]
+    if missing or len(set(header)) < len(header):
+        problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"
+        raise DataError(
+            f"{path}: the header {problem}; it has {len(header)} comma-separated columns: "
+            f"{', '.join(map(repr, header)) or 'none'}. Needed are {' and '.join(columns)}, in any order"
+        )
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+        elif len(row.values) != len(header):
+            yield BadRow(row.where, f"{len(row.values)} comma-separated columns, the header has {len(header)}")
+        else:
+            yield Row(dict(zip(header, row.values)), row.where)
+
+
+def _separated_rows(path: Path, delimiter: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
-        reader = csv.reader(file, delimiter="\t")
+        reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",")
         before = 0
         while True:
             try:
@@ -88,16 +120,14 @@ def tsv_rows(path: Path, num_columns: int) -> Iterator[Row | BadRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield BadRow(f"{path}:{reader.line_num}", f"not a row: {error}")
+                yield BadRow(f"{path}:{before + 1}", f"not a row: {error}")
                 continue
             finally:
                 first, before = before + 1, reader.line_num
             where = f"{path}:{first}"
             if not values:
                 continue
-            if before > first and any("\t" in value for value in values):
+            if delimiter == "\t" and before > first and any("\t" in value for value in values):
                 yield BadRow(where, f"a quote is not closed; it swallows the rows up to line {before}")
-            elif len(values) != num_columns:
-                yield BadRow(where, f"{len(values)} tab-separated columns, not {num_columns}")
             else:
                 yield Row(values, where)
