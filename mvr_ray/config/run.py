@@ -8,10 +8,11 @@ the working directory, or `package:NAME/path` for a file inside an installed Pyt
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mvr_ray.config import loader
 from mvr_ray.config.base import Count, Fraction, Name, Section, explain
@@ -71,6 +72,11 @@ class SplitConfig(Section):
     seed: int = 0
 
 
+FieldType = Literal["string", "int", "float", "bool", "date", "timestamp", "strings"]
+NOT_FIELDS = ("id", "_id", "title", "text", "contents", "question", "delete", "and", "or", "not")
+"""Keys that name a passage's own parts, or that a filter or an update needs."""
+
+
 class PrepareConfig(Section):
     corpus: Name = "corpus"
     sources: list[SourceConfig] = Field(default_factory=list)
@@ -85,6 +91,30 @@ class PrepareConfig(Section):
     """Keep at most this many questions a set, drawn by a stable hash; 0 keeps all."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
+    fields: dict[str, FieldType] | Literal["infer"] = Field(default_factory=dict)
+    """What is kept of a passage besides id, title and text, for filters: names with types (`{year: int}`), or `infer`:
+    whatever the sources have. `strings` is a list of strings."""
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _check_fields(cls, fields: Any) -> Any:
+        if fields == "infer":
+            return fields
+        if not isinstance(fields, dict):
+            raise ValueError("give names with types, such as {year: int, source: string}, or infer")
+        for name, kind in fields.items():
+            check_field_name(name)
+            if kind not in get_args(FieldType):
+                raise ValueError(f"{name}: {kind!r} is no type; a field is one of {', '.join(get_args(FieldType))}")
+        return fields
+
+
+def check_field_name(name: Any) -> None:
+    """Raise ValueError for a name that no field of a passage can have."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise ValueError(f"{name!r:.120} cannot name a field: use letters, digits and . _ -, 100 at most")
+    if name in NOT_FIELDS:
+        raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")
 
 
 Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]

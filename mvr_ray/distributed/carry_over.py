@@ -123,6 +123,11 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     store.write_bytes(task.rows_path(shard), json.dumps(rows).encode())
 
 
+def _content(passage: Passage) -> Passage:
+    """What an embedding depends on."""
+    return passage._replace(fields=())
+
+
 def _blocks_of_unchanged(
     store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]
 ) -> Iterator[EmbeddingBlock]:
@@ -132,7 +137,9 @@ def _blocks_of_unchanged(
     """
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
-        unchanged = {name for name, passage in before.get(passages).items() if passage == passages[name]}
+        unchanged = {
+            name for name, passage in before.get(passages).items() if _content(passage) == _content(passages[name])
+        }
     except (MissingInputError, StorageError) as error:
         log.warning("embeddings are not carried over: index=%s (%s)", source.index, error)
         return

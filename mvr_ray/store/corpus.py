@@ -10,17 +10,18 @@ import bisect
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pyarrow as pa
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import paths
+from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, sha256_of
 from mvr_ray.types import Passage, Question
 
@@ -82,10 +83,15 @@ class CorpusInfo:
     counts: dict[str, int]
     parent: str = ""
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Types of the passages' fields by name, in the order of their columns."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+        plain = asdict(self)
+        if not self.fields:  # as every corpus was before passages had fields
+            del plain["fields"]
+        return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
@@ -111,8 +117,10 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 class CorpusPart:
     """The passages of one shard in id order, mapped from their file."""
 
-    def __init__(self, path: Path) -> None:
-        self._batches = _map_batches(path)
+    def __init__(self, path: Path, fields: Mapping[str, str] | None = None) -> None:
+        """`fields` are those of the corpus; without them passages are read as if they had none."""
+        self._schema = passage_schema(fields or {})
+        self._batches = [batch.select(self._schema.names) for batch in _map_batches(path)]
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + batch.num_rows)
@@ -128,9 +136,12 @@ class CorpusPart:
         for batch, first in zip(self._batches, self._starts):
             low, high = max(start - first, 0), min(stop - first, batch.num_rows)
             if low < high:
-                columns = batch.slice(low, high - low).columns
-                passages += map(Passage, *(column.to_pylist() for column in columns))
+                passages += _passages_of(batch.slice(low, high - low))
         return passages
+
+    def table(self, columns: Iterable[str]) -> pa.Table:
+        """Some columns of all passages, mapped: any of id, title, text and the corpus's fields."""
+        return pa.Table.from_batches(self._batches, self._schema).select(list(columns))
 
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
@@ -200,6 +211,11 @@ class Corpus:
     def num_shards(self) -> int:
         return len(self.info.parts)
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Types of the passages' fields by name."""
+        return self.info.fields
+
     def part(self, shard: int) -> CorpusPart:
         """Open a part; its file is read whole and compared with its digest when this process first opens it.
 
@@ -222,7 +238,7 @@ class Corpus:
                     f"part {shard} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); "
                     f"run `mvr-ray prepare CONFIG` again"
                 )
-            self._parts[shard] = CorpusPart(local)
+            self._parts[shard] = CorpusPart(local, self.fields)
         return self._parts[shard]
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
@@ -270,9 +286,19 @@ def _is_whole(path: Path, info: PartInfo) -> bool:
         return _DIGESTS[key] == info.sha256
 
 
-def write_passages(path: Path, passages: Iterable[Passage]) -> int:
-    """Write one part's file; the rows must come in id order. Returns how many there were."""
-    return _write_rows(path, PASSAGE_SCHEMA, passages)
+def passage_schema(fields: Mapping[str, str]) -> pa.Schema:
+    """The columns of a part: id, title, text, and a nullable one for each field."""
+    return pa.schema([*PASSAGE_SCHEMA, *(pa.field(name, ARROW_TYPES[kind]) for name, kind in fields.items())])
+
+
+def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str, str] | None = None) -> int:
+    """Write one part's file, with a column for each of the corpus's fields; the rows must come in id order.
+
+    Returns how many there were.
+    """
+    fields = fields or {}
+    rows = ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
+    return _write_rows(path, passage_schema(fields), rows)
 
 
 def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
@@ -339,7 +365,20 @@ def _checked_question(question: Question, name: str) -> Question:
     return question
 
 
-def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[Passage] | Iterable[Question]) -> int:
+def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
+    ids, titles, texts, *columns = (column.to_pylist() for column in batch.columns)
+    if not columns:
+        return map(Passage, ids, titles, texts)
+    names = batch.schema.names[3:]
+    rows = (
+        tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in zip(names, values))
+        for values in zip(*columns)
+    )
+    fields = (tuple(pair for pair in row if pair[1] is not None) for row in rows)
+    return map(Passage, ids, titles, texts, fields)
+
+
+def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> int:
     count = 0
     with finished_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
         remaining = iter(rows)

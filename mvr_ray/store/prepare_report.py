@@ -34,6 +34,8 @@ class PrepareReport:
     """Rows that their format's convention leaves out, such as queries without judgements."""
     hard_negatives_dropped: int = 0
     """Hard negatives that name no passage of the corpus."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names and types of what is kept of the passages besides id, title and text."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Read row files (JSON lines, Parquet) of passages and questions, NQ-open lines, and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
-answer_starts. Any other row is a passage: id (or _id), title, text (or contents).
+answer_starts. Any other row is a passage: id (or _id), title, text (or contents); what else it has are its extras.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from mvr_ray.store.formats.records import (
 from mvr_ray.store.formats.text_files import json_lines, open_text
 
 PARQUET_ROWS = 1024
+_OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
 
 
 def read_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
@@ -99,4 +100,5 @@ def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:
     """Read a row that is a passage; a bad row where it is none. `where` names the row."""
     id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
-    return passage_record(id_, row.get("title"), text, where, prefix)
+    extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    return passage_record(id_, row.get("title"), text, where, prefix, extras=extras)

@@ -58,8 +58,8 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
             yield Row(values, where) if isinstance(values, dict) else BadRow(where, "not a JSON object")
 
 
-def tsv_rows(path: Path, num_columns: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a tab-separated file, quoted as Python's csv module does."""
+def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
+    """Yield the rows of a tab-separated file, quoted as Python's csv module does. None takes any number of columns."""
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
         reader = csv.reader(file, delimiter="\t")
@@ -79,7 +79,7 @@ def tsv_rows(path: Path, num_columns: int) -> Iterator[Row | BadRow]:
                 continue
             if before > first and any("\t" in value for value in values):
                 yield BadRow(where, f"a quote is not closed; it swallows the rows up to line {before}")
-            elif len(values) != num_columns:
+            elif num_columns is not None and len(values) != num_columns:
                 yield BadRow(where, f"{len(values)} tab-separated columns, not {num_columns}")
             else:
                 yield Row(values, where)
