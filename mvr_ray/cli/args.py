@@ -1,6 +1,8 @@
-"""Separates the `NAME=VALUE` arguments of a command into overrides of the run file and the command's own."""
+"""Reads arguments of commands: `NAME=VALUE` as overrides of the run file or the command's own, and JSON objects."""
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from mvr_ray.errors import ConfigError
 
@@ -27,3 +29,22 @@ def named_arguments(
 def section_overrides(words: list[str] | None) -> list[str]:
     """The words that lay a value over the run file."""
     return [word for word in words or () if "." in word.partition("=")[0]]
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object in an option's value. Raises ConfigError, also where it holds one key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{option} has the key {key!r} twice; put both under one key, or use and")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f'{option} {text!r:.200} is not JSON ({error}); write it like {{"year": 1958}}') from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{option} {text!r:.200} is not a JSON object; write it like {{"year": 1958}}')
+    return value

@@ -242,6 +242,9 @@ class RetrieveConfig(Section):
     dense_weight: Annotated[float, Field(ge=0)] | None = None
     """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
     dense score alone. `evaluate.hybrid` finds it."""
+    filter: dict[str, Any] | None = None
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md); not with dense_weight,
+    since BM25 ranks all passages."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 

@@ -8,7 +8,7 @@ import numpy as np
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -31,9 +31,14 @@ def random_views(num_passages: int, seed: int, levels: int = 3) -> Views:
 
 
 def publish_random_index(
-    root: Path, views: Views, num_shards: int, params: IndexParams | None = None, parent: int = 0
+    root: Path,
+    views: Views,
+    num_shards: int,
+    params: IndexParams | None = None,
+    parent: int = 0,
+    corpus: Corpus | None = None,
 ) -> Manifest:
-    """Publish an index named `random` of these views, after version `parent`."""
+    """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given."""
     store = Store(str(root))
     draft = Manifest(
         index="random",
@@ -44,8 +49,8 @@ def publish_random_index(
         num_views=V,
         dimension=D,
         dtype="fp16",
-        corpus="none",
-        corpus_digest="",
+        corpus=corpus.name if corpus else "none",
+        corpus_digest=corpus.digest if corpus else "",
         index_params=dataclasses.asdict(params or IndexParams()),
         shards=(),
         parent=parent,
