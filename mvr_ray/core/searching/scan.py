@@ -61,7 +61,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-GATHER_SHARE = 0.25  # of a step's passages: where fewer pass a filter, copying theirs costs less than multiplying all
+GATHER_SHARE = 0.15  # of a step's passages: where fewer pass a filter, copying theirs costs less than multiplying all
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
