@@ -58,10 +58,17 @@ class TimedSearcher(SearcherActor):
         self.seconds: list[float] = []
 
     def scan(
-        self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int | None = None, call: str = ""
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        version: int | None = None,
+        call: str = "",
+        *,
+        filter: str = "",
     ) -> ShardResults:
         began = time.perf_counter()
-        answers = super().scan(queries_QD, k, shards, version, call)
+        answers = super().scan(queries_QD, k, shards, version, call, filter=filter)
         self.seconds.append(time.perf_counter() - began)
         return answers
 

@@ -269,8 +269,11 @@ class _Endpoints:
         version: int | None = None,
         encoder_fingerprint: str | None = None,
         timeout_s: float | None = None,
+        filter: Mapping[str, Any] | None = None,
+        fields: Sequence[str] = (),
     ) -> EndpointRequest[SearchResponse]:
-        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder."""
+        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder; of those passages that pass
+        a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits."""
         body = schemas.validate(
             SearchRequest,
             queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
@@ -279,6 +282,8 @@ class _Endpoints:
             min_coverage=min_coverage,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
+            filter=None if filter is None else dict(filter),
+            fields=list(fields),
         )
         return EndpointRequest(
             "POST", "/v1/search", SearchResponse, lambda s, deadline: s.search(body, deadline), body, timeout_s

@@ -10,6 +10,7 @@ MvrRayError
 ├── CrossEncoderError    a model that scores pairs cannot be used
 ├── ShardIndexError      an index cannot be built, opened or searched
 │   └── UnknownPassageError  an index version holds no passage of this id
+├── FilterError          a filter names a field that the corpus lacks, or compares it wrongly
 ├── StorageError         bytes at rest are damaged or cannot be written
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
@@ -68,6 +69,10 @@ class UnknownPassageError(ShardIndexError):
     def __init__(self, message: str, passage_id: str = "") -> None:
         super().__init__(message)
         self.passage_id = passage_id
+
+
+class FilterError(MvrRayError, ValueError):
+    """A filter does not fit the corpus: an unknown field or operator, or a value of another type."""
 
 
 class StorageError(MvrRayError, OSError):

@@ -4,6 +4,7 @@ Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
 """
 
 from collections.abc import Callable
+from datetime import date
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +14,21 @@ FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
 
 
+FieldValue = str | int | float | bool | date | tuple[str, ...]
+"""A timestamp is a `datetime`, which is a `date`, in UTC."""
+
+
 class Passage(NamedTuple):
-    """What is embedded and retrieved."""
+    """What is embedded and retrieved.
+
+    `fields` are names and values in the order of the corpus's fields, without those that the passage lacks. They are
+    for filters and readers: no embedding depends on them.
+    """
 
     id: str
     title: str
     text: str
+    fields: tuple[tuple[str, FieldValue], ...] = ()
 
 
 class Question(NamedTuple):

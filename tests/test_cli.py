@@ -92,6 +92,19 @@ def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: s
             ("word " * 25_000,),
             "search: the query has 125000 characters; send at most 100000 (serve.max_query_chars)",
         ),
+        (
+            ("a question", "--filter", "{year: 3}"),
+            "search: --filter '{year: 3}' is not JSON (Expecting property name enclosed in double quotes: line 1 column"
+            ' 2 (char 1)); write it like {"year": 1958}',
+        ),
+        (
+            ("a question", "--filter", "[]"),
+            "search: --filter '[]' is not a JSON object; write it like {\"year\": 1958}",
+        ),
+        (
+            ("a question", "--filter", '{"a": 1, "a": 2}'),
+            "search: --filter has the key 'a' twice; put both under one key, or use and",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(

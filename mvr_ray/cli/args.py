@@ -1,7 +1,9 @@
-"""Separates the words of a command into overrides of the run file and the command's own."""
+"""Separates the words of a command into overrides of the run file and the command's own, and reads JSON objects."""
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from mvr_ray.errors import ConfigError
 
@@ -49,3 +51,22 @@ def question_overrides(words: list[str]) -> list[str]:
 
 def _is_override(word: str) -> bool:
     return re.match(r"\w+\.[\w.]*=", word) is not None
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object in an option's value. Raises ConfigError, also where it holds one key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{option} has the key {key!r} twice; put both under one key, or use and")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f'{option} {text!r:.200} is not JSON ({error}); write it like {{"year": 1958}}') from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{option} {text!r:.200} is not a JSON object; write it like {{"year": 1958}}')
+    return value

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from mvr_ray import __version__
-from mvr_ray.cli.args import named_arguments, one_question, question_overrides, section_overrides
+from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
 from mvr_ray.cli.progress import Reporter
 from mvr_ray.cli.tables import (
     exactness,
@@ -267,6 +267,10 @@ def search(
     words: QuestionWords,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
     version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    filter: Annotated[
+        str | None, typer.Option(help='Search only passages whose fields pass, as JSON: \'{"year": {"gte": 1958}}\'.')
+    ] = None,
+    fields: Annotated[str, typer.Option(help="Fields to show with each passage, separated by commas.")] = "",
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
@@ -278,7 +282,9 @@ def search(
         return
     from mvr_ray.cli import search_once
 
-    response = search_once.search(run, version, question, k)
+    condition = None if filter is None else json_object("search: --filter", filter)
+    names = [name.strip() for name in fields.split(",") if name.strip()]
+    response = search_once.search(run, version, question, k, condition, names)
     if as_json:
         print_json(response.model_dump(mode="json"))
         return

@@ -4,16 +4,16 @@ A question needs no cluster: where none is named, the shards are opened in this 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.explanation import Explanation, page
 from mvr_ray.serving.explain import explain
-from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse
+from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
@@ -22,10 +22,17 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.router import Router
 
 
-def search(run: RunConfig, version: int | None, question: str, k: int) -> SearchResponse:
-    """The best k passages of one question, from a version (None: the live one)."""
-    request = SearchRequest(queries=[question], k=k)
+def search(
+    run: RunConfig,
+    version: int | None,
+    question: str,
+    k: int,
+    filter: Mapping[str, Any] | None = None,
+    fields: Sequence[str] = (),
+) -> SearchResponse:
+    """The best k passages of one question, from a version (None: the live one), that pass a filter."""
     with _refusals_as_errors("search"):
+        request = validate(SearchRequest, queries=[question], k=k, filter=filter, fields=list(fields))
         request.check(run.serve)
         with _router(run, version) as router:
             return SearchService(router, run.serve).search(request)

@@ -35,6 +35,9 @@ def hit_text(rank: int, hit: PassageHit) -> Text:
     text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
     kind = "feedback view" if hit.feedback else "view"
     text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
+    if hit.fields:
+        told = ", ".join(f"{name} {cell(value)}" for name, value in hit.fields.items())
+        text.append(f"    {told}\n", style="dim")
     body, snippet = hit.text or "", hit.snippet
     if snippet is None:
         return text.append(body, style="not bold")

@@ -5,6 +5,7 @@ from mvr_ray.config.loader import resolve_path as resolve_path
 from mvr_ray.config.run import AnalyzeConfig as AnalyzeConfig
 from mvr_ray.config.run import EncoderConfig as EncoderConfig
 from mvr_ray.config.run import EvaluateConfig as EvaluateConfig
+from mvr_ray.config.run import FieldType as FieldType
 from mvr_ray.config.run import IndexConfig as IndexConfig
 from mvr_ray.config.run import PrepareConfig as PrepareConfig
 from mvr_ray.config.run import ReadConfig as ReadConfig
@@ -16,6 +17,7 @@ from mvr_ray.config.run import ServeConfig as ServeConfig
 from mvr_ray.config.run import SourceConfig as SourceConfig
 from mvr_ray.config.run import SplitConfig as SplitConfig
 from mvr_ray.config.run import StoreConfig as StoreConfig
+from mvr_ray.config.run import check_field_name as check_field_name
 from mvr_ray.config.run import load_run as load_run
 from mvr_ray.config.run import parse_run as parse_run
 from mvr_ray.config.train import MineConfig as MineConfig

@@ -8,10 +8,11 @@ the working directory, or `package:NAME/path` for a file inside an installed Pyt
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mvr_ray.config import loader
 from mvr_ray.config.base import ALLOWED, Count, Fraction, Name, Section, explain
@@ -85,6 +86,11 @@ class SplitConfig(Section):
     seed: int = 0
 
 
+FieldType = Literal["string", "int", "float", "bool", "date", "timestamp", "strings"]
+NOT_FIELDS = ("id", "_id", "title", "text", "contents", "question", "delete", "and", "or", "not")
+"""Keys that name a passage's own parts, or that a filter or an update needs."""
+
+
 class PrepareConfig(Section):
     corpus: Name = "corpus"
     sources: list[SourceConfig] = Field(default_factory=list)
@@ -99,6 +105,30 @@ class PrepareConfig(Section):
     """Keep at most this many questions a set, drawn by a stable hash; 0 keeps all."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
+    fields: dict[str, FieldType] | Literal["infer"] = Field(default_factory=dict)
+    """What is kept of a passage besides id, title and text, for filters: names with types (`{year: int}`), or `infer`:
+    whatever the sources have. `strings` is a list of strings."""
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _check_fields(cls, fields: Any) -> Any:
+        if fields == "infer":
+            return fields
+        if not isinstance(fields, dict):
+            raise ValueError("give names with types, such as {year: int, source: string}, or infer")
+        for name, kind in fields.items():
+            check_field_name(name)
+            if kind not in get_args(FieldType):
+                raise ValueError(f"{name}: {kind!r} is no type; a field is one of {', '.join(get_args(FieldType))}")
+        return fields
+
+
+def check_field_name(name: Any) -> None:
+    """Raise ValueError for a name that no field of a passage can have."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise ValueError(f"{name!r:.120} cannot name a field: use letters, digits and . _ -, 100 at most")
+    if name in NOT_FIELDS:
+        raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")
 
 
 Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
@@ -232,6 +262,9 @@ class RetrieveConfig(Section):
     dense_weight: Annotated[float, Field(ge=0)] | None = None
     """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
     dense score alone. `evaluate.hybrid` finds it."""
+    filter: dict[str, Any] | None = None
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md); not with dense_weight,
+    since BM25 ranks all passages."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 

@@ -206,13 +206,20 @@ def _pass_over(source: EmbeddedCorpus, error: Exception) -> None:
     log.warning("embeddings are not carried over: index=%s (%s)", source.index, error)
 
 
+def _content(passage: Passage) -> Passage:
+    """What an embedding depends on."""
+    return passage._replace(fields=())
+
+
 def _blocks_of_unchanged(
     store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]
 ) -> Iterator[EmbeddingBlock]:
     """Blocks that hold passages of `passages` with the content that they have now, and no others of `passages`."""
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
-        unchanged = {name for name, passage in before.get(passages).items() if passage == passages[name]}
+        unchanged = {
+            name for name, passage in before.get(passages).items() if _content(passage) == _content(passages[name])
+        }
     except (MissingInputError, StorageError) as error:
         _pass_over(source, error)
         return

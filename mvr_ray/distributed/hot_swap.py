@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ray.exceptions import RayError
@@ -314,16 +314,28 @@ class HotSwapRouter:
             return router.embed(texts)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        filter: Mapping[str, Any] | None = None,
     ) -> Answer:
         with self.pin() as router:
-            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
+            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        texts: Sequence[str],
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        filter: Mapping[str, Any] | None = None,
     ) -> Answer:
         with self.pin() as router:
-            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage)
+            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pin() as router:

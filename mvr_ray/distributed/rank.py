@@ -7,7 +7,7 @@ Shapes: Q queries, D dimension.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,7 @@ class RankSettings(NamedTuple):
     texts: bool = False
     snippets: bool = False
     refined_queries: bool = False
+    filter: Mapping[str, Any] | None = None
 
 
 class QuestionRanker:
@@ -84,11 +85,11 @@ class QuestionRanker:
         """A whole answer: after a searcher died, once it is back."""
         for again in range(1, TRIES):
             try:
-                return self.router.search(queries_QD, k)
+                return self.router.search(queries_QD, k, filter=self.settings.filter)
             except CoverageError as error:
                 log.warning("asking again: try=%d reason=%s", again, error)
                 self.router.ready()
-        return self.router.search(queries_QD, k)
+        return self.router.search(queries_QD, k, filter=self.settings.filter)
 
     def to_ranked(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
         """A hit as it is written; of one that no view found (-1) no snippet is shown."""

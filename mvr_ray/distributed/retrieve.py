@@ -10,10 +10,11 @@ from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evalua
 from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import MissingInputError
+from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets, read_questions
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
 from mvr_ray.types import Progress, no_progress
 
@@ -46,12 +47,21 @@ def retrieve(
 ) -> RetrieveReport:
     """Rank the best `retrieve.k` passages of every question into `output`, which appears whole, in question order.
 
-    `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, CoverageError.
+    `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, FilterError,
+    CoverageError; ConfigError for a filter together with BM25.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
     require_encoder(store, base)
-    asked = question_set(Corpus.open(store, base.corpus, base.corpus_digest), questions)
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    if run.retrieve.filter is not None:
+        parse_filter(run.retrieve.filter, corpus.fields)
+        if run.retrieve.dense_weight is not None:
+            raise ConfigError(
+                "retrieve.filter and retrieve.dense_weight are both set, and BM25 ranks all passages; leave one of "
+                "them out: retrieve.dense_weight=null"
+            )
+    asked = question_set(corpus, questions)
     snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
         k=run.retrieve.k,
@@ -60,6 +70,7 @@ def retrieve(
         texts=format not in ("trec", "msmarco"),
         snippets=snippets,
         refined_queries=run.retrieve.refined_queries,
+        filter=run.retrieve.filter,
     )
     with open_router(run, version) as router:
         weight = run.retrieve.dense_weight

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import (
     SEARCHED,
@@ -142,30 +143,47 @@ class Router:
         return self.encoder.embed_queries(texts)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        texts: Sequence[str],
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        filter: Mapping[str, Any] | None = None,
     ) -> Answer:
         """`search` with the questions' embeddings; embedding them counts towards the time."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
-        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
+        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        filter: Mapping[str, Any] | None = None,
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
         `timeout_s` of the router where none is given.
 
+        With a filter (`store.filters`), of the passages that pass it. An exact index is then exact over those, and
+        coverage counts passages as ever, whether they pass or not.
+
         Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, OverloadedError when too many calls wait,
+        Raises ShardIndexError for k below 1 or vectors of another dimension, FilterError for a filter that does not
+        fit the version's corpus, OverloadedError when too many calls wait,
         CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
         of those, when damaged files are among the causes.
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
+        text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
@@ -174,7 +192,7 @@ class Router:
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline)
+            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -182,7 +200,8 @@ class Router:
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
-                second = self.fleet.fan_out(queries_QD[positions], k, list(again), deadline, again=True)
+                doubtful_QD = queries_QD[positions]
+                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, again=True, filter=text)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]

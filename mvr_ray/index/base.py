@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mvr_ray.types import CountedHits, FloatArray, ShardHits
 
@@ -30,11 +31,16 @@ class ShardIndex(Protocol):
     num_vectors: int
     dimension: int
 
-    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones."""
+    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
+        """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones.
+
+        With a mask over the rows of the shard, of those in it.
+        """
         ...
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
+    def search_with_counts(
+        self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
+    ) -> CountedHits:
         """Search, and count the passages that were scored exactly."""
         ...
 

@@ -5,9 +5,13 @@ all that a graph's search holds, if that is more) and twice as many each further
 passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too few probed lists) is found
 by scanning the shard. Every candidate is then scored exactly with all its views.
 
+Under a filter the vectors of passages that fail it are dropped as they come, and as many more are fetched at first as
+the share that passes says. Where that share is small, those that pass are scanned: that is faster, and exact.
+
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +25,8 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 VECTORS_AT_ONCE = 16384
+SCAN_SHARE = 0.1
+"""Where fewer of the passages pass a filter, they are scanned."""
 
 
 class ApproximateIndex(ABC):
@@ -50,36 +56,44 @@ class ApproximateIndex(ABC):
         """The most vectors that `nearest` can return."""
         return self.num_vectors
 
-    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
         """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: a miss is unknown."""
-        return self.search_with_counts(queries_QD, k).hits
+        return self.search_with_counts(queries_QD, k, mask_P).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
+    def search_with_counts(
+        self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
+    ) -> CountedHits:
         """Search, and count the candidates that were scored exactly."""
         queries_QD = check_queries(queries_QD, self.dimension)
-        if check_k(k) >= self.scan.table.num_scorable:
-            return self.scan.search_with_counts(queries_QD, k)
-        candidates, unlucky_Q = self._candidates(queries_QD, k)
+        num_scorable = self.scan.table.num_scorable
+        num_passing = num_scorable if mask_P is None else sum(one.num_passages for one in self.scan.parts_of(mask_P))
+        if check_k(k) >= num_passing or num_passing < SCAN_SHARE * num_scorable:
+            return self.scan.search_with_counts(queries_QD, k, mask_P)
+        candidates, unlucky_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)
         best = best_first(self.scan.table.rescore(queries_QD, candidates), k)
         hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
         rescored_Q = np.bincount(candidates.query_M, minlength=len(queries_QD))
         if len(unlucky_Q):
-            results = self.scan.search_with_counts(queries_QD[unlucky_Q], k)
+            results = self.scan.search_with_counts(queries_QD[unlucky_Q], k, mask_P)
             for column, own in zip([*hits, rescored_Q], [*results.hits, results.rescored_Q]):
                 column[unlucky_Q] = own
         hits.frontier_Q[:] = np.inf
         return CountedHits(hits, rescored_Q)
 
-    def _candidates(self, queries_QD: FloatArray, k: int) -> tuple[Pairs, IntArray]:
+    def _candidates(
+        self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None, passing_share: float = 1.0
+    ) -> tuple[Pairs, IntArray]:
         """Find at least k distinct passages for each query, and the queries for which the index has fewer."""
         asked_Q = np.arange(len(queries_QD))
-        fetch = min(max(self.first_fetch * k, self.breadth), self.max_fetch())
+        fetch = min(math.ceil(max(self.first_fetch * k, self.breadth) / passing_share), self.max_fetch())
         query_parts, row_parts, unlucky = [], [], []
         while len(asked_Q):
             number_QF = self.nearest(queries_QD[asked_Q], fetch)
             real_QF = number_QF >= 0
             row_M = np.searchsorted(self.ends, number_QF[real_QF], side="right")
             query_M = np.repeat(asked_Q, real_QF.sum(axis=1))
+            if mask_P is not None:
+                query_M, row_M = query_M[mask_P[row_M]], row_M[mask_P[row_M]]
             query_M, row_M = np.divmod(distinct(query_M * self.num_passages + row_M), self.num_passages)
             found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
             dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())

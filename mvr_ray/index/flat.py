@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes, encode
 from mvr_ray.core.searching.engines import make_kernel
@@ -83,13 +84,17 @@ class FlatIndex:
         self.num_vectors = self.scan.table.num_vectors
         self.dimension = self.scan.table.dimension
 
-    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits."""
-        return self.search_with_counts(queries_QD, k).hits
+    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
+        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits. With
+        a mask, what it excludes is neither a hit nor left out."""
+        return self.search_with_counts(queries_QD, k, mask_P).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
+    def search_with_counts(
+        self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
+    ) -> CountedHits:
         """Search, and count the passages that the scan could not exclude and scored exactly."""
-        return self.scan_for(len(queries_QD)).search_with_counts(check_queries(queries_QD, self.dimension), check_k(k))
+        queries_QD = check_queries(queries_QD, self.dimension)
+        return self.scan_for(len(queries_QD)).search_with_counts(queries_QD, check_k(k), mask_P)
 
     def scan_for(self, num_queries: int) -> Scan[Any, Any]:
         """Choose the faster scan for so many queries, of the codes or of the vectors: the hits are the same."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mvr_ray.config import ServeConfig
-from mvr_ray.errors import CoverageError, MvrRayError, OverloadedError, PublishConflictError
+from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -35,6 +35,7 @@ class SearchRequest(RequestModel):
             "examples": [
                 {"queries": ["Who built the tower?"], "k": 5},
                 {"queries": [[0.1, -0.2, 0.3]], "k": 10, "text": False, "timeout_ms": 500, "min_coverage": 0.9},
+                {"queries": ["Who built it?"], "filter": {"year": {"gte": 1958}, "source": "a"}, "fields": ["year"]},
             ]
         }
     )
@@ -53,6 +54,12 @@ class SearchRequest(RequestModel):
     """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
+    filter: dict[str, Any] | None = None
+    """Search only passages whose fields pass it. Keys are fields of the corpus, `id` or `title`, each with a value or
+    with comparisons: eq, ne, gt, gte, lt, lte, in, nin, exists. Several keys all hold; `and` and `or` take lists of
+    filters, `not` takes one. A passage without a field passes only ne, nin, exists: false, and not."""
+    fields: list[str] = Field(default_factory=list)
+    """Fields of the corpus to send with each hit."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -142,7 +149,12 @@ class Snippet(BaseModel):
     text: str
 
 
+FieldContent = bool | int | float | str | list[str]
+
+
 class PassageHit(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     id: str
     score: float
     view: int
@@ -150,6 +162,8 @@ class PassageHit(BaseModel):
     title: str | None = None
     text: str | None = None
     snippet: Snippet | None = None
+    fields: dict[str, FieldContent | None] | None = None
+    """Those that the request names; null where the passage lacks one. Dates and timestamps are ISO 8601."""
 
 
 class Shard(BaseModel):
@@ -210,6 +224,7 @@ class PassageResponse(BaseModel):
     title: str
     text: str
     views: list[PassageView]
+    fields: dict[str, FieldContent] = Field(default_factory=dict)
 
 
 class Readiness(BaseModel):
@@ -328,6 +343,9 @@ def to_request_error(error: MvrRayError) -> RequestError:
     """The answer to a request that failed with an error of this package."""
     if isinstance(error, PublishConflictError):
         return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
+    if isinstance(error, FilterError):
+        message, _, hint = str(error).partition("; ")
+        return RequestError(422, "wrong_filter", "filter", message, hint)
     if isinstance(error, OverloadedError):
         hint = "ask again after Retry-After"
         return RequestError(503, "overloaded", "", str(error), hint, retry_after_s=error.retry_after_s)

@@ -18,13 +18,14 @@ import numpy as np
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import MissingInputError
+from mvr_ray.errors import FilterError, MissingInputError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
+from mvr_ray.store.fields import to_json
 from mvr_ray.types import Answer, FloatArray, Hit, Passage
 
 if TYPE_CHECKING:
@@ -65,18 +66,25 @@ class SearchService:
         vectors = [query for query in request.queries if not isinstance(query, str)]
         with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
+            require_fields(request.fields, router)
             k, least = request.k, request.min_coverage
-            if texts:
-                answer = router.search_text(texts, k, deadline=deadline, min_coverage=least)
-            else:
-                queries_QD = parse_vectors(vectors, router.dimension)
-                answer = router.search(queries_QD, k, deadline=deadline, min_coverage=least)
+            try:
+                if texts:
+                    answer = router.search_text(texts, k, deadline=deadline, min_coverage=least, filter=request.filter)
+                else:
+                    queries_QD = parse_vectors(vectors, router.dimension)
+                    answer = router.search(queries_QD, k, deadline=deadline, min_coverage=least, filter=request.filter)
+            except FilterError as error:
+                raise schemas.to_request_error(error) from None
             require_encoder(request.encoder_fingerprint, answer)
-            if self.recall_monitor is not None:
+            if self.recall_monitor is not None and request.filter is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
+            ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
+            passages = router.passages(ids) if request.text or request.fields else {}
+            if request.fields:
+                results = [[add_fields(hit, passages[hit.id], request.fields) for hit in hits] for hits in results]
             if request.text:
-                passages = router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
                 spans = {id: router.view_spans(passage) for id, passage in passages.items()}
                 results = [[add_text(hit, passages[hit.id], spans[hit.id]) for hit in hits] for hits in results]
         took_ms = 1000 * (time.perf_counter() - began)
@@ -116,7 +124,9 @@ class SearchService:
                 for view, span in enumerate(router.view_spans(passage))
                 if span is not None
             ]
-        return schemas.PassageResponse(index=current.index, version=current.version, **passage._asdict(), views=views)
+        fields = {name: to_json(value) for name, value in passage.fields}
+        own = passage._asdict() | {"fields": fields}
+        return schemas.PassageResponse(index=current.index, version=current.version, **own, views=views)
 
     def versions(self) -> schemas.VersionList:
         """The published versions, and the one that answers."""
@@ -225,6 +235,16 @@ def require_encoder(fingerprint: str | None, version: Answer) -> None:
         raise RequestError(409, "encoder_mismatch", "encoder_fingerprint", message, hint)
 
 
+def require_fields(names: Sequence[str], router: "Router | HotSwapRouter") -> None:
+    """Raises RequestError for a field that the version's corpus lacks."""
+    there = router.corpus.fields if names else {}
+    for place, name in enumerate(names):
+        if name not in there:
+            own = ", ".join(f"{field} ({kind})" for field, kind in there.items())
+            message, hint = f"the corpus has no field {name[:80]!r}", f"there are: {own}" if own else "it has none"
+            raise RequestError(422, "unknown_passage_field", f"fields.{place}", message, hint)
+
+
 def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatArray:
     """queries_QD float32. Raises RequestError naming the first vector that cannot be searched with."""
     for i, query in enumerate(queries):
@@ -257,6 +277,12 @@ def coverage(answer: Answer) -> schemas.Coverage:
 def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
     return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+
+
+def add_fields(hit: schemas.PassageHit, passage: Passage, names: Sequence[str]) -> schemas.PassageHit:
+    """The hit with the fields of these names; null where the passage lacks one."""
+    fields = {name: to_json(value) for name, value in passage.fields}
+    return hit.model_copy(update={"fields": {name: fields.get(name) for name in names}})
 
 
 def add_text(hit: schemas.PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> schemas.PassageHit:

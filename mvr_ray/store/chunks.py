@@ -35,7 +35,7 @@ def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     chunks = []
     for number, first in enumerate(range(0, len(spans), chunk_words)):
         start, stop = spans[first][0], spans[min(first + chunk_words, len(spans)) - 1][1]
-        piece = Passage(f"{passage.id}#{number}", passage.title, passage.text[start:stop])
+        piece = passage._replace(id=f"{passage.id}#{number}", text=passage.text[start:stop])
         chunks.append(TextChunk(piece, start))
     return chunks
 

@@ -12,8 +12,8 @@ import bisect
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import paths
+from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, same_file, sha256_of
 from mvr_ray.types import Passage, Question
 
@@ -111,14 +112,18 @@ class CorpusInfo:
     counts: dict[str, int]
     parent: str = ""
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Types of the passages' fields by name, in the order of their columns."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
-        fields = asdict(self)
-        for part in fields["parts"]:
+        plain = asdict(self)
+        if not self.fields:  # as every corpus was before passages had fields
+            del plain["fields"]
+        for part in plain["parts"]:
             if part["changes"] is None:
                 del part["changes"]
-        return (json.dumps(fields, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
@@ -145,10 +150,12 @@ class CorpusPart:
     """The passages of one shard in id order, mapped from their file; with a file of changes, those batches that hold
     one are copied into memory."""
 
-    def __init__(self, path: Path, changes: Path | None = None) -> None:
+    def __init__(self, path: Path, changes: Path | None = None, fields: Mapping[str, str] | None = None) -> None:
+        """`fields` are those of the corpus; without them passages are read as if they had none."""
         self.path = path
-        self.changes = read_part_changes(changes) if changes else PartChanges([], [])
-        self._batches = _map_batches(path)
+        self._schema = passage_schema(fields or {})
+        self.changes = read_part_changes(changes, self._schema) if changes else PartChanges([], [])
+        self._batches = [batch.select(self._schema.names) for batch in _map_batches(path)]
         if changes:
             self._batches = _changed_batches(self._batches, self.changes)
         self._starts = [0]
@@ -169,11 +176,12 @@ class CorpusPart:
                 passages += _passages_of(batch.slice(low, high - low))
         return passages
 
+    def table(self, columns: Iterable[str]) -> pa.Table:
+        """Some columns of all passages, mapped: any of id, title, text and the corpus's fields."""
+        return pa.Table.from_batches(self._batches, self._schema).select(list(columns))
+
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
-
-    def table(self) -> pa.Table:
-        return pa.Table.from_batches(self._batches, PASSAGE_SCHEMA)
 
     def row(self, passage_id: str) -> int:
         """Find the row of a passage, -1 when it is not in this part."""
@@ -199,7 +207,7 @@ class PartDifference(NamedTuple):
 
 def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     """Compare what an encoder reads of two parts, title and text, passage by passage."""
-    old, new = before.table(), after.table()
+    old, new = (part.table(("id", "title", "text")) for part in (before, after))
     compute: Any = pc
     found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
     same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
@@ -262,6 +270,11 @@ class Corpus:
     def num_shards(self) -> int:
         return len(self.info.parts)
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Types of the passages' fields by name."""
+        return self.info.fields
+
     def part(self, shard: int) -> CorpusPart:
         """Open a part; its file is read whole and compared with its digest when this process first opens it.
 
@@ -269,7 +282,7 @@ class Corpus:
         """
         if shard not in self._parts:
             info = self.info.parts[shard]
-            self._parts[shard] = CorpusPart(*(self._open_file(shard, file) for file in info.files))
+            self._parts[shard] = CorpusPart(*(self._open_file(shard, file) for file in info.files), fields=self.fields)
         return self._parts[shard]
 
     def _open_file(self, shard: int, info: PartInfo | ChangesInfo) -> Path:
@@ -335,9 +348,22 @@ def _is_whole(path: Path, info: PartInfo | ChangesInfo) -> bool:
         return _DIGESTS[key] == info.sha256
 
 
-def write_passages(path: Path, passages: Iterable[Passage]) -> int:
-    """Write one part's file; the rows must come in id order. Returns how many there were."""
-    return _write_rows(path, PASSAGE_SCHEMA, passages)
+def passage_schema(fields: Mapping[str, str]) -> pa.Schema:
+    """The columns of a part: id, title, text, and a nullable one for each field."""
+    return pa.schema([*PASSAGE_SCHEMA, *(pa.field(name, ARROW_TYPES[kind]) for name, kind in fields.items())])
+
+
+def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str, str] | None = None) -> int:
+    """Write one part's file, with a column for each of the corpus's fields; the rows must come in id order.
+
+    Returns how many there were.
+    """
+    fields = fields or {}
+    return _write_rows(path, passage_schema(fields), _rows(passages, fields))
+
+
+def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    return ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
 
 
 class PartChanges(NamedTuple):
@@ -350,21 +376,25 @@ class PartChanges(NamedTuple):
         return {passage.id: passage for batch in self.batches for passage in _passages_of(batch)}
 
 
-def write_part_changes(path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str]) -> int:
+def write_part_changes(
+    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str]
+) -> int:
     """Write the file of changes of a part; passages and ids come in order. Returns how many passages there were."""
     metadata = {DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()}
-    return _write_rows(path, PASSAGE_SCHEMA.with_metadata(metadata), passages)
+    return _write_rows(path, passage_schema(fields).with_metadata(metadata), _rows(passages, fields))
 
 
-def read_part_changes(path: Path) -> PartChanges:
+def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
+    """Read a file of changes, of it the columns of `schema`."""
     batches, metadata = _map_file(path)
-    return PartChanges(batches, json.loads(metadata.get(DELETED_IDS, b"[]")))
+    deleted_ids = json.loads(metadata.get(DELETED_IDS, b"[]"))
+    return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
 
 
 def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
     """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
     without those that are gone."""
-    upserts = pa.Table.from_batches(changes.batches, batches[0].schema)
+    upserts = pa.Table.from_batches(changes.batches, batches[0].schema).replace_schema_metadata()
     names = upserts.column(0).to_pylist()
     hidden = pa.array([*names, *changes.deleted_ids], pa.string())
     starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
@@ -453,7 +483,20 @@ def _checked_question(question: Question, name: str) -> Question:
     return question
 
 
-def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[Passage] | Iterable[Question]) -> int:
+def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
+    ids, titles, texts, *columns = (column.to_pylist() for column in batch.columns)
+    if not columns:
+        return map(Passage, ids, titles, texts)
+    names = batch.schema.names[3:]
+    rows = (
+        tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in zip(names, values))
+        for values in zip(*columns)
+    )
+    fields = (tuple(pair for pair in row if pair[1] is not None) for row in rows)
+    return map(Passage, ids, titles, texts, fields)
+
+
+def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> int:
     count = 0
     with finished_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
         remaining = iter(rows)

@@ -29,6 +29,7 @@ from mvr_ray.store.corpus import (
     write_question_file,
     write_questions,
 )
+from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import (
     BadRow,
@@ -119,6 +120,7 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
             rows_dropped=rows.dropped_by_reason.total(),
             dropped_by_reason=dict(sorted(rows.dropped_by_reason.items())),
             hard_negatives_dropped=_num_lost_negatives(sets, pieces.findings),
+            fields=dict(pieces.spill.types),
         )
         _require_equal(pieces.num_pieces if passages is None else len(passages), num_written, "kept", "written")
         _put_in_place(cfg, store, files, parts, report)
@@ -144,7 +146,8 @@ def _check(cfg: PrepareConfig) -> None:
 
 
 def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _SourceRows:
-    spill = ShardSpill(folder, cfg.num_shards)
+    fields = FieldReader(cfg.fields)
+    spill = ShardSpill(folder, cfg.num_shards, fields.types)
     sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
     place_of: dict[tuple[str, str], str] = {}
     dropped_by_reason: Counter[str] = Counter()
@@ -156,10 +159,15 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
             if count % REPORT_EVERY == 0:
                 progress("rows read", count, 0)
             match record:
-                case PassageRecord(passage, _) if not _takes(source, passage):
+                case PassageRecord(passage) if not _takes(source, passage):
                     left_out.add(passage.id)
-                case PassageRecord():
-                    spill.add(record)
+                case PassageRecord(passage, where):
+                    try:
+                        passage = passage._replace(fields=fields.read(record.extras))
+                    except ValueError as error:
+                        bad.add(BadRow(where, str(error)))
+                    else:
+                        spill.add(record._replace(passage=passage))
                 case QuestionRecord(question, where):
                     assert source.questions is not None
                     key = (source.questions, question.id)
@@ -173,6 +181,8 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                 case DroppedRow(_, reason):
                     dropped_by_reason[reason] += 1
     progress("rows read", count, count)
+    if fields.infers:  # the corpus is the same in whatever order the sources have the fields
+        spill.types = dict(sorted(fields.types.items()))
     own = {
         name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
         for name, records in sets.items()
@@ -222,7 +232,7 @@ def _cut(
             for passage_id in question.positive_ids:
                 questions_of.setdefault(passage_id, []).append((name, question))
     findings = _Findings({}, {})
-    pieces = ShardSpill(folder, cfg.num_shards) if cfg.chunk_words else passages
+    pieces = ShardSpill(folder, cfg.num_shards, passages.types) if cfg.chunk_words else passages
     num_repeats = num_unique = num_duplicates = num_pieces = 0
     for shard in range(passages.num_shards):
         own = passages.unique(shard)
@@ -317,7 +327,7 @@ def _write_parts(
             raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
         rows = [passage for passage in own.passages if passages is None or passage.id in passages]
         aside = folder / "part.arrow"
-        write_passages(aside, rows)
+        write_passages(aside, rows, pieces.spill.types)
         missing = sorted({row.id for row in rows} - set(CorpusPart(aside).ids()))
         if missing:
             first = missing[:5]
@@ -346,6 +356,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         sources=tuple(_describe_sources(cfg)),
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
+        fields=report.fields,
     )
     Corpus(store, info).publish()
     # The corpus before this one stays for readers that have it open, and every one that an index version names.

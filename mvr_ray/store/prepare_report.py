@@ -37,6 +37,8 @@ class PrepareReport:
     """The same rows, counted by why: redirects, pages of other namespaces, queries without judgements."""
     hard_negatives_dropped: int = 0
     """Hard negatives that name no passage of the corpus."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names and types of what is kept of the passages besides id, title and text."""
 
 
 @dataclass

@@ -4,11 +4,12 @@ Memory is bounded, whatever the number of shards and passages.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.fields import read_fields, to_json
 from mvr_ray.store.formats import BadRow, PassageRecord
 from mvr_ray.types import Passage
 
@@ -24,10 +25,12 @@ class SortedShard(NamedTuple):
 
 
 class ShardSpill:
-    """`add` everything, then `unique(shard)` for each shard."""
+    """`add` everything, then `unique(shard)` for each shard. `types` are those of the passages' fields, in the order
+    in which they are given back."""
 
-    def __init__(self, folder: Path, num_shards: int) -> None:
+    def __init__(self, folder: Path, num_shards: int, types: Mapping[str, str]) -> None:
         folder.mkdir()
+        self.types = types
         self.num_shards = num_shards
         self.num_added = 0
         self._folder = folder
@@ -35,7 +38,9 @@ class ShardSpill:
         self._num_waiting_chars = 0
 
     def add(self, record: PassageRecord) -> None:
-        line = json.dumps([*record.passage, record.where, record.repeats])
+        id_, title, text, fields = record.passage
+        values = {name: to_json(value) for name, value in fields}
+        line = json.dumps([id_, title, text, record.where, record.repeats, values])
         shard = shard_of(record.passage.id, self.num_shards)
         self._waiting.setdefault(shard, []).append(line)
         self.num_added += 1
@@ -66,8 +71,8 @@ class ShardSpill:
         if path.exists():
             with path.open(encoding="ascii") as file:
                 for line in file:
-                    id_, title, text, where, repeats = json.loads(line)
-                    yield PassageRecord(Passage(id_, title, text), where, repeats)
+                    id_, title, text, where, repeats, values = json.loads(line)
+                    yield PassageRecord(Passage(id_, title, text, read_fields(values, self.types)), where, repeats)
 
     def _flush(self) -> None:
         for shard, lines in self._waiting.items():

@@ -1,7 +1,9 @@
 """Change a corpus by a file of upserts and deletions: only the changes are written, what they leave alone is shared.
 
-    {"id": "p1", "title": "Normandy", "text": "..."}    a new passage, or new content for the one that is there
-    {"id": "p2", "delete": true}                        a passage that goes
+    {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
+    {"id": "p2", "delete": true}                                      a passage that goes
+
+The new content is the whole of it: a field of the corpus that the row lacks is null from then on.
 
 The result is the next corpus of the name; the one before stays for index versions that name it. `mvr-ray index` then
 encodes the contents that are new. Nothing of the store changes before the whole file is read and every new part is
@@ -10,7 +12,7 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +35,9 @@ from mvr_ray.store.corpus import (
     write_questions,
 )
 from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats import BadRow, PassageRecord
+from mvr_ray.store.formats import BadRow, PassageRecord, Record
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
@@ -83,8 +86,8 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
             f"of changes names; run `mvr-ray prepare CONFIG` on the new sources instead, only new contents are encoded"
         )
     file = resolve_path(changes)
-    asked = read_changes(file)
     parent = Corpus.open(store, cfg.corpus)
+    asked = read_changes(file, parent.fields)
     before = parent.get([*asked.upserts, *asked.deletions])
     upserts = {name: passage for name, passage in asked.upserts.items() if before.get(name) != passage}
     deletions = asked.deletions & set(before)
@@ -117,8 +120,11 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
     )
 
 
-def read_changes(file: Path) -> Changes:
-    """Read a file of changes whole. Raises DataError that names the line of a row that is bad, or names an id again."""
+def read_changes(file: Path, fields: Mapping[str, str]) -> Changes:
+    """Read a file of changes whole, with the corpus's fields.
+
+    Raises DataError that names the line of a row that is bad, or names an id again.
+    """
     if not file.is_file():
         raise MissingInputError(
             f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
@@ -132,7 +138,7 @@ def read_changes(file: Path) -> Changes:
         if row.values.get("delete") is True:
             record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
         else:
-            record = passage_of(row.values, where)
+            record = _with_fields(passage_of(row.values, where), fields)
         if not isinstance(record, PassageRecord):
             raise DataError(
                 f"update: {record}; nothing was changed. A row is a passage with id, title and text, or an id with "
@@ -152,12 +158,21 @@ def read_changes(file: Path) -> Changes:
     return changes
 
 
+def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
+    if not isinstance(record, PassageRecord):
+        return record
+    try:
+        return record._replace(passage=record.passage._replace(fields=read_fields(record.extras, fields)))
+    except ValueError as error:
+        return BadRow(record.where, str(error))
+
+
 def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
     """Put the changes of one part beside its first file, or write the part whole where they are too many. Either file
     is named by its content."""
     part, info = parent.part(shard), parent.info.parts[shard]
     own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
-    base = CorpusPart(part.path)
+    base = CorpusPart(part.path, fields=parent.fields)
     changed = {
         name: passage
         for name, passage in (part.changes.passages() | own).items()
@@ -169,11 +184,11 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
         return dataclasses.replace(info, num_passages=len(base), changes=None)
     file = folder / "part.arrow"
     if is_delta := len(changed) + len(gone) <= MOST_SHARE * len(base):
-        write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone))
+        write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone), parent.fields)
         written = CorpusPart(part.path, file)
     else:
         passages = {passage.id: passage for passage in part.passages()} | own
-        write_passages(file, [passages[name] for name in ids])
+        write_passages(file, [passages[name] for name in ids], parent.fields)
         written = CorpusPart(file)
     assert written.ids() == ids
     digest, num_bytes = sha256_of(file), file.stat().st_size

@@ -9,7 +9,7 @@ import numpy as np
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -38,8 +38,9 @@ def publish_random_index(
     params: IndexParams | None = None,
     parent: int = 0,
     dtype: Literal["fp16", "fp32"] = "fp16",
+    corpus: Corpus | None = None,
 ) -> Manifest:
-    """Publish an index named `random` of these views, after version `parent`."""
+    """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given."""
     store = Store(str(root))
     draft = Manifest(
         index="random",
@@ -50,8 +51,8 @@ def publish_random_index(
         num_views=V,
         dimension=D,
         dtype=dtype,
-        corpus="none",
-        corpus_digest="",
+        corpus=corpus.name if corpus else "none",
+        corpus_digest=corpus.digest if corpus else "",
         index_params=dataclasses.asdict(params or IndexParams()),
         shards=(),
         parent=parent,

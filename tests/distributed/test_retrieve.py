@@ -17,7 +17,7 @@ from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
-from mvr_ray.errors import ConfigError, CoverageError, MissingInputError
+from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -117,6 +117,23 @@ def test_a_ranking_by_words_and_views_is_the_sum_of_both_lists(small_index, tmp_
     assert by_words_alone
 
 
+def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, tmp_path, run_over, expected):
+    store = Store(str(small_index))
+    titles = {passage.id: passage.title for passage in only_corpus(store)}
+    title = sorted(set(titles.values()))[0]
+    run = run_over(small_index, retrieve={"filter": {"not": {"title": title}}})
+    assert retrieve(run, "dev", tmp_path / "some.jsonl", "jsonl").exact
+    for line in (tmp_path / "some.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        best = [name for name, _, _ in expected[row["id"]] if titles[name] != title][:10]
+        assert [hit["id"] for hit in row["hits"]] == best
+    with pytest.raises(FilterError, match=r"no field 'year'; there are: id \(string\), title \(string\)"):
+        retrieve(run_over(small_index, retrieve={"filter": {"year": 3}}), "dev", tmp_path / "no.jsonl")
+    with pytest.raises(ConfigError, match="BM25 ranks all passages"):
+        both = {"filter": {"title": title}, "dense_weight": 1.0}
+        retrieve(run_over(small_index, retrieve=both), "dev", tmp_path / "no.jsonl")
+
+
 @pytest.mark.slow
 def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_index, tmp_path, run_over, expected):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
@@ -212,7 +229,7 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None) -> ShardResults:
+    def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="") -> ShardResults:
         found = self.whole.fan_out(queries_QD, k, shards, deadline).results
         if not self.dead:
             return ShardResults(found, [])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
 
@@ -21,8 +22,10 @@ def plain_score(query: list[float], vector: list[float]) -> float:
     return float(np.float32(tree_sum([a * b for a, b in zip(query, vector)])))
 
 
-def rank_everything(queries_QD: FloatArray, blocks: Sequence[EmbeddingBlock]) -> list[Ranked]:
-    """Every passage that has a view, best first, for each query."""
+def rank_everything(
+    queries_QD: FloatArray, blocks: Sequence[EmbeddingBlock], mask_P: NDArray[np.bool_] | None = None
+) -> list[Ranked]:
+    """Every passage that has a view and is in the mask, best first, for each query."""
     ranked: list[Ranked] = []
     for query in np.asarray(queries_QD, np.float32).tolist():
         found, row = [], 0
@@ -30,15 +33,21 @@ def rank_everything(queries_QD: FloatArray, blocks: Sequence[EmbeddingBlock]) ->
             vectors, numbers = block.vectors_ND.tolist(), block.view_numbers_N.tolist()
             for passage_id, start, stop in zip(block.ids, block.row_ptr[:-1].tolist(), block.row_ptr[1:].tolist()):
                 best = min(((-plain_score(query, vectors[at]), numbers[at]) for at in range(start, stop)), default=None)
-                if best is not None:
+                if best is not None and (mask_P is None or mask_P[row]):
                     found.append((best[0], passage_id, row, best[1]))
                 row += 1
         ranked.append(sorted(found))
     return ranked
 
 
-def assert_exact(hits: ShardHits, queries_QD: FloatArray, blocks: Sequence[EmbeddingBlock], k: int) -> None:
-    truth = rank_everything(queries_QD, blocks)
+def assert_exact(
+    hits: ShardHits,
+    queries_QD: FloatArray,
+    blocks: Sequence[EmbeddingBlock],
+    k: int,
+    mask_P: NDArray[np.bool_] | None = None,
+) -> None:
+    truth = rank_everything(queries_QD, blocks, mask_P)
     for query, ranked in enumerate(truth):
         found = min(k, len(ranked))
         top, empty = ranked[:k], k - found

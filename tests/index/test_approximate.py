@@ -79,6 +79,25 @@ def test_ties_duplicates_and_passages_without_views_do_no_harm(params, shard, qu
         assert not set(rows) & {-1, *empty.tolist()}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.2, 0.6, 1.0])
+def test_under_a_mask_hits_pass_it_and_are_as_many_as_there_are(built_index, queries, oracle, share):
+    """Their scores are the true ones, and where few pass the hits are those of exhaustive search."""
+    blocks, index = built_index
+    asked = queries(9, 7)
+    mask_P = np.random.default_rng(3).random(index.num_passages) < share
+    truth = oracle(asked, blocks, mask_P)
+    for k in (1, 10, 60):
+        hits = index.search(asked, k, mask_P)
+        for rows, scores, ranked in zip(hits.rows_QK.tolist(), hits.scores_QK.tolist(), truth):
+            score_of = {row: -score for score, _, row, _ in ranked}
+            found = [row for row in rows if row >= 0]
+            assert len(set(found)) == len(found) == min(k, len(ranked))
+            assert [score_of[row] for row in found] == scores[: len(found)]
+            if share <= 0.05:
+                assert found == [row for _, _, row, _ in ranked[:k]]
+    assert (index.search(asked, 10, np.ones(index.num_passages, bool)).rows_QK == index.search(asked, 10).rows_QK).all()
+
+
 def test_same_vectors_same_bytes(params, shard, tmp_path):
     files = []
     for name in ("one", "two"):

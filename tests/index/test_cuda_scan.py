@@ -25,8 +25,11 @@ def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, pale
     queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
     codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
     for resident in (False, True):
-        hits = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident).search(queries_QD, 40)
-        check_exact(hits, queries_QD, blocks, 40)
+        scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident)
+        check_exact(scan.search(queries_QD, 40), queries_QD, blocks, 40)
+        for share in (0.0, 0.05, 0.5, 1.0):
+            mask_P = np.random.default_rng(7).random(300) < share
+            check_exact(scan.search(queries_QD, 40, mask_P), queries_QD, blocks, 40, mask_P)
 
 
 @pytest.mark.parametrize("num_passages", [1, 31, 32, 33, 100])

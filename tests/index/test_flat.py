@@ -69,6 +69,58 @@ def test_flat_search_equals_brute_force(
     check_exact(scan.search(asked, k), asked, blocks, k)
 
 
+@given(
+    seed=st.integers(0, 2**20),
+    num_passages=st.integers(1, 120),
+    max_views=st.integers(1, 5),
+    dimension=st.sampled_from([1, 8, 33]),
+    num_queries=st.sampled_from([1, 4, 17]),
+    k=st.integers(1, 70),
+    share=st.sampled_from([0.0, 0.02, 0.15, 0.5, 0.95, 1.0]),
+    runs=st.booleans(),
+    gaps=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32"]),
+    per_block=st.integers(1, 64),
+    engine=st.sampled_from(ENGINES),
+    step=st.sampled_from([1, 20, 16384]),
+    pending=st.sampled_from([0, 1 << 18]),
+    with_codes=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
+    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs, gaps,
+    dtype, per_block, engine, step, pending, with_codes, threads,
+):  # fmt: skip
+    """Passages pass at random or in runs; none, fewer than k, most or all of them; one scan has several masks."""
+    blocks = shard(
+        seed,
+        num_passages,
+        max_views,
+        dimension,
+        palette=palette,
+        gaps=gaps,
+        empty=True,
+        dtype=dtype,
+        per_block=per_block,
+    )
+    asked = queries(seed, num_queries, dimension, palette)
+    kernel = make_kernel(engine)
+    kernel.vectors_per_step, kernel.threads = step, threads
+    scan = Scan(blocks, kernel, codes=codes_of(blocks) if with_codes else None, candidates_at_once=pending)
+    rng = np.random.default_rng(seed)
+    for _ in range(3):
+        chances_P = rng.random(num_passages)
+        mask_P = (np.sort(chances_P) if runs else chances_P) < share
+        check_exact(scan.search(asked, k, mask_P), asked, blocks, k, mask_P)
+    check_exact(scan.search(asked, k), asked, blocks, k)
+
+
+def test_a_mask_of_other_rows_is_refused(shard, queries):
+    with pytest.raises(ShardIndexError, match="a mask of 4 rows does not fit 5 passages"):
+        FlatIndex(shard(1, 5, 2, 8)).search(queries(1, 1, 8), 3, np.ones(4, bool))
+
+
 @given(seed=st.integers(0, 2**20), num_shards=st.integers(1, 6), k=st.integers(1, 80), share=st.integers(1, 80))
 @SLOW
 def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshard, palette, seed, num_shards, k, share):

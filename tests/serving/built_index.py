@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from mvr_ray.store.manifest import Manifest, ShardMeta
 from mvr_ray.types import EmbeddingBlock
 
 SHARDS = 2
+NO_FIELDS: Mapping[str, Any] = {}
+Content = Mapping[str, Mapping[str, Any]]
 
 
-def build(root: Path, scale: float = 1.0) -> Manifest:
-    """Version 1 of index `library` in the store at `root`: the passages of the library, their views times `scale`."""
+def build(
+    root: Path, scale: float = 1.0, types: Mapping[str, str] = NO_FIELDS, fields: Content = NO_FIELDS
+) -> Manifest:
+    """Version 1 of index `library` in the store at `root`: the passages of the library, their views times `scale`, and
+    fields of these types by passage id."""
     store = Store(str(root))
     store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
-    digest = corpus(store)
+    digest = corpus(store, types, fields)
     entries = tuple(shard(store, number, scale) for number in range(SHARDS))
     version = Manifest(
         index="library",
@@ -44,18 +50,19 @@ def build(root: Path, scale: float = 1.0) -> Manifest:
     return manifest.publish(store, version)
 
 
-def corpus(store: Store) -> str:
+def corpus(store: Store, types: Mapping[str, str] = NO_FIELDS, fields: Content = NO_FIELDS) -> str:
     parts = []
+    passages = [one._replace(fields=tuple(fields.get(one.id, {}).items())) for one in PASSAGES]
     for number in range(SHARDS):
         with store.scratch() as folder:
             file = folder / "part.arrow"
-            num = write_passages(file, [one for one in PASSAGES if shard_of(one.id, SHARDS) == number])
+            num = write_passages(file, [one for one in passages if shard_of(one.id, SHARDS) == number], types)
             part = PartInfo("", num, file.stat().st_size, sha256_of(file))
             name = paths.corpus_part(number, part.sha256)
             store.put_file(file, f"{paths.corpus_dir('books')}/{name}")
         parts.append(dataclasses.replace(part, file=name))
     digest = corpus_digest(parts)
-    told = CorpusInfo("books", digest, len(PASSAGES), tuple(parts), (), {}, {})
+    told = CorpusInfo("books", digest, len(PASSAGES), tuple(parts), (), {}, {}, fields=dict(types))
     store.write_bytes(paths.corpus_json("books"), told.to_json())
     return digest
 

@@ -2,11 +2,15 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import CoverageError, UnknownPassageError
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState
 
 PASSAGES = [
@@ -29,6 +33,7 @@ class InMemoryIndex:
 
     dimension = 3
     num_views = 2
+    corpus = SimpleNamespace(fields={})
 
     def __init__(self, missing: int = 0, feedback: bool = False, exact: Exactness | None = None) -> None:
         self.exact = exact or Exactness(not missing, "flat", 1, 0, None)
@@ -38,14 +43,22 @@ class InMemoryIndex:
         self.gate.set()
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        filter: Mapping[str, Any] | None = None,
     ) -> Answer:
         if len(queries_QD):  # a search without queries asks for the version alone
             self.gate.wait(10)
+        parsed, table = parse_filter(filter or {}, {}), pa.Table.from_pylist([one._asdict() for one in PASSAGES])
+        passing = np.flatnonzero(parsed.mask(table)).tolist()
         rows = []
         for query_D in queries_QD:
             scores_PV = VIEWS_PVD @ query_D
-            order = sorted(range(3), key=lambda p: (-scores_PV[p].max(), PASSAGES[p].id))[:k]
+            order = sorted(passing, key=lambda p: (-scores_PV[p].max(), PASSAGES[p].id))[:k]
             raised = 2 if self.feedback else 0
             rows.append(
                 [
@@ -59,10 +72,8 @@ class InMemoryIndex:
             raise CoverageError("1 of 2 shards did not answer: 1 (died)", states)
         return answer
 
-    def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
-    ) -> Answer:
-        return self.search(self.embed(texts), k, deadline=deadline, min_coverage=min_coverage)
+    def search_text(self, texts: Sequence[str], k: int, **options: Any) -> Answer:
+        return self.search(self.embed(texts), k, **options)
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
         counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]

@@ -36,6 +36,9 @@ likely = {
     "timeout_ms": st.none() | st.integers(-1, 20_000),
     "min_coverage": st.floats(-0.5, 1.5) | st.just(1),
     "version": st.none() | st.integers(0, 4) | st.just(10**30),
+    "filter": st.none()
+    | st.dictionaries(st.sampled_from(["id", "title", "and", "or", "not", "x"]), values, max_size=3),
+    "fields": st.lists(st.sampled_from(["year", ""]), max_size=1),
     "encoder_fingerprint": st.none() | st.sampled_from(["f" * 16, "other"]),
 }
 

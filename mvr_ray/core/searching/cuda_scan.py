@@ -37,6 +37,7 @@ BLOCK = 32
 LONGEST = 1016
 MOST_VIEWS = 64
 ROWS_A_TILE = 128
+STARTS_KEPT = 4096
 LARGEST_STEP = 1 << 24
 BYTES_A_VECTOR = 8192
 """Free memory a vector of a step: scores of 256 queries, one view a passage, are an eighth of it."""
@@ -191,6 +192,8 @@ class FusedKernel(TorchKernel):
         """Return the bounds of the passages' views on the device, cached for the array of counts."""
         entry = self._starts.get(id(counts_P))
         if entry is None:
+            if len(self._starts) >= STARTS_KEPT:  # filtered searches have counts of their own
+                self._starts.clear()
             starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
             entry = self._starts[id(counts_P)] = (counts_P, starts)
         return entry[1]

@@ -94,12 +94,18 @@ class Kernel(Protocol[Array, Queries]):
         ...
 
     def candidates(
-        self, queries: Queries, ready: Any, counts_P: IntArray, uniform: int, error_Q: FloatArray
+        self,
+        queries: Queries,
+        ready: Any,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
         """Find the passages of a step that may be among the best K, and raise the lower bounds.
 
         `counts_P` are the passages' numbers of views, all at least 1, and `uniform` the common one, 0 where they
-        differ. `error_Q` bounds a product's error.
+        differ. `error_Q` bounds a product's error. Passages outside the mask (contiguous) are passed over.
         """
         ...
 
@@ -144,11 +150,13 @@ class NumpyKernel:
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
         best_QP = self._best_views(queries.queries_QD, ready, counts_P, uniform)
         error_Q1 = error_Q[:, None].astype(np.float32)
         upper_QP = best_QP + error_Q1
-        query_M, passage_M = np.nonzero(upper_QP >= queries.low_QK[:, -1:])
+        inside_QP = upper_QP >= queries.low_QK[:, -1:]
+        query_M, passage_M = np.nonzero(inside_QP if mask_P is None else inside_QP & mask_P)
         if not len(query_M):
             return Candidates(query_M, passage_M, np.zeros(0, np.float32))
         rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
@@ -233,20 +241,27 @@ class TorchKernel:
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
+        import torch
+
         best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
+        if mask_P is not None:
+            best_QP[:, : len(mask_P)].masked_fill_(~self.put(mask_P), -torch.inf)
         queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
         return candidates
 
     def select(
         self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
     ) -> "tuple[torch.Tensor, Candidates]":
-        """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
+        """Raise the lower bounds by these scores, and find the passages that may be among the best K. A score of -inf
+        is that of no passage."""
         import torch
 
         error_Q1 = self.put(error_Q[:, None].astype(np.float32))
         upper_QP = best_QP + error_Q1
-        query_M, passage_M = torch.nonzero(upper_QP >= low_QK[:, -1:], as_tuple=True)
+        inside_QP = (upper_QP >= low_QK[:, -1:]) & (upper_QP > -torch.inf)
+        query_M, passage_M = torch.nonzero(inside_QP, as_tuple=True)
         if len(query_M):
             rank_M = torch.arange(len(query_M), device=self.device) - torch.searchsorted(query_M, query_M)
             new_QM = best_QP.new_full((len(best_QP), int(rank_M.max()) + 1), -torch.inf)

@@ -50,7 +50,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 2
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 3
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
@@ -63,6 +63,7 @@ class _SearchArgs(ctypes.Structure):
     _fields_ = (
         ("queries", ctypes.c_int32),
         ("kept", ctypes.c_int32),
+        ("mask_P", ctypes.c_void_p),
         ("error_Q", ctypes.c_void_p),
         ("low_QK", ctypes.c_void_p),
         ("cut_Q", ctypes.c_void_p),
@@ -140,7 +141,7 @@ class NativeQueries:
         columns = self.query_M, self.passage_M, self.upper_M
         room = len(self.query_M)
         self.search = _SearchArgs(
-            *self.low_QK.shape, None, None, _address(self.cut_Q), room, 0, *(_address(column) for column in columns)
+            *self.low_QK.shape, None, None, None, _address(self.cut_Q), room, 0, *map(_address, columns)
         )
         whole = self.panels, self.tiles, None, self.bias, self.unit_Q
         self.question = _QueryArgs(*(_address(part) for part in whole))
@@ -226,12 +227,18 @@ class NativeKernel:
         )
 
     def candidates(
-        self, queries: NativeQueries, ready: NativeRows, counts_P: IntArray, uniform: int, error_Q: FloatArray
+        self,
+        queries: NativeQueries,
+        ready: NativeRows,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
         error_Q = np.ascontiguousarray(error_Q, np.float32)
         counts_P = np.ascontiguousarray(counts_P, np.int64)
         search, question = queries.search, queries.question
-        search.error_Q, search.low_QK = _address(error_Q), _address(queries.low_QK)
+        search.error_Q, search.low_QK, search.mask_P = map(_address, (error_Q, queries.low_QK, mask_P))
         question.coarse = _address(queries.short if queries.coarse else None)
         kind, rows, scales = KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N)
         counts, dimension = _address(counts_P), ready.rows_ND.shape[1]

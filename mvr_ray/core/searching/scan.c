@@ -74,9 +74,11 @@ static int mvr_in_order(void) {
     return __builtin_cpu_is("amd");
 }
 
-/* What is known of the queries, and what was found. `low_QK` holds a heap a query, the least first. */
+/* What is known of the queries, and what was found. `low_QK` holds a heap a query, the least first. Passages whose byte
+   of `mask_P` is 0 are passed over; NULL where there are none. */
 typedef struct {
     int32_t queries, kept;
+    const uint8_t *mask_P;
     const float *error_Q;
     float *low_QK, *cut_Q; /* a score below cut_Q cannot matter; cut_Q is padded to whole panels with +inf */
     int64_t room, found;
@@ -99,6 +101,7 @@ FAST static float cut(float low, float error) {
 
 /* One score that reached the cut: keep it if `a + e` reaches the k-th lower bound, and let `a - e` take its place. */
 FAST static void emit(Search *s, int query, int64_t passage, float score) {
+    if (s->mask_P && !s->mask_P[passage]) return;
     float *heap = s->low_QK + (int64_t)query * s->kept, error = s->error_Q[query];
     if (!(score + error >= heap[0])) return;
     s->query_M[s->found] = query;
@@ -871,4 +874,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
-int mvr_interface(void) { return 2; }
+int mvr_interface(void) { return 3; }

@@ -28,6 +28,10 @@ candidates. When they are more than twice the best k and a hundredth of the pass
 coarse products save: the step is undone, the lower bounds being what they were before it, and from it on products are
 fine.
 
+**Filters.** A mask says which passages may be found. The others are passed over before a lower bound is raised: L is
+then the k-th largest among those that pass, and the reasoning above holds for them alone. Of a step where few pass,
+their vectors are copied together and these alone are multiplied.
+
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
 of all threads is a lower bound for the whole.
 
@@ -46,16 +50,18 @@ from itertools import pairwise
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes
 from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, ScoredPairs, best_first, join_pairs, ranks
-from mvr_ray.core.searching.kernels import Array, Kernel, NumpyKernel, Queries
+from mvr_ray.core.searching.kernels import Array, Coarse, Kernel, NumpyKernel, Queries
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
+GATHER_SHARE = 0.15  # of a step's passages: where fewer pass a filter, copying theirs costs less than multiplying all
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
@@ -84,6 +90,39 @@ class Step(NamedTuple):
     uniform: int
     vectors_ND: FloatArray
     first: int
+
+
+class StepPart(NamedTuple):
+    """What of a step is scanned under a filter.
+
+    number     of the step
+    step       it, or its passing passages alone
+    mask_P     its passing passages, None where all pass
+    vectors_M  which of its vectors are copied together, None where all are scanned
+    """
+
+    number: int
+    step: Step
+    mask_P: NDArray[np.bool_] | None = None
+    vectors_M: IntArray | None = None
+
+    @property
+    def num_passages(self) -> int:
+        return len(self.step.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
+
+
+def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_]) -> StepPart | None:
+    """What of a step passes a mask over the rows of the shard; None where nothing does."""
+    own_P = mask_P[step.row_P]
+    num_passing = int(np.count_nonzero(own_P))
+    if num_passing == len(own_P):
+        return StepPart(number, step)
+    if num_passing > GATHER_SHARE * len(own_P):
+        return StepPart(number, step, own_P)
+    if not num_passing:
+        return None
+    vectors_M = np.flatnonzero(np.repeat(own_P, step.counts_P))
+    return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
@@ -144,30 +183,44 @@ class Scan(Generic[Array, Queries]):
         scan.residuals = [0.0] * len(self.steps)
         return scan
 
-    def search(self, queries_QD: FloatArray, k: int) -> ShardHits:
+    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
         """Find the exact top k, as `search_with_counts`."""
-        return self.search_with_counts(queries_QD, k).hits
+        return self.search_with_counts(queries_QD, k, mask_P).hits
 
-    def search_with_counts(self, queries_QD: FloatArray, k: int) -> CountedHits:
-        """Find the exact top k. `queries_QD` float32 and finite; k >= 1.
+    def search_with_counts(
+        self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
+    ) -> CountedHits:
+        """Find the exact top k of the passages in the mask (None: of all). `queries_QD` float32 and finite; k >= 1.
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
-        limit = min(k + 1, self.table.num_scorable)
+        steps = self.parts_of(mask_P)
+        limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        batches = [_join(own) for own in zip(*self._by_threads(parts, limit))] if parts else []
+        batches = [_join(own) for own in zip(*self._by_threads(parts, limit, steps))] if parts else []
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
         rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
         return CountedHits(hits, rescored_Q)
 
-    def _by_threads(self, parts: Sequence[FloatArray], limit: int) -> "list[list[QueryBatch[Array, Queries]]]":
+    def parts_of(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
+        """The steps to scan for the passages of a mask, over the rows of the shard."""
+        if mask_P is None:
+            return [StepPart(number, step) for number, step in enumerate(self.steps)]
+        if mask_P.shape != (self.table.num_passages,):
+            raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.table.num_passages} passages")
+        parts = (passing_part(number, step, mask_P) for number, step in enumerate(self.steps))
+        return [part for part in parts if part is not None]
+
+    def _by_threads(
+        self, parts: Sequence[FloatArray], limit: int, steps: Sequence[StepPart]
+    ) -> "list[list[QueryBatch[Array, Queries]]]":
         """Scan with several threads; each returns its batches, one for each part of the queries.
 
         A free thread takes the next step, so a thread that starts late delays none.
         """
-        todo = deque(range(len(self.steps)))
-        others = min(self.kernel.threads, len(self.steps)) - 1
+        todo = deque(steps)
+        others = min(self.kernel.threads, len(steps)) - 1
         if others < 1:
             return [self._scan(parts, limit, todo)]
         with ThreadPoolExecutor(others) as pool:
@@ -175,20 +228,34 @@ class Scan(Generic[Array, Queries]):
             own = self._scan(parts, limit, todo)
         return [own, *(other.result() for other in helping)]
 
-    def _scan(self, parts: Sequence[FloatArray], limit: int, todo: deque[int]) -> "list[QueryBatch[Array, Queries]]":
+    def _scan(
+        self, parts: Sequence[FloatArray], limit: int, todo: deque[StepPart]
+    ) -> "list[QueryBatch[Array, Queries]]":
         """Scan the steps that this thread takes from `todo`, in ascending order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
-        for number in _take(todo):
-            step = self.steps[number]
-            ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(step)))
-            if self.norms[number] < 0:
-                self.norms[number] = _round_up(self._norm(step, self.kernel.max_norm(ready)))
+        for part in _take(todo):
+            number, vectors_M = part.number, part.vectors_M
+            coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
+            ready = None
+            if vectors_M is None or not self._is_measured(number, coarse):  # bounds are those of a whole step
+                ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(self.steps[number])))
+                self._measure(number, ready, coarse)
+            if vectors_M is not None:
+                ready = self.kernel.ready(*self._gather(number, vectors_M))
             for batch in batches:
-                coarse = batch.queries.coarse
-                if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
-                    self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
-                batch.scan(step, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
+                batch.scan(part, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
         return batches
+
+    def _is_measured(self, number: int, coarse: Coarse | None) -> bool:
+        needs_residual = coarse is not None and self.codes is None
+        return self.norms[number] >= 0 and (self.coarse_residuals[number] >= 0 or not needs_residual)
+
+    def _measure(self, number: int, ready: Any, coarse: Coarse | None) -> None:
+        """Bound norms and residuals of a step, where they are not known yet."""
+        if self.norms[number] < 0:
+            self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(ready)))
+        if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
+            self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
         """Score pairs exactly, in parts; many pairs by all threads."""
@@ -199,6 +266,17 @@ class Scan(Generic[Array, Queries]):
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda part: self.table.rescore(queries_QD, part), parts))
+
+    def _gather(self, number: int, vectors_M: IntArray) -> tuple[Array, Array | None]:
+        """Some vectors of a step, or their codes with scales, on the kernel's device."""
+        if self.resident:
+            resident: tuple[Any, Any] = self.resident[number]
+            rows, scales = resident
+            return rows[vectors_M], None if scales is None else scales[vectors_M]
+        if self.codes is None:
+            return self.kernel.put(self.steps[number].vectors_ND[vectors_M]), None
+        own = self.steps[number].first + vectors_M
+        return self.kernel.put(self.codes.codes_ND[own]), self.kernel.put(self.codes.scale_N[own, None])
 
     def _put(self, step: Step) -> tuple[Array, Array | None]:
         if self.codes is None:
@@ -250,25 +328,25 @@ class QueryBatch(Generic[Array, Queries]):
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
-    def scan(self, step: Step, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
+    def scan(self, part: StepPart, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
         """Scan one step. `coarse_residual` bounds what coarse products round off the step's vectors; off codes they
         round nothing."""
-        self.num_seen += len(step.row_P)
+        self.num_seen += part.num_passages
         if self.queries.coarse and self.scan_of.codes is None:
-            if math.isfinite(coarse_residual) and self._scan_coarsely(step, ready, norm, coarse_residual):
+            if math.isfinite(coarse_residual) and self._scan_coarsely(part, ready, norm, coarse_residual):
                 return
             self.queries.coarse = None
-        self._add(step, ready, self._error(norm, residual, coarse=self.queries.coarse is not None))
+        self._add(part, ready, self._error(norm, residual, coarse=self.queries.coarse is not None))
         if self.num_pending > self.max_pending:
             self._drop_hopeless()
             if self.num_pending > self.max_pending // 2:
                 self._settle()
 
-    def _scan_coarsely(self, step: Step, ready: Any, norm: float, residual: float) -> bool:
+    def _scan_coarsely(self, part: StepPart, ready: Any, norm: float, residual: float) -> bool:
         """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
         kernel = self.scan_of.kernel
         before_QK = kernel.lows(self.queries).copy()
-        self._add(step, ready, self._error(norm, residual, coarse=True))
+        self._add(part, ready, self._error(norm, residual, coarse=True))
         most = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
         if self.num_pending > most:
             self._drop_hopeless()
@@ -276,13 +354,14 @@ class QueryBatch(Generic[Array, Queries]):
             return True
         kernel.restart(self.queries, -np.sort(-before_QK, axis=1))
         every = self.pending[0]
-        self.pending = [every.take(np.flatnonzero(every.row_M < step.row_P[0]))]
+        self.pending = [every.take(np.flatnonzero(every.row_M < part.step.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
         return False
 
-    def _add(self, step: Step, ready: Any, error_Q: FloatArray) -> None:
+    def _add(self, part: StepPart, ready: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        candidates = self.scan_of.kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q)
+        step, kernel = part.step, self.scan_of.kernel
+        candidates = kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q, part.mask_P)
         if len(candidates.query_M):
             row_M = step.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
@@ -347,8 +426,8 @@ class QueryBatch(Generic[Array, Queries]):
         self.scan_of.kernel.restart(self.queries, low_QK)
 
 
-def _take(todo: deque[int]) -> Iterator[int]:
-    """Yield one number after the other from the left, until there are none."""
+def _take(todo: deque[StepPart]) -> Iterator[StepPart]:
+    """Yield one part after the other from the left, until there are none."""
     while True:
         try:
             yield todo.popleft()

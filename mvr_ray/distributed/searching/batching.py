@@ -3,7 +3,7 @@
     alone     fewer than `at_once` calls run: a search goes at once, in its caller's thread, as if nothing stood here
     wait      else it stands in line until a call ends, but not for longer than twice the median call takes, nor for
               longer than a quarter of its own time
-    together  those in line that want the same k are asked as one batch of at most `most` queries
+    together  those in line that want the same k under the same filter are asked as one batch of at most `most` queries
     apart     each has its own rows when all shards have answered; at its own deadline it has what came until then
 
 What a score is depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last
@@ -38,15 +38,16 @@ THREADS = 64
 class _Search:
     """One search in line. `rows` are its queries in the batch that it goes with."""
 
-    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], deadline: Deadline) -> None:
+    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], deadline: Deadline, filter: str) -> None:
         self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
+        self.filter = filter
         self.rows = slice(0, 0)
         self.request = logs.request_id()
         self.batch: _SearchBatch | None = None
         self.sent = threading.Event()
 
     def goes_with(self, other: "_Search") -> bool:
-        return self.k == other.k and self.shards == other.shards
+        return (self.k, self.shards, self.filter) == (other.k, other.shards, other.filter)
 
 
 class _SearchBatch:
@@ -105,12 +106,14 @@ class DynamicBatcher:
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
+        filter: str = "",
     ) -> ShardResults:
         """As the fleet answers, which this search shares with others; raises what the fleet raises."""
         if on_partial is not None or again or len(queries_QD) >= self.most:
-            return self.fleet.fan_out(queries_QD, k, shards, deadline, again=again, on_partial=on_partial)
+            more = {"again": again, "on_partial": on_partial, "filter": filter}
+            return self.fleet.fan_out(queries_QD, k, shards, deadline, **more)
         began_s = time.monotonic()
-        search = _Search(queries_QD, k, shards, deadline)
+        search = _Search(queries_QD, k, shards, deadline, filter)
         with self._lock:
             self.searches += 1
             alone = self._running < self.at_once and not self._line
@@ -121,7 +124,7 @@ class DynamicBatcher:
                 self._line.append(search)
         if alone:
             try:
-                return self.fleet.fan_out(queries_QD, k, shards, deadline)
+                return self.fleet.fan_out(queries_QD, k, shards, deadline, filter=filter)
             finally:
                 self._finish_call(began_s)
         if not search.sent.wait(self._patience_s(deadline.left_s)):
@@ -163,7 +166,7 @@ class DynamicBatcher:
         deadline = max((search.deadline for search in together), key=lambda deadline: deadline.due_s)
         with logs.request_context(first.request):
             run = copy_context().run  # log lines of a batch carry the request of its first search
-        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
+        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial, filter=first.filter)
         batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, deadline)
         for search in together:
             search.sent.set()

@@ -282,10 +282,11 @@ class RemoteFleet:
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
+        filter: str = "",
     ) -> ShardResults:
         """Raises OverloadedError where too many calls wait; a further round (`again`) is always let in."""
         requests = {
-            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version)))
+            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version, filter)))
             for group, here in self._by_group(shards).items()
         }
         hear = (lambda message: on_partial(decode_results(message))) if on_partial else None

@@ -23,12 +23,14 @@ _SETTINGS = b"mvr_ray"
 
 
 class ScanRequest(NamedTuple):
-    """The best `k` passages of each of these shards of one version, for every query."""
+    """The best `k` passages of each of these shards of one version, for every query, that pass a filter (its JSON;
+    empty: there is none)."""
 
     queries_QD: FloatArray
     k: int
     shards: tuple[int, ...]
     version: int
+    filter: str = ""
 
 
 class ViewsRequest(NamedTuple):
@@ -70,7 +72,7 @@ class ViewResults(NamedTuple):
 
 def encode_scan(request: ScanRequest) -> pa.Buffer:
     """The request as one message."""
-    settings = {"k": request.k, "shards": request.shards, "version": request.version}
+    settings = {"k": request.k, "shards": request.shards, "version": request.version, "filter": request.filter}
     return _encode({"query": _lists(np.asarray(request.queries_QD, np.float32))}, settings)
 
 
@@ -78,7 +80,7 @@ def decode_scan(message: pa.Buffer) -> ScanRequest:
     """The request in a message."""
     batch, settings = _decode(message)
     queries_QD = _matrix(batch.column("query"))
-    return ScanRequest(queries_QD, settings["k"], tuple(settings["shards"]), settings["version"])
+    return ScanRequest(queries_QD, settings["k"], tuple(settings["shards"]), settings["version"], settings["filter"])
 
 
 def encode_results(answer: ShardResults, num_queries: int) -> pa.Buffer:

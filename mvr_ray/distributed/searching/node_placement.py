@@ -87,10 +87,10 @@ class SearcherActor(ShardSearcher):
     def handle(self, method: str, call: str, message: pa.Buffer) -> pa.Buffer:
         """Answer the message of a method, `scan` or `views`."""
         if method == "scan":
-            queries_QD, k, shards, version = decode_scan(message)
+            request = decode_scan(message)
             with self.turn:
-                results = self.scan(queries_QD, k, shards, version, call)
-            return encode_results(results, len(queries_QD))
+                results = self.scan(*request[:4], call, filter=request.filter)
+            return encode_results(results, len(request.queries_QD))
         if method == "views":
             ids, version = decode_views_request(message)
             with self.turn:

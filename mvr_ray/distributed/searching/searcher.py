@@ -23,9 +23,10 @@ import pyarrow as pa
 from mvr_ray import logs
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
-from mvr_ray.errors import ManifestError, MvrRayError, ShardIndexError
+from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest as manifests
@@ -117,6 +118,7 @@ class ShardSearcher:
         self._books = threading.Lock()
         self._finished = 0
         self._forgotten: dict[str, None] = {}
+        self._masks = MaskCache(task.store)
 
     def open(self, assignments: Sequence[ShardAssignment] = ()) -> str:
         """Open every shard of these, beside what is held; of the task's where none are given. Gives `born`.
@@ -142,6 +144,7 @@ class ShardSearcher:
 
     def drop(self, version: int) -> None:
         """Forget a version, and what of its shards no other one names. A search that runs over it ends well."""
+        self._masks.drop(version)
         with self._books:
             self._dropped.add(version)
             self._versions.pop(version, None)
@@ -163,9 +166,17 @@ class ShardSearcher:
         return MemoryUsage(node_name(), free_bytes(), held)
 
     def scan(
-        self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int | None = None, call: str = ""
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        version: int | None = None,
+        call: str = "",
+        *,
+        filter: str = "",
     ) -> ShardResults:
-        """The best k passages of each of these shards for every query. Without a version: of the task's.
+        """The best k passages of each of these shards for every query. Without a version: of the task's. With a filter
+        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged.
 
         Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
         """
@@ -175,10 +186,14 @@ class ShardSearcher:
         of = self._version(version)
         for shard in shards:
             held = self._get_open(of, shard, call)
-            if isinstance(held, OpenShard):
-                answer.results.append(_scan(held, shard, queries_QD, k))
-            else:
+            if isinstance(held, ShardFailure):
                 answer.failures.append(held)
+                continue
+            mask_P = self._mask(of, shard, held, filter)
+            if isinstance(mask_P, ShardFailure):
+                answer.failures.append(mask_P)
+            else:
+                answer.results.append(_scan(held, shard, queries_QD, k, mask_P))
         self._finished += 1
         return answer
 
@@ -226,6 +241,15 @@ class ShardSearcher:
                 found.append(int((_scan(held, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
         self._finished += 1
         return found
+
+    def _mask(self, of: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | ShardFailure | None:
+        if not filter or not open_shard.embedded.num_passages:
+            return None
+        try:
+            return self._masks.mask(of.manifest, shard, open_shard.ids, filter)
+        except (StorageError, MissingInputError) as error:
+            log.error("no fields: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
+            return ShardFailure((shard,), "damaged", str(error))
 
     def _passed_by(self, call: str) -> bool:
         with self._books:
@@ -306,9 +330,10 @@ class Fleet(Protocol):
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
+        filter: str = "",
     ) -> ShardResults:
         """Scan these shards. `again`: a further round of a search, which no bound on queues refuses. `on_partial`
-        gets each part of the answer as it comes, where parts come one by one.
+        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one.
         """
         ...
 
@@ -343,8 +368,9 @@ class LocalFleet:
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
+        filter: str = "",
     ) -> ShardResults:
-        return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version)
+        return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version, filter=filter)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search."""
@@ -360,14 +386,14 @@ def shard_keys(manifest: Manifest) -> dict[int, Key]:
     return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
-def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int) -> ShardResult:
+def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
     index, _, ids, _ = open_shard
     if index is None:
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
         return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
-    hits, rescored_Q = index.search_with_counts(queries_QD, min(k, index.num_passages))
+    hits, rescored_Q = index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P)
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
     return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))

@@ -1,7 +1,8 @@
 """Read a BEIR folder: corpus.jsonl, queries.jsonl and qrels/<split>.tsv.
 
 The judgements are held in memory; corpus and queries are streamed. Queries without a judgement are left out, as BEIR
-does. A document without text but with a title has its title as text.
+does. A document without text but with a title has its title as text. What else a document has are its extras, the
+members of its `metadata` among them.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,10 @@ def _documents(path: Path, prefix: str) -> Iterator[Record]:
         title, text = row.values.get("title"), row.values.get("text")
         if isinstance(text, str) and not text.strip() and isinstance(title, str):
             text = title
-        yield passage_record(row.values.get("_id"), title, text, row.where, prefix)
+        extras = {key: value for key, value in row.values.items() if key not in ("_id", "title", "text", "metadata")}
+        if isinstance(metadata := row.values.get("metadata"), dict):
+            extras |= metadata
+        yield passage_record(row.values.get("_id"), title, text, row.where, prefix, extras=extras)
 
 
 def _queries(path: Path, judgements: dict[str, dict[str, int]], prefix: str) -> Iterator[Record]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mvr_ray.store.fields import TextCell
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     BadRow,
@@ -22,13 +23,19 @@ CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
 
 def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
-    """Read `id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it."""
-    for row in tsv_rows(path, 3):
+    """Read `id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it.
+
+    A header in the first row may name further columns, which come with each passage as extras.
+    """
+    names = next(iter(tsv_rows(path, None)), None)
+    header = names.values if isinstance(names, Row) and names.values[:3] == ["id", "text", "title"] else []
+    for row in tsv_rows(path, max(len(header), 3)):
         if isinstance(row, BadRow):
             yield row
         elif row.values[0] != "id":
-            id_, text, title = row.values
-            yield passage_record(id_, title, text, row.where, prefix)
+            id_, text, title, *more = row.values
+            extras = dict(zip(header[3:], map(TextCell, more)))
+            yield passage_record(id_, title, text, row.where, prefix, extras=extras)
 
 
 def read_dpr_json(path: Path, prefix: str = "") -> Iterator[Record]:

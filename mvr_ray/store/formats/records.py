@@ -1,17 +1,22 @@
 """Define the records that a source file yields, each with the place where it stands."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mvr_ray.types import Passage, Question
 
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+
 
 class PassageRecord(NamedTuple):
-    """`repeats` marks sources in which one passage stands many times, as in DPR's training files."""
+    """`repeats` marks sources in which one passage stands many times, as in DPR's training files. `extras` are what
+    came with the passage, as the source has it: `fields` are read from them."""
 
     passage: Passage
     where: str
     repeats: bool = False
+    extras: Mapping[str, Any] = NO_EXTRAS
 
 
 class QuestionRecord(NamedTuple):
@@ -49,7 +54,13 @@ class _Wrong(Exception):
 
 
 def passage_record(
-    id_: Any, title: Any, text: Any, where: str, prefix: str = "", repeats: bool = False
+    id_: Any,
+    title: Any,
+    text: Any,
+    where: str,
+    prefix: str = "",
+    repeats: bool = False,
+    extras: Mapping[str, Any] = NO_EXTRAS,
 ) -> PassageRecord | BadRow:
     """Make a passage from raw values, or say why it is none. The text is not changed, so that offsets stay true."""
     try:
@@ -58,7 +69,7 @@ def passage_record(
         heading = _text(title, "title", may_be_empty=True)
     except _Wrong as wrong:
         return BadRow(where, str(wrong))
-    return PassageRecord(Passage(name, heading, body), where, repeats)
+    return PassageRecord(Passage(name, heading, body), where, repeats, extras)
 
 
 def question_record(

@@ -1,7 +1,7 @@
 """Read row files (JSON lines, Parquet) of passages and questions, CSV of passages, NQ-open lines, and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
-answer_starts. Any other row is a passage: id (or _id), title, text (or contents).
+answer_starts. Any other row is a passage: id (or _id), title, text (or contents); what else it has are its extras.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.store.fields import TextCell
 from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
@@ -25,6 +26,7 @@ from mvr_ray.store.formats.records import (
 from mvr_ray.store.formats.text_files import csv_rows, json_lines, open_text
 
 PARQUET_ROWS = 1024
+_OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
 
 
 def read_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
@@ -48,9 +50,13 @@ def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
 
 
 def read_csv(path: Path, prefix: str = "") -> Iterator[Record]:
-    """Read passages under a header with id, text and title, which may be missing; other columns are left out."""
+    """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
     for row in csv_rows(path, ("id", "text")):
-        yield row if isinstance(row, BadRow) else passage_of(row.values, row.where, prefix)
+        if isinstance(row, BadRow):
+            yield row
+        else:
+            values = {name: cell if name in _OWN_KEYS else TextCell(cell) for name, cell in row.values.items()}
+            yield passage_of(values, row.where, prefix)
 
 
 def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
@@ -105,4 +111,5 @@ def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:
     """Read a row that is a passage; a bad row where it is none. `where` names the row."""
     id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
-    return passage_record(id_, row.get("title"), text, where, prefix)
+    extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    return passage_record(id_, row.get("title"), text, where, prefix, extras=extras)

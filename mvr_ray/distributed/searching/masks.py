@@ -1,0 +1,101 @@
+"""Evaluates filters over the passages of open shards, and keeps the masks.
+
+A version names its corpus by digest, so the fields are those that the version was made with. Passages are matched by
+id, since a version may have another number of shards than its corpus has parts; a passage of shard s of S is in a part
+c of C for which s = c modulo gcd(S, C), as both are the same hash of its id. A part is read whole when it is first
+opened, to compare its digest; after that a new filter reads the columns that it names.
+
+Shapes: P passages of a shard.
+"""
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from mvr_ray.errors import ManifestError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import IntArray
+
+MASK_BYTES = 1 << 28
+"""Masks that a searcher keeps, a byte a passage; those that were used last stay."""
+Mask = NDArray[np.bool_]
+pc: Any = pyarrow.compute
+
+
+class MaskCache:
+    """Masks of shards under filters, by version. Safe to use from several threads."""
+
+    def __init__(self, store: str, limit_bytes: int = MASK_BYTES) -> None:
+        self.store = store
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._corpora: dict[int, Corpus] = {}
+        self._rows: dict[tuple[int, int], IntArray | None] = {}
+        self._masks: OrderedDict[tuple[int, int, str], Mask] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def mask(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
+        """Of each passage of a shard, whether the filter (its JSON) is true of it [P]. `ids` are the shard's.
+
+        Raises FilterError, and StorageError or MissingInputError where the version's corpus is damaged or gone.
+        """
+        key = manifest.version, shard, filter
+        with self._lock:
+            if key in self._masks:
+                self._masks.move_to_end(key)
+                return self._masks[key]
+        mask_P = self._evaluate(manifest, shard, ids, filter)
+        with self._lock:
+            if key not in self._masks:
+                self.num_bytes += mask_P.nbytes
+            self._masks[key] = mask_P
+            while self.num_bytes > self.limit_bytes and len(self._masks) > 1:
+                self.num_bytes -= self._masks.popitem(last=False)[1].nbytes
+        return mask_P
+
+    def drop(self, version: int) -> None:
+        """Forget a version."""
+        with self._lock:
+            self._corpora.pop(version, None)
+            self._rows = {key: rows for key, rows in self._rows.items() if key[0] != version}
+            for key in [key for key in self._masks if key[0] == version]:
+                self.num_bytes -= self._masks.pop(key).nbytes
+
+    def _evaluate(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
+        corpus = self._corpora.get(manifest.version)
+        if corpus is None:
+            corpus = Corpus.open(Store(self.store), manifest.corpus, manifest.corpus_digest)
+            corpus = self._corpora.setdefault(manifest.version, corpus)
+        step = math.gcd(len(manifest.shards), corpus.num_shards)
+        parts = [corpus.part(number) for number in range(shard % step, corpus.num_shards, step)]
+        parsed = parse_filter(json.loads(filter), corpus.fields)
+        table = pa.concat_tables([part.table({"id", *parsed.columns()}) for part in parts])
+        key = manifest.version, shard
+        if key not in self._rows:
+            self._rows[key] = _rows_of(ids, table.column("id"), manifest, shard)
+        mask_P, rows_P = parsed.mask(table), self._rows[key]
+        return mask_P if rows_P is None else mask_P[rows_P]
+
+
+def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | None:
+    """Where the passages of a shard stand among those of its parts; None: they are the same ones in the same order."""
+    if corpus_ids.equals(pa.chunked_array([ids])):
+        return None
+    rows = pc.index_in(ids, value_set=corpus_ids)
+    if rows.null_count:
+        absent = ids.filter(pc.is_null(rows))
+        raise ManifestError(
+            f"shard {shard} of index {manifest.index!r} version {manifest.version} holds {len(absent)} passages that "
+            f"its corpus {manifest.corpus!r} lacks, first {absent[0].as_py()!r}; index again"
+        )
+    return rows.to_numpy()

@@ -1,0 +1,140 @@
+"""Read the fields of passages: what comes with a passage besides its id, title and text.
+
+| type        | value in Python             | in JSON                                        | in Arrow             |
+|-------------|-----------------------------|------------------------------------------------|----------------------|
+| `string`    | str                         | a string                                       | string               |
+| `int`       | int, of 64 bits             | a whole number                                 | int64                |
+| `float`     | float, finite               | a number                                       | double               |
+| `bool`      | bool                        | true, false                                    | bool                 |
+| `date`      | datetime.date               | "1958-07-01"                                   | date32               |
+| `timestamp` | datetime.datetime in UTC    | "1958-07-01T12:00:00Z", UTC where it says none | timestamp(us, UTC)   |
+| `strings`   | tuple of str                | a list of strings                              | list of string       |
+
+A passage that lacks a field, or has null there, has null in the column.
+"""
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from mvr_ray.config import FieldType, check_field_name
+from mvr_ray.types import FieldValue
+
+Fields = tuple[tuple[str, FieldValue], ...]
+"""As `Passage.fields`."""
+ARROW_TYPES: Mapping[str, pa.DataType] = {
+    "string": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "strings": pa.list_(pa.string()),
+}
+_LARGEST_INT = 2**63 - 1
+_BOOLS = {"true": True, "false": False}
+
+
+class TextCell(str):
+    """A cell of a text file: a string that a declared type may read as a number or as true and false."""
+
+    __slots__ = ()
+
+
+def parse_field(value: Any, kind: str) -> FieldValue:
+    """Read a value of a type, from Python or JSON. Raises ValueError, which says what the value is."""
+    if isinstance(value, TextCell):
+        value = _parse_cell(value, kind)
+    try:
+        match kind:
+            case "string" if isinstance(value, str):
+                value.encode()
+                return value
+            case "bool" if isinstance(value, bool):
+                return value
+            case "int" if type(value) is int and -_LARGEST_INT <= value <= _LARGEST_INT:
+                return value
+            case "float" if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+            case "timestamp" if isinstance(value, datetime | str):
+                when = datetime.fromisoformat(value) if isinstance(value, str) else value
+                return (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC)
+            case "date" if isinstance(value, date | str) and not isinstance(value, datetime):
+                return date.fromisoformat(value) if isinstance(value, str) else value
+            case "strings" if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+                "".join(value).encode()
+                return tuple(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{value!r:.60} is no {kind}")
+
+
+def to_json(value: FieldValue) -> str | int | float | bool | list[str]:
+    """Write a value as JSON has it; `parse_field` reads it."""
+    if isinstance(value, date):
+        return value.isoformat()
+    return list(value) if isinstance(value, tuple) else value
+
+
+class FieldReader:
+    """Reads fields of declared types, or finds the types on the way. `types` are the fields so far."""
+
+    def __init__(self, fields: Mapping[str, FieldType] | Literal["infer"]) -> None:
+        self.infers = fields == "infer"
+        self.types: dict[str, str] = {} if isinstance(fields, str) else dict(fields)
+
+    def read(self, extras: Mapping[str, Any]) -> Fields:
+        """The fields among what came with a passage. Raises ValueError that names the field of a wrong type."""
+        for name, value in extras.items() if self.infers else ():
+            if value is not None:
+                check_field_name(name)
+                self.types[name] = self._infer(name, value)
+        return read_fields(extras, self.types)
+
+    def _infer(self, name: str, value: Any) -> str:
+        """The type of all values so far; a field of whole numbers becomes one of floats."""
+        kind, before = _type_of(name, value), self.types.get(name)
+        if before in (None, kind):
+            return kind
+        if {before, kind} == {"int", "float"}:
+            return "float"
+        raise ValueError(f"field {name!r} is {value!r:.60}, a {kind}, and a {before} before; name its type in fields")
+
+
+def read_fields(values: Mapping[str, Any], types: Mapping[str, str]) -> Fields:
+    """The fields of these types, in their order, without nulls. Raises ValueError that names the field."""
+    fields = []
+    for name, kind in types.items():
+        value = values.get(name)
+        if value is not None and not (value == "" and isinstance(value, TextCell)):
+            try:
+                fields.append((name, parse_field(value, kind)))
+            except ValueError as error:
+                raise ValueError(f"field {name!r}: {error}") from None
+    return tuple(fields)
+
+
+def _parse_cell(value: str, kind: str) -> Any:
+    try:
+        if kind == "bool":
+            return _BOOLS.get(value.strip().lower(), value)
+        return int(value) if kind == "int" else float(value) if kind == "float" else str(value)
+    except ValueError:
+        return str(value)
+
+
+def _type_of(name: str, value: Any) -> str:
+    for kind in ("bool", "int", "float", "timestamp", "date", "string", "strings"):
+        if isinstance(value, str) == (kind == "string"):
+            try:
+                parse_field(value, kind)
+            except ValueError:
+                continue
+            return kind
+    raise ValueError(
+        f"field {name!r} is {value!r:.60}, which no type of field holds ({', '.join(ARROW_TYPES)}); "
+        f"name the fields to keep in prepare.fields"
+    )

@@ -1,0 +1,213 @@
+"""Parse filters over the fields of passages, and evaluate them over columns.
+
+    {"year": {"gte": 1958}, "source": {"in": ["a", "b"]}}       both
+    {"or": [{"year": 1958}, {"not": {"tags": "draft"}}]}        either; a bare value means eq
+
+A filter is true or false of a passage, never unknown:
+
+    eq, gt, gte, lt, lte    the passage has the field, and its value compares so; strings go by code point
+    in                      it has the field, and its value is one of the list
+    exists                  true: it has the field; false: it has not
+    ne, nin, not            the opposites of eq, in and of a filter: true where the passage lacks the field
+
+A list of strings equals a value where any of its strings does, and is in a list where any of them is; it has no order,
+and neither have truth values. Every field can be named, and `id` and `title`, which all passages have. `{}` is true of
+all passages, as `in` of an empty list is of none.
+"""
+
+import difflib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from mvr_ray.errors import FilterError
+from mvr_ray.store.fields import ARROW_TYPES, parse_field
+
+pc: Any = pyarrow.compute
+"""Its functions are not in its source: they are made when it is imported."""
+OWN_FIELDS: Mapping[str, str] = {"id": "string", "title": "string"}
+EQUALITIES = ("eq", "ne", "in", "nin", "exists")
+ORDERS: Mapping[str, Any] = {"gt": pc.greater, "gte": pc.greater_equal, "lt": pc.less, "lte": pc.less_equal}
+WITHOUT_ORDER = ("bool", "strings")
+MAX_DEPTH, MAX_CONDITIONS = 32, 1000
+Mask = NDArray[np.bool_]
+
+
+class Expression(ABC):
+    """A part of a filter."""
+
+    @abstractmethod
+    def mask(self, table: pa.Table) -> Mask:
+        """Of each row, whether this is true of it."""
+
+    @abstractmethod
+    def columns(self) -> set[str]:
+        """Names of the columns that it reads."""
+
+
+class Filter(NamedTuple):
+    """A filter that fits a corpus. `text` is its JSON: equal texts are equal filters."""
+
+    text: str
+    expression: Expression
+
+    def mask(self, table: pa.Table) -> Mask:
+        """Of each row of a table of passages, whether the filter is true of it."""
+        return self.expression.mask(table)
+
+    def columns(self) -> list[str]:
+        return sorted(self.expression.columns())
+
+
+class Comparison(Expression):
+    """A field compared with a value by eq, in, exists or an order."""
+
+    def __init__(self, field: str, kind: str, operator: str, value: Any) -> None:
+        self.field, self.kind, self.operator, self.value = field, kind, operator, value
+
+    def mask(self, table: pa.Table) -> Mask:
+        column = table.column(self.field)
+        if self.operator == "exists":
+            return _to_mask(pc.equal(pc.is_valid(column), self.value))
+        if self.operator in ORDERS:
+            value = pa.scalar(self.value, ARROW_TYPES[self.kind])
+            return _to_mask(pc.fill_null(ORDERS[self.operator](column, value), False))
+        if self.kind == "strings":
+            return self._any_of_list(column)
+        if self.kind == "float":  # the two zeros are one number
+            column = pc.add(column, 0.0)
+        return _to_mask(pc.is_in(column, value_set=pa.array(self.value, ARROW_TYPES[self.kind])))
+
+    def columns(self) -> set[str]:
+        return {self.field}
+
+    def _any_of_list(self, column: pa.ChunkedArray) -> Mask:
+        lists = pa.concat_arrays([pa.array([], column.type), *column.chunks])
+        is_in = pc.is_in(pc.list_flatten(lists), value_set=pa.array(self.value, pa.string()))
+        mask = np.zeros(len(lists), bool)
+        mask[pc.list_parent_indices(lists).filter(is_in).to_numpy()] = True
+        return mask
+
+    @classmethod
+    def parse(cls, place: str, field: str, kind: str, operator: str, value: Any) -> Expression:
+        """Raises FilterError for an operator that the type has not, and a value of another type."""
+        known = EQUALITIES if kind in WITHOUT_ORDER else (*EQUALITIES, *ORDERS)
+        if operator not in known:
+            raise FilterError(
+                f"filter{place}: {operator!r} does not compare field {field!r}, which is of type {kind}; "
+                f"use {', '.join(known)}"
+            )
+        if operator == "exists":
+            if not isinstance(value, bool):
+                raise FilterError(f"filter{place}: exists is {value!r:.60}; say true or false")
+            return cls(field, kind, operator, value)
+        several = operator in ("in", "nin")
+        if several and not isinstance(value, list | tuple):
+            raise FilterError(f"filter{place}: {operator} is {value!r:.60}; give a list")
+        own_kind = "string" if kind == "strings" else kind
+        try:
+            values: list[Any] = [parse_field(one, own_kind) for one in (value if several else [value])]
+        except ValueError as error:
+            hint = '; for passages without the field use {"exists": false}' if value is None else ""
+            raise FilterError(
+                f"filter{place}: {error}, and field {field!r} is of type {kind}; compare it with a value of "
+                f"type {own_kind}{hint}"
+            ) from None
+        if operator in ORDERS:
+            return cls(field, kind, operator, values[0])
+        values = [one + 0.0 for one in values] if kind == "float" else values
+        equal = cls(field, kind, "in", values)
+        return Negation(equal) if operator in ("ne", "nin") else equal
+
+
+class Junction(Expression):
+    """All (`and`) or any (`or`) of some parts; all of none is true."""
+
+    def __init__(self, operator: str, parts: Sequence[Expression]) -> None:
+        self.operator, self.parts = operator, parts
+
+    def mask(self, table: pa.Table) -> Mask:
+        join = np.logical_and if self.operator == "and" else np.logical_or
+        masks: Iterator[Mask] = (part.mask(table) for part in self.parts)
+        return reduce(join, masks) if self.parts else np.ones(len(table), bool)
+
+    def columns(self) -> set[str]:
+        return set().union(*(part.columns() for part in self.parts))
+
+
+class Negation(Expression):
+    """The opposite of a part."""
+
+    def __init__(self, part: Expression) -> None:
+        self.part = part
+
+    def mask(self, table: pa.Table) -> Mask:
+        return ~self.part.mask(table)
+
+    def columns(self) -> set[str]:
+        return self.part.columns()
+
+
+class _Parser:
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self.fields = {**OWN_FIELDS, **fields}
+        self.num_conditions = 0
+
+    def parse(self, value: Any, place: str = "", depth: int = 1) -> Expression:
+        if not isinstance(value, Mapping):
+            raise FilterError(
+                f'filter{place} is {value!r:.60}, not an object; write it like {{"year": {{"gte": 1958}}}}'
+            )
+        if depth > MAX_DEPTH:
+            raise FilterError(f"filter: more than {MAX_DEPTH} filters stand within each other; use fewer")
+        parts = [part for key, own in value.items() for part in self._member(key, own, place, depth)]
+        return parts[0] if len(parts) == 1 else Junction("and", parts)
+
+    def _member(self, key: Any, value: Any, place: str, depth: int) -> list[Expression]:
+        at = f"{place}.{key}"
+        if key == "not":
+            return [Negation(self.parse(value, at, depth + 1))]
+        if key in ("and", "or"):
+            if not isinstance(value, list | tuple) or not value:
+                raise FilterError(f"filter{at} is {value!r:.60}; give a list of filters, at least one")
+            parts = [self.parse(one, f"{at}.{number}", depth + 1) for number, one in enumerate(value)]
+            return [Junction(key, parts)]
+        kind = self.fields.get(key) if isinstance(key, str) else None
+        if kind is None:
+            close = difflib.get_close_matches(str(key), self.fields, n=1)
+            there = ", ".join(f"{name} ({own})" for name, own in self.fields.items())
+            raise FilterError(
+                f"filter{place}: the corpus has no field {key!r:.60}; "
+                f"{f'did you mean {close[0]!r}? ' if close else ''}there are: {there}"
+            )
+        conditions = value if isinstance(value, Mapping) else {"eq": value}
+        self.num_conditions += len(conditions)
+        if not conditions or self.num_conditions > MAX_CONDITIONS:
+            fault = (
+                f"more than {MAX_CONDITIONS} comparisons" if conditions else f"field {key!r} is compared with nothing"
+            )
+            raise FilterError(f'filter{at}: {fault}; write it like {{"{key}": {{"eq": ...}}}}')
+        return [Comparison.parse(at, key, kind, operator, own) for operator, own in conditions.items()]
+
+
+def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:
+    """Parse a filter, as from JSON, over a corpus's fields (names and types).
+
+    Raises FilterError for a field that the corpus lacks, naming those that it has with their types, an operator that is
+    not known or that the field's type has not, and a value of another type.
+    """
+    expression = _Parser(fields).parse(value)
+    text = json.dumps(value, sort_keys=True, default=date.isoformat)
+    return Filter(text, expression)
+
+
+def _to_mask(values: pa.ChunkedArray) -> Mask:
+    return values.to_numpy().astype(bool)

@@ -1,0 +1,184 @@
+"""Compares filtered searches over any shards, index and corpus with brute force over the passages that pass."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_index import D, Views, brute_force, publish_random_index, random_views
+
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.batching import DynamicBatcher
+from mvr_ray.distributed.searching.masks import MaskCache
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.errors import DamagedShardsError, FilterError, ManifestError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+
+FIELDS = {"year": "int", "tags": "strings"}
+Rows = dict[str, dict]
+FILTERS: list[tuple[dict, Callable[[dict], bool]]] = [
+    ({}, lambda row: True),
+    ({"year": {"gte": 3}}, lambda row: row.get("year", -1) >= 3),
+    ({"year": 0}, lambda row: row.get("year") == 0),
+    ({"year": {"lt": 0}}, lambda row: False),
+    ({"year": {"exists": False}}, lambda row: "year" not in row),
+    ({"not": {"year": {"gte": 3}}}, lambda row: row.get("year", -1) < 3),
+    ({"tags": "a", "year": {"lte": 5}}, lambda row: "a" in row["tags"] and row.get("year", 9) <= 5),
+    ({"or": [{"tags": {"in": ["b"]}}, {"id": {"lt": "p003"}}]}, lambda row: "b" in row["tags"] or row["id"] < "p003"),
+]
+
+
+def random_rows(views: Views, seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    rows = {}
+    for name in sorted(views):
+        year = int(rng.integers(0, 8))
+        rows[name] = {"id": name, "title": "t", "text": "x", "tags": [tag for tag in "abc" if rng.random() < 0.3]}
+        if year < 7:
+            rows[name]["year"] = year
+    return rows
+
+
+def prepare_rows(root: Path, rows: Rows, num_parts: int) -> Corpus:
+    root.mkdir(parents=True, exist_ok=True)
+    source = root / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    store = Store(str(root))
+    sources = [SourceConfig(path=str(source))]
+    prepare(PrepareConfig(sources=sources, num_shards=num_parts, fields=FIELDS), store)
+    return Corpus.open(store, "corpus")
+
+
+def local(root: Path, version: Manifest) -> Router:
+    store = Store(str(root))
+    task = SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards))
+    return Router(store, version, LocalFleet(task))
+
+
+def assert_brute_force(router: Router, views: Views, rows: Rows, queries_QD: np.ndarray, k: int) -> None:
+    for condition, passes in FILTERS:
+        answer = router.search(queries_QD, k, filter=condition)
+        there = {name: own for name, own in views.items() if passes(rows[name])}
+        for query_D, hits in zip(queries_QD, answer.hits):
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, k)
+        assert answer.exact.certified and answer.coverage_share == 1.0
+
+
+@given(st.integers(0, 999), st.integers(1, 5), st.integers(1, 5), st.integers(1, 60), st.integers(1, 70), st.booleans())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_filtered_search_of_any_shards_is_brute_force_over_what_passes(
+    tmp_path, seed, num_shards, num_parts, num_passages, k, with_codes
+):
+    """Ties everywhere; as many parts of the corpus as shards, or others; filters that pass nothing, few or all."""
+    root = tmp_path / f"{seed}-{num_shards}-{num_parts}-{num_passages}-{with_codes}"
+    shutil.rmtree(root, ignore_errors=True)
+    views = random_views(num_passages, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus = prepare_rows(root, rows, num_parts)
+    params = IndexParams(scan="int8" if with_codes else "vectors")
+    router = local(root, publish_random_index(root, views, num_shards, params, corpus=corpus))
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
+    assert_brute_force(router, views, rows, queries_QD, k)
+    assert_brute_force(router, views, rows, queries_QD[:1], k)
+
+
+def test_versions_that_share_shards_have_the_fields_of_their_own_corpus(tmp_path):
+    views = random_views(40, 3)
+    rows = random_rows(views, 3)
+    first = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, rows, 2))
+    later = random_rows(views, 4)
+    second = publish_random_index(tmp_path, views, 2, parent=1, corpus=prepare_rows(tmp_path, later, 2))
+    assert [one.digest for one in first.shards] == [one.digest for one in second.shards]
+    fleet = LocalFleet(SearcherTask(str(tmp_path), first, (0, 1)))
+    other = LocalFleet(fleet.task._replace(manifest=second), fleet.searcher)
+    queries_QD = np.random.default_rng(5).integers(-2, 3, (3, D)).astype(np.float32)
+    for version, own, now in ((first, fleet, rows), (second, other, later), (first, fleet, rows)):
+        assert_brute_force(Router(Store(str(tmp_path)), version, own), views, now, queries_QD, 9)
+
+
+def test_searches_under_other_filters_are_not_asked_together(tmp_path):
+    views = random_views(50, 6)
+    rows = random_rows(views, 6)
+    version = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, rows, 2))
+    plain = local(tmp_path, version)
+    batcher = DynamicBatcher(plain.fleet, at_once=0)
+    together = Router(plain.store, version, batcher)
+    queries_QD = np.ones((2, D), np.float32)
+    assert_brute_force(together, views, rows, queries_QD, 7)
+    assert batcher.searches == batcher.calls >= len(FILTERS)
+
+
+def test_a_filter_that_does_not_fit_is_refused_before_a_search_is_sent(tmp_path, monkeypatch):
+    views = random_views(5, 1)
+    version = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, random_rows(views, 1), 2))
+    router = local(tmp_path, version)
+    monkeypatch.setattr(LocalFleet, "fan_out", None)
+    with pytest.raises(FilterError, match=r"no field 'yaer'; did you mean 'year'\? .*year \(int\), tags \(strings\)"):
+        router.search(np.ones((1, D), np.float32), 3, filter={"yaer": 3})
+
+
+def test_fields_that_cannot_be_read_are_told_and_other_searches_go_on(tmp_path):
+    views = random_views(30, 2)
+    corpus = prepare_rows(tmp_path, random_rows(views, 2), 2)
+    router = local(tmp_path, publish_random_index(tmp_path, views, 2, corpus=corpus))
+    file = tmp_path / paths.corpus_dir("corpus") / corpus.info.parts[1].file
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    queries_QD = np.ones((1, D), np.float32)
+    with pytest.raises(DamagedShardsError, match=r"1 \(damaged\).*part 1 of corpus 'corpus' is damaged"):
+        router.search(queries_QD, 3, filter={"year": 1})
+    answer = router.search(queries_QD, 3, filter={"year": 1}, min_coverage=0.1)
+    assert [shard.state for shard in answer.shards] == ["searched", "damaged"] and not answer.exact.certified
+    assert router.search(queries_QD, 3).exact.certified
+
+
+def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_path):
+    views = random_views(40, 8)
+    rows = random_rows(views, 8)
+    version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, rows, 1))
+    ids = pa.array(sorted(views))
+    cache = MaskCache(str(tmp_path), limit_bytes=100)
+    masks = [cache.mask(version, 0, ids, json.dumps({"year": year})) for year in range(4)]
+    assert [mask_P.tolist() for mask_P in masks] == [
+        [rows[name].get("year") == year for name in sorted(views)] for year in range(4)
+    ]
+    assert cache.num_bytes == 80
+    assert cache.mask(version, 0, ids, '{"year": 3}') is masks[3]
+    assert cache.mask(version, 0, ids, '{"year": 0}') is not masks[0]
+    cache.drop(1)
+    assert cache.num_bytes == 0
+    with pytest.raises(ManifestError, match="holds 1 passages that its corpus 'corpus' lacks, first 'q'"):
+        cache.mask(version, 0, pa.array([*sorted(views), "q"]), '{"year": 3}')
+
+
+@pytest.mark.ray
+def test_searchers_in_other_processes_filter_as_one_here_does(tmp_path, ray_session):
+    from mvr_ray.config import ResourcesConfig
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
+
+    views = random_views(60, 9)
+    rows = random_rows(views, 9)
+    version = publish_random_index(tmp_path, views, 3, corpus=prepare_rows(tmp_path, rows, 3))
+    task = SearcherTask(str(tmp_path), version, (0, 1, 2))
+    searchers = RemoteSearchers.start(task, ResourcesConfig(searchers=2), ray_session)
+    try:
+        fleet = searchers.fleet(version)
+        fleet.ready()
+        router = Router(Store(str(tmp_path)), version, fleet)
+        queries_QD = np.random.default_rng(2).integers(-2, 3, (3, D)).astype(np.float32)
+        assert_brute_force(router, views, rows, queries_QD, 20)
+        with pytest.raises(FilterError, match="no field 'none'"):
+            fleet.fan_out(queries_QD, 3, [0], Deadline.after(60), filter='{"none": 1}')
+    finally:
+        searchers.stop()

@@ -1,0 +1,212 @@
+"""Checks that fields come from sources to the corpus, and through updates, as they are."""
+
+import json
+import math
+from collections.abc import Callable
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import PrepareConfig, SourceConfig, load_run
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.fields import ARROW_TYPES, parse_field, to_json
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+
+Write = Callable[[str, str | bytes], Path]
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+VALUES = {
+    "string": WORDS,
+    "int": st.integers(-(2**63) + 1, 2**63 - 1),
+    "float": st.floats(allow_nan=False, allow_infinity=False),
+    "bool": st.booleans(),
+    "date": st.dates(),
+    "timestamp": st.datetimes(datetime(1000, 1, 1), timezones=st.just(UTC)),
+    "strings": st.lists(WORDS, max_size=3).map(tuple),
+}
+
+
+def corpus_of(folder: Path, path: Path | list[Path], **settings) -> Corpus:
+    paths = path if isinstance(path, list) else [path]
+    sources = [SourceConfig(path=str(path)) for path in paths]
+    prepare(PrepareConfig(sources=sources, num_shards=3, **settings), Store(folder / "store"))
+    return Corpus.open(Store(folder / "store"), "corpus")
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def row(name: str, **extras) -> dict:
+    return {"id": name, "title": "t", "text": f"text {name[1:]}", **extras}
+
+
+def fields_of(corpus: Corpus) -> dict[str, dict]:
+    return {passage.id: dict(passage.fields) for passage in corpus}
+
+
+@settings(max_examples=30)
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(sorted(VALUES)), min_size=1),
+    st.integers(1, 9),
+    st.booleans(),
+    st.data(),
+)
+def test_any_fields_are_read_back_as_they_were_from_json_lines_and_from_parquet(
+    tmp_path_factory, types, num_passages, infers, data
+):
+    folder = tmp_path_factory.mktemp("fields")
+    drawn = {
+        f"p{number}": {name: data.draw(st.none() | VALUES[kind]) for name, kind in types.items()}
+        for number in range(num_passages)
+    }
+    expected = {name: {key: value for key, value in own.items() if value is not None} for name, own in drawn.items()}
+    as_json = {i: {key: to_json(value) for key, value in own.items()} for i, own in expected.items()}
+    (folder / "rows.jsonl").write_text(lines(*(row(i, **own) for i, own in as_json.items())))
+    declared = corpus_of(folder, folder / "rows.jsonl", fields=types)
+    assert fields_of(declared) == expected
+    assert declared.fields == types
+    columns = {name: pa.array([own[name] for own in drawn.values()], ARROW_TYPES[kind]) for name, kind in types.items()}
+    texts = {"id": list(drawn), "title": ["t"] * num_passages, "text": [f"text {i[1:]}" for i in drawn]}
+    pq.write_table(pa.table({**texts, **columns}), folder / "rows.parquet")
+    from_parquet = corpus_of(folder, folder / "rows.parquet", fields="infer" if infers else types)
+    assert fields_of(from_parquet) == expected
+    if not infers:
+        assert from_parquet.digest == declared.digest
+
+
+def test_without_fields_a_corpus_is_byte_for_byte_what_it_was(tmp_path: Path, write: Write):
+    """The digest is that of the program before passages had fields."""
+    source = write("rows.jsonl", lines(*(row(f"p{i}", year=i) for i in range(5))))
+    prepare(PrepareConfig(sources=[SourceConfig(path=str(source))], num_shards=2), Store(tmp_path))
+    corpus = Corpus.open(Store(tmp_path), "corpus")
+    assert corpus.digest == "b69b8bee5a2220a40a64aca698051b21"
+    assert "fields" not in json.loads(corpus.info.to_json())
+    assert not any(passage.fields for passage in corpus)
+
+
+def test_the_digest_covers_names_types_and_values_of_fields(tmp_path: Path, write: Write):
+    texts = [lines(row("p1", year=1)), lines(row("p1", year=2)), lines(row("p1"))]
+    sources = [write(f"{number}.jsonl", text) for number, text in enumerate(texts)]
+    kinds: list[dict] = [{"year": "int"}, {"year": "float"}, {"other": "int"}, {}]
+    digests = [corpus_of(tmp_path, source, fields=fields).digest for source in sources for fields in kinds]
+    assert len(set(digests)) == 3 * 2 + 1 + 1  # three values by two types, nulls of another name, no field
+
+
+@pytest.mark.data
+def test_the_fields_of_cranfield_are_those_of_its_file(tmp_path: Path, data_dir: Path):
+    source = data_dir / "cranfield"
+    own = {"author": "string", "bib": "string"}
+    corpus = corpus_of(tmp_path, source, fields=own)
+    rows = [json.loads(line) for line in (source / "corpus.jsonl").read_text().splitlines()]
+    assert fields_of(corpus) == {one["_id"]: {name: one[name] for name in own if name in one} for one in rows}
+    assert corpus.num_passages == len(rows) > 1000
+    found = corpus_of(tmp_path, source, fields="infer")
+    assert (found.fields, found.digest) == (own, corpus.digest)
+
+
+def test_a_header_of_a_tsv_file_names_further_columns(tmp_path: Path, write: Write):
+    """Their cells are read as the declared type; an empty one is null; inferred they are strings."""
+    header = "id\ttext\ttitle\tyear\topen\tshare\n"
+    source = write("rows.tsv", f"{header}w1\tA.\tT\t1958\ttrue\t0.5\n{header}w2\tB.\tT\t\t\t\n")
+    declared = corpus_of(tmp_path, source, fields={"year": "int", "open": "bool", "share": "float"})
+    assert fields_of(declared) == {"w1": {"year": 1958, "open": True, "share": 0.5}, "w2": {}}
+    found = corpus_of(tmp_path, source, fields="infer")
+    assert found.fields == {"open": "string", "share": "string", "year": "string"}
+    with pytest.raises(DataError, match=r"rows\.tsv:2: field 'year': '19a' is no int"):
+        corpus_of(tmp_path, write("rows.tsv", "id\ttext\ttitle\tyear\nw1\tA.\tT\t19a\n"), fields={"year": "int"})
+    with pytest.raises(DataError, match=r"rows\.tsv:2: 3 tab-separated columns, not 4"):
+        corpus_of(tmp_path, write("rows.tsv", "id\ttext\ttitle\tyear\nw1\tA.\tT\n"), fields={"year": "int"})
+
+
+def test_inferred_types_join_over_all_files_and_metadata_of_beir_counts(tmp_path: Path, write: Write):
+    first = write("a.jsonl", lines(row("p1", n=1, tags=["x"]), row("p2", n=None), row("p3", n=0.5)))
+    second = write("b.jsonl", lines(row("p4", n=2, tags=[], flag=True)))
+    corpus = corpus_of(tmp_path, [first, second], fields="infer")
+    assert corpus.fields == {"flag": "bool", "n": "float", "tags": "strings"}
+    assert fields_of(corpus) == {
+        "p1": {"n": 1.0, "tags": ("x",)}, "p2": {}, "p3": {"n": 0.5}, "p4": {"flag": True, "n": 2.0, "tags": ()}
+    }  # fmt: skip
+    assert corpus_of(tmp_path, [second, first], fields="infer").digest == corpus.digest
+    beir = write(
+        "beir/corpus.jsonl", lines({"_id": "d1", "title": "T", "text": "X", "metadata": {"year": 3}, "url": "u"})
+    )
+    assert fields_of(corpus_of(tmp_path, beir.parent, fields="infer")) == {"d1": {"url": "u", "year": 3}}
+
+
+def test_chunks_have_the_fields_of_their_passage(tmp_path: Path, write: Write):
+    source = write("rows.jsonl", lines({"id": "p", "text": "a b c", "when": "1958-07-01"}))
+    corpus = corpus_of(tmp_path, source, fields={"when": "date"}, chunk_words=2)
+    assert fields_of(corpus) == {f"p#{n}": {"when": date(1958, 7, 1)} for n in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("string", 3), ("string", ["a"]), ("string", "\ud800"), ("int", 1.5), ("int", True), ("int", "3"),
+        ("int", 2**63), ("float", "0.5"), ("float", math.nan), ("float", 10**400), ("bool", 1), ("bool", "true"),
+        ("date", "yesterday"), ("date", 3), ("timestamp", "noon"), ("timestamp", 1.5), ("strings", "a"),
+        ("strings", ["a", 1]), ("strings", ["\ud800"]),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_a_bad_row_with_its_line(tmp_path: Path, write: Write, kind: str, value: object):
+    source = write("rows.jsonl", lines(row("p1"), row("p2", f=value)))
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: field 'f': .* is no {kind}"):
+        corpus_of(tmp_path, source, fields={"f": kind})
+    assert set(fields_of(corpus_of(tmp_path, source, fields={"f": kind}, max_bad_rows=1))) == {"p1"}
+
+
+def test_what_cannot_be_inferred_is_a_bad_row(tmp_path: Path, write: Write):
+    for value, message in [
+        ({"a": 1}, "no type of field"),
+        ([1], "no type of field"),
+        ("x", "a string, and a int before"),
+    ]:
+        source = write("rows.jsonl", lines(row("p1", f=3), row("p2", f=value)))
+        with pytest.raises(DataError, match=rf"rows\.jsonl:2: field 'f' is .*{message}"):
+            corpus_of(tmp_path, source, fields="infer")
+    source = write("rows.jsonl", lines(row("p1", **{"and": 3})))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'and' cannot name a field"):
+        corpus_of(tmp_path, source, fields="infer")
+
+
+def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    for fields, message in [
+        ("{year: number}", "'number' is no type; a field is one of string, int"),
+        ("{title: string}", "'title' cannot name a field"),
+        ("{a b: string}", "'a b' cannot name a field"),
+        ("[year]", "give names with types"),
+    ]:
+        path.write_text(f"prepare: {{fields: {fields}}}\n")
+        with pytest.raises(ConfigError, match=f"prepare.fields: .*{message}"):
+            load_run(path)
+
+
+def test_timestamps_are_in_utc_and_dates_are_days():
+    assert parse_field("1958-07-01T02:00:00+02:00", "timestamp") == datetime(1958, 7, 1, tzinfo=UTC)
+    assert parse_field("1958-07-01", "timestamp") == parse_field(datetime(1958, 7, 1), "timestamp")
+    with pytest.raises(ValueError, match="is no date"):
+        parse_field(datetime(1958, 7, 1), "date")
+
+
+def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: Path, write: Write):
+    fields = {"year": "int", "tags": "strings"}
+    source = write("rows.jsonl", lines(*(row(f"p{i}", year=i, tags=["a"]) for i in range(4))))
+    before = corpus_of(tmp_path, source, fields=fields)
+    changes = write("c.jsonl", lines(row("p1", year=9), row("p2", year=2, tags=["a"]), row("new", tags=[])))
+    report = update(PrepareConfig(), before.store, str(changes))
+    assert (report.added, report.replaced, report.unchanged) == (1, 1, 1)
+    after = Corpus.open(before.store, "corpus")
+    assert after.fields == fields
+    expected = {f"p{i}": {"year": i, "tags": ("a",)} for i in range(4)}
+    assert fields_of(after) == {**expected, "p1": {"year": 9}, "new": {"tags": ()}}
+    with pytest.raises(DataError, match=r"(?s)c\.jsonl:1: field 'year': 'x' is no int.*nothing was changed"):
+        update(PrepareConfig(), before.store, str(write("c.jsonl", lines(row("p1", year="x")))))
