@@ -29,8 +29,8 @@ VECTORS_AT_ONCE = 16384
 SCAN_SHARE = 0.05
 """Where fewer of the passages pass a filter, they are scanned."""
 SCAN_VECTORS = 100
-"""Vectors that are scanned in the time in which one is fetched and scored: some 250 to 1,000 for hnswlib, 100 for Faiss's
-lists (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
+"""Vectors that are scanned in the time in which one is fetched and scored: some 250 to 1,000 for hnswlib, 100 for
+Faiss's lists (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
 
 
 class ApproximateIndex(ABC):
