@@ -40,10 +40,10 @@ from mvr_ray.store.prepare import prepare
 from mvr_ray.types import EmbeddingBlock
 
 VIEWS, DIMENSION, K = 8, 384, 100
-PASSAGES, APPROXIMATE_PASSAGES = 25_000, 5_000
+PASSAGES, APPROXIMATE_PASSAGES, APPROXIMATE_K = 25_000, 5_000, 10
 SHARES = (0.01, 0.1, 0.5, 1.0)
 BATCHES = (1, 32)
-ROUNDS = 9
+ROUNDS = 21
 DATA = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
 Mask = NDArray[np.bool_]
 
@@ -111,17 +111,17 @@ def measure_approximate(part: Part, scratch: Path) -> None:
         build_shard_index(params, [block], folder)
         index = open_index(params, [block], folder, threads=1)
         cases: dict[str, Callable[[], object]] = {
-            f"{params.kind}, no filter": lambda index=index: index.search(queries_QD, K)
+            f"{params.kind}, no filter": lambda index=index: index.search(queries_QD, APPROXIMATE_K)
         }
         for share, mask_P in masks.items():
             name = f"{params.kind}, {share:.0%} pass"
-            cases[name] = lambda index=index, mask_P=mask_P: index.search(queries_QD, K, mask_P)
+            cases[name] = lambda index=index, mask_P=mask_P: index.search(queries_QD, APPROXIMATE_K, mask_P)
             part.facts[f"recall of {name}"] = round(recall(index, flat, queries_QD, mask_P), 4)
         part.add(interleaved(cases, 5), len(queries_QD))
 
 
 def recall(index: ShardIndex, flat: FlatIndex, queries_QD: NDArray[np.float32], mask_P: Mask) -> float:
-    hits, truth = index.search(queries_QD, K, mask_P), flat.search(queries_QD, K, mask_P)
+    hits, truth = index.search(queries_QD, APPROXIMATE_K, mask_P), flat.search(queries_QD, APPROXIMATE_K, mask_P)
     pairs = zip(hits.rows_QK.tolist(), truth.rows_QK.tolist())
     both = [len({*some} & {*best} - {-1}) / max(len({*best} - {-1}), 1) for some, best in pairs]
     return float(np.mean(both))
@@ -184,7 +184,7 @@ def main(passages: int) -> None:
     torch.set_num_threads(1)
     part = Part("filters", "Filtered search", "queries")
     part.facts |= {"passages": passages, "views": VIEWS, "dimension": DIMENSION, "k": K, "threads": 1}
-    part.facts["approximate passages"] = APPROXIMATE_PASSAGES
+    part.facts |= {"approximate passages": APPROXIMATE_PASSAGES, "approximate k": APPROXIMATE_K}
     with tempfile.TemporaryDirectory() as folder:
         measure_exact(part, passages)
         measure_approximate(part, Path(folder))

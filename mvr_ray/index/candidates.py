@@ -6,7 +6,8 @@ passages, or as many as its beam shall hold. What an index cannot find (an unluc
 by scanning the shard. Every candidate is then scored exactly with all its views.
 
 Under a filter the vectors of passages that fail it are dropped as they come, and as many more are fetched at first as
-the share that passes says. Where that share is small, those that pass are scanned: that is faster, and exact.
+the share that passes says. Where few pass, or scanning their vectors costs no more than fetching so many, those that
+pass are scanned: that is exact.
 
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
 """
@@ -25,8 +26,11 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 VECTORS_AT_ONCE = 16384
-SCAN_SHARE = 0.1
+SCAN_SHARE = 0.05
 """Where fewer of the passages pass a filter, they are scanned."""
+SCAN_VECTORS = 100
+"""Vectors that are scanned in the time in which one is fetched and scored: some 250 to 1,000 for hnswlib, 100 for
+Faiss's lists (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
 
 
 class ApproximateIndex(ABC):
@@ -67,7 +71,7 @@ class ApproximateIndex(ABC):
         queries_QD = check_queries(queries_QD, self.dimension)
         num_scorable = self.scan.table.num_scorable
         num_passing = num_scorable if mask_P is None else sum(one.num_passages for one in self.scan.parts_of(mask_P))
-        if check_k(k) >= num_passing or num_passing < SCAN_SHARE * num_scorable:
+        if check_k(k) >= num_passing or (mask_P is not None and self._is_scanned(k, num_passing / num_scorable)):
             return self.scan.search_with_counts(queries_QD, k, mask_P)
         candidates, unlucky_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)
         best = best_first(self.scan.table.rescore(queries_QD, candidates), k)
@@ -79,6 +83,11 @@ class ApproximateIndex(ABC):
                 column[unlucky_Q] = own
         hits.frontier_Q[:] = np.inf
         return CountedHits(hits, rescored_Q)
+
+    def _is_scanned(self, k: int, passing_share: float) -> bool:
+        """Whether scanning what passes a filter is the better way."""
+        fetch = max(self.first_fetch * k, self.breadth) / passing_share
+        return passing_share < SCAN_SHARE or passing_share * self.num_vectors <= SCAN_VECTORS * fetch
 
     def _candidates(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None, passing_share: float = 1.0
