@@ -176,6 +176,7 @@ def _pages(root: ET.Element, events: Iterator[tuple[str, ET.Element]], space: st
             element.clear()  # of a full history, memory holds one revision
         elif element.tag == f"{space}page":
             text = last.find(f"{space}text")
+            num_bytes = "0" if text is None else text.get("bytes", "0")
             yield Page(
                 id=element.findtext(f"{space}id", ""),
                 title=element.findtext(f"{space}title", ""),
@@ -184,7 +185,7 @@ def _pages(root: ET.Element, events: Iterator[tuple[str, ET.Element]], space: st
                 revision=last.findtext(f"{space}id", ""),
                 model=last.findtext(f"{space}model", "wikitext"),
                 text="" if text is None else text.text or "",
-                num_bytes=0 if text is None else int(text.get("bytes") or 0),
+                num_bytes=int(num_bytes) if num_bytes.isdecimal() else 0,
                 is_deleted=text is not None and text.get("deleted") is not None,
                 hidden_names=hidden_names,
             )
