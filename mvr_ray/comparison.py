@@ -13,11 +13,13 @@ Shapes: S seeds, Q questions.
 
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy import stats
 
@@ -27,6 +29,8 @@ from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import FloatArray
 
+Grades = dict[str, dict[str, int]]
+"""Judgements of passages by question, as `read_qrels` gives them."""
 UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
@@ -84,11 +88,21 @@ class ComparisonRow(NamedTuple):
     questions: int
 
 
-class Ranking(NamedTuple):
-    """Ranks from 1 of each question's first passage that counts, infinity where none does, a row a seed; and the
-    articles of the questions, where they are known."""
+class QuestionHits(NamedTuple):
+    """What names a question in a ranking file, and the ids of its hits with "bears an answer", best first."""
 
-    ranks: dict[str, list[float]]
+    id: str | None
+    text: str | None
+    hits: list[tuple[str, bool | None]]
+
+
+class Ranking(NamedTuple):
+    """Ids and texts of questions, None where the file has none; the ranks from 1 of each question's first passage that
+    counts, infinity where none does, one a seed; and the articles of questions by id, where they are known."""
+
+    ids: list[str | None]
+    texts: list[str | None]
+    ranks: list[list[float]]
     articles: dict[str, str]
 
 
@@ -100,23 +114,32 @@ def compare(
     qrels: Path | None = None,
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
-    """Count answer-bearing passages, or those that `qrels` judges relevant in TREC runs.
+    """Count answer-bearing passages, or those that `qrels` judges relevant where a side is a TREC run.
 
-    Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Raises ConfigError, and DataError when the
-    two do not rank the same questions.
+    Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
+    where a side has no ids (DPR's JSON). Raises ConfigError, and DataError when the two do not rank the same questions.
     """
     if bad := [k for k in ks if k < 1]:
         raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
-    both = [_ranking(str(one), qrels, question_set) for one in (first, second)]
-    if alone := sorted(set(both[0].ranks) ^ set(both[1].ranks)):
+    sides = str(first), str(second)
+    runs = [side for side in sides if _is_trec_run(side)]
+    if runs and qrels is None:
+        raise ConfigError(
+            f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
+            f"give --qrels FILE"
+        )
+    grades = read_qrels(qrels) if runs and qrels is not None else None
+    both = [_ranking(side, grades, question_set) for side in sides]
+    places = _places(sides, both)
+    if alone := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
             f"{first} and {second} rank different questions: {len(alone)} stand in only one of them "
-            f"(first: {alone[0]!r}); retrieve the same question set twice"
+            f"(first: {alone[0][0]!r}); retrieve the same question set twice"
         )
-    questions = sorted(both[0].ranks)
+    keys = sorted(places[0])
     articles = both[0].articles or both[1].articles
-    groups = [articles.get(question, f"question {question}") for question in questions]
-    ranks = [np.array([one.ranks[question] for question in questions]).T for one in both]
+    groups = [articles.get(name, f"question {name} {number}") for name, number in keys]
+    ranks = [np.array([one.ranks[at[key]] for key in keys]).T for one, at in zip(both, places)]
     seeds = [len(ranks_SQ) for ranks_SQ in ranks]
     if seeds[0] != seeds[1] and 1 not in seeds:
         raise ConfigError(
@@ -132,10 +155,35 @@ def compare(
     return rows
 
 
-def _ranking(side: str, qrels: Path | None, question_set: str | None) -> Ranking:
+def _places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:
+    """The place of every question in each ranking, by its id (else its text) and how often that stood before."""
+    for names in ([one.ids for one in both], [one.texts for one in both]):
+        if all(name is not None for own in names for name in own):
+            return [_numbered_names([str(name) for name in own]) for own in names]
+    by_text, by_id = sorted(sides, key=lambda side: any(both[sides.index(side)].ids))
+    raise ConfigError(
+        f"compare: {by_text} names its questions by their texts, {by_id} by their ids, so which are the same is not "
+        f"known; retrieve one of them again with format=jsonl or format=parquet, which write both"
+    )
+
+
+def _numbered_names(names: Sequence[str]) -> dict[tuple[str, int], int]:
+    seen: Counter[str] = Counter()
+    places: dict[tuple[str, int], int] = {}
+    for place, name in enumerate(names):
+        places[name, seen[name]] = place
+        seen[name] += 1
+    return places
+
+
+def _is_trec_run(side: str) -> bool:
+    return ".parquet:" not in side and Path(side).suffix not in (".parquet", ".jsonl", ".json")
+
+
+def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Ranking:
     stem, separator, system = side.partition(".parquet:")
     if not separator:
-        return Ranking({name: [rank] for name, rank in first_ranks(Path(side), qrels).items()}, {})
+        return _file_ranking(Path(side), grades)
     path = f"{stem}.parquet"
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
@@ -155,64 +203,82 @@ def _ranking(side: str, qrels: Path | None, question_set: str | None) -> Ranking
         for name, rank in zip(part.question_ids, part.answer_ranks):
             if rank is not None:
                 ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
-    return Ranking(ranks, dict(zip(parts[0].question_ids, parts[0].articles)))
+    articles = dict(zip(parts[0].question_ids, parts[0].articles))
+    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles)
 
 
-def first_ranks(path: Path, qrels: Path | None = None) -> dict[str, float]:
-    """Rank of the first passage that counts, infinity where none does; keyed by question id, or place and text."""
+def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
+    """Judge a ranking file: by the grades of its questions' passages, else by its own marks. Questions without grades
+    are left out, and graded ones that the file lacks have no passage that counts."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
-    if path.suffix not in (".parquet", ".jsonl", ".json"):
-        flags = _trec(path, qrels)
-    elif path.suffix == ".parquet":
-        flags = _parquet(path)
-    else:
-        flags = _json(path)
-    if not flags:
+    read = _parquet if path.suffix == ".parquet" else _trec if _is_trec_run(str(path)) else _json
+    rows = list(read(path))
+    if not rows:
         raise DataError(f"ranking {path} holds no question")
-    return {key: next((float(i) for i, flag in enumerate(row, 1) if flag), np.inf) for key, row in flags.items()}
+    if grades is not None and all(row.id is not None for row in rows):
+        judged = {str(row.id): row for row in rows if row.id in grades}
+        rows = [judged.get(name, QuestionHits(name, None, [])) for name in grades]
+        flags = [[grades[str(row.id)].get(name, 0) > 0 for name, _ in row.hits] for row in rows]
+    else:
+        flags = [_marks(row, f"{path}, entry {number}") for number, row in enumerate(rows, 1)]
+    ranks = [[next((float(rank) for rank, flag in enumerate(own, 1) if flag), np.inf)] for own in flags]
+    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {})
 
 
-def _trec(path: Path, qrels: Path | None) -> dict[str, list[bool]]:
-    if qrels is None:
-        raise ConfigError(
-            f"compare: {path} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
-            f"give --qrels FILE"
-        )
-    grades = read_qrels(qrels)
-    rankings: dict[str, list[tuple[float, str]]] = {question: [] for question in grades}
+def _marks(row: QuestionHits, where: str) -> list[bool]:
+    marks = [mark for _, mark in row.hits if mark is not None]
+    if len(marks) < len(row.hits):
+        raise DataError(f"{where}: {UNKNOWN.format(row.text)}")
+    return marks
+
+
+def _trec(path: Path) -> Iterator[QuestionHits]:
+    rankings: dict[str, list[tuple[float, str]]] = {}
     for line in read_trec_run(path):
-        if line.question_id in grades:
-            rankings[line.question_id].append((-line.score, line.passage_id))
-    return {q: [grades[q].get(passage, 0) > 0 for _, passage in sorted(hits)] for q, hits in rankings.items()}
+        rankings.setdefault(line.question_id, []).append((-line.score, line.passage_id))
+    for question, hits in rankings.items():
+        yield QuestionHits(question, None, [(passage, None) for _, passage in sorted(hits)])
 
 
-def _parquet(path: Path) -> dict[str, list[bool]]:
-    table = pq.read_table(path, columns=["question_id", "rank", "has_answer"]).sort_by("rank")
-    flags: dict[str, list[bool]] = {}
-    for row in table.to_pylist():
-        flags.setdefault(row["question_id"], []).append(_flag(row, path, row["question_id"]))
-    return flags
-
-
-def _json(path: Path) -> dict[str, list[bool]]:
-    text = path.read_text(encoding="utf-8")
+def _parquet(path: Path) -> Iterator[QuestionHits]:
+    columns = ["question_id", "question", "rank", "passage_id", "has_answer"]
     try:
+        table = pq.read_table(path, columns=columns).sort_by("rank")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None
+    rows: dict[str, QuestionHits] = {}
+    for row in table.to_pylist():
+        own = rows.setdefault(row["question_id"], QuestionHits(row["question_id"], row["question"], []))
+        own.hits.append((row["passage_id"], row["has_answer"]))
+    yield from rows.values()
+
+
+def _json(path: Path) -> Iterator[QuestionHits]:
+    """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
+    try:
+        text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    flags: dict[str, list[bool]] = {}
-    for i, row in enumerate(rows):
-        hits = row.get("ctxs") or row.get("hits") if isinstance(row, dict) else None
-        if hits is None or "question" not in row:
-            raise DataError(f"{path}, entry {i + 1}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from None
+    if isinstance(rows, dict):
+        rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+        where = f"{path}, entry {number}"
+        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if _is_row(row) else None
+        if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+            raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
         if not row.get("answers"):
-            raise DataError(f"{path}, entry {i + 1}: {UNKNOWN.format(row['question'])}")
-        flags[str(row.get("id") or f"{i} {row['question']}")] = [_flag(hit, path, row["question"]) for hit in hits]
-    return flags
+            hits = [{**hit, "has_answer": None} for hit in hits]
+        marks = [(str(hit.get("docid", hit.get("id"))), _mark(hit.get("has_answer"))) for hit in hits]
+        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], marks)
 
 
-def _flag(hit: dict[str, Any], path: Path, question: str) -> bool:
-    if hit.get("has_answer") is None:
-        raise DataError(f"{path}: {UNKNOWN.format(question)}")
-    return bool(hit["has_answer"])
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("question"), str)
+
+
+def _mark(value: Any) -> bool | None:
+    return None if value is None else bool(value)

@@ -12,7 +12,7 @@ from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
 
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
 NO_SHARD = -1
-CURE = "run `mvr-ray prepare CONFIG` again"
+CORPUS_CURE = "mvr-ray prepare CONFIG"
 
 
 class VersionLine(NamedTuple):
@@ -79,12 +79,14 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:
         path = paths.corpus_version(version.corpus, version.corpus_digest)
-        return report._replace(problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})")])
+        return report._replace(
+            problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})", CORPUS_CURE)]
+        )
     parts = corpus.info.parts
     return VerifyReport(
         report.num_files + len(parts),
         report.num_bytes + sum(part.num_bytes for part in parts),
-        [*report.problems, *(Problem(NO_SHARD, path, f"{why} ({CURE})") for path, why in corpus.find_damage())],
+        [*report.problems, *(Problem(NO_SHARD, path, why, CORPUS_CURE) for path, why in corpus.find_damage())],
     )
 
 
@@ -93,14 +95,14 @@ def require_sources(store: Store, version: Manifest) -> None:
     for problem in _missing_encoder(store, version):
         raise MissingInputError(
             f"index {version.index!r} version {version.version} was not made live: {store.where(problem.path)} "
-            f"{problem.reason}"
+            f"{problem.reason}; {problem.cure}"
         )
     Corpus.open(store, version.corpus, version.corpus_digest)
 
 
 def _missing_encoder(store: Store, version: Manifest) -> list[Problem]:
     path = f"{paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)}/{paths.ENCODER_JSON}"
-    return [] if store.exists(path) else [Problem(NO_SHARD, path, "is missing (copy the encoder's folder there)")]
+    return [] if store.exists(path) else [Problem(NO_SHARD, path, "is missing", "copy the encoder's folder there")]
 
 
 def version_line(version: Manifest, live: bool) -> VersionLine:

@@ -11,18 +11,22 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
+from mvr_ray.types import Question
 
 NUM_PASSAGES = 12
 Said = Callable[..., tuple[int, str, str]]
@@ -158,6 +162,72 @@ def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, confi
     )
 
 
+WITHOUT_RAY = """
+import contextlib, io, json, sys
+from mvr_ray.cli import main
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+        main([*words, "resources.address=127.0.0.1:1"])
+    print(json.dumps(err.getvalue().rstrip().rpartition("\\n")[2]))
+"""
+
+
+def last_lines(commands: list[tuple[str, ...]]) -> list[str]:
+    """The last line on stderr of every command, in one process that is in no cluster.
+
+    Nothing listens where their cluster should be: a command that joins it before it looks for its inputs says that.
+    """
+    process = [sys.executable, "-c", WITHOUT_RAY]
+    done = subprocess.run(process, input=json.dumps(commands), capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def store_questions(folder: Path) -> Path:
+    """Sets `dev` and `gate` of one question each in the store, and a file of one."""
+    for name in ("dev", "gate"):
+        question = Question(name, f"which river of {name}?", ("lake 1",), ("p1",))
+        write_questions(only_corpus(Store(str(folder / "store"))), name, [question])
+    file = folder / "asked.txt"
+    file.write_text("which river?\n")
+    return file
+
+
+@pytest.mark.ray
+def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+    file = store_questions(tmp_path)
+    folder = encoder_folder(tmp_path / "store")
+    shutil.rmtree(folder)
+    commands = [
+        ("search", config, "which river?"),
+        ("explain", config, "which river?"),
+        ("retrieve", config, f"questions={file}", f"output={tmp_path / 'out.json'}"),
+        ("evaluate", config, "evaluate.questions=[dev]"),
+        ("mine", config, "mine.questions=dev", "mine.method=index"),
+        ("refine", config, "refine.questions=dev", "refine.gate=[gate]"),
+        ("analyze", config, "analyze.questions=dev"),
+        ("serve", config),
+    ]
+    message = f"mvr-ray: encoder snapshot '{folder.name}' not found ({folder}); of 'encoder' there are: none. "
+    assert [line.partition("Train it")[0] for line in last_lines(commands)] == [message] * len(commands)
+
+
+@pytest.mark.ray
+def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
+    store_questions(tmp_path)
+    mine = ("mine", config, "mine.questions=dev", "mine.method=index")
+    messages = {
+        ("index", config, "index.encoder=abc"): "encoder snapshot 'abc' not found ",
+        ("train", config, "train.init_from=abc"): "encoder snapshot 'abc' not found ",
+        ("search", config, "which river?", "--version", "9"): "index 'index' has no version 9 in ",
+        ("serve", config, "--version", "9"): "index 'index' has no version 9 in ",
+        (*mine, "mine.cross_encoder=abc"): "cross-encoder 'abc' is neither stored in ",
+        (*mine, "index.name=other"): "index 'other' has no version in ",
+        ("read", config, "ranking=x.json", "read.reader=abc"): "reader 'abc' is neither stored in ",
+    }
+    for line, message in zip(last_lines(list(messages)), messages.values(), strict=True):
+        assert line.startswith(f"mvr-ray: {message}")
+
+
 @pytest.mark.ray
 def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
@@ -224,9 +294,24 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, c
     status, _, message = command("versions", config, "verify")
     assert (status, message) == (
         1,
-        f"mvr-ray: 1 of 4 files damaged; first: {name} of shard 1 has another sha256 than {sha256}; repair it: "
+        f"mvr-ray: 1 problems in 4 files; first: {name} of shard 1 has another sha256 than {sha256}; next: "
         f"mvr-ray versions CONFIG repair",
     )
+
+
+@pytest.mark.ray
+def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) -> None:
+    status, out, _ = command("versions", config, "verify")
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.arrow"))
+    last = f"whole: 4 files, {num_bytes / 1000:.3g} kB, each equal to its digest"
+    assert (status, out.rstrip().rpartition("\n")[2]) == (0, last)
+    [part, *_] = (tmp_path / "store" / "corpora").rglob("part-*.arrow")
+    flip(part, -1)
+    shutil.rmtree(encoder_folder(tmp_path / "store"))
+    status, _, message = command("versions", config, "verify")
+    assert status == 1
+    assert message.startswith("mvr-ray: 2 problems in 4 files; first: encoders/encoder/")
+    assert message.endswith("/encoder.json is missing; next: copy the encoder's folder there")
 
 
 @pytest.mark.ray
@@ -306,7 +391,8 @@ def no_growth() -> Iterator[None]:
 @pytest.mark.ray
 def test_a_version_that_finds_no_room_is_not_published(command: Said, indexed_folder: Path, tmp_path: Path) -> None:
     for folder in ("indexes", "corpora", "encoders"):
-        shutil.copytree(indexed_folder / "store" / folder, tmp_path / "store" / folder)
+        weights = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(indexed_folder / "store" / folder, tmp_path / "store" / folder, ignore=weights)
     config = run_file(tmp_path)
     with full(tmp_path / "store") as reason:
         status, out, message = command("versions", config, "rollback", "1")

@@ -69,13 +69,13 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
         ("train.epoch=3", "train.epoch: unknown key; did you mean 'epochs'?"),
         (
             "train.epochs=many",
-            "train.epochs: Input should be a valid integer, unable to parse string as an integer (given: 'many')",
+            "train.epochs: 'many' is not a whole number of at least 0",
         ),
         (
             "encoder.num_views=65",
-            "encoder.num_views: Input should be less than or equal to 64 (given: 65)",
+            "encoder.num_views: 65 is not a whole number from 1 to 64",
         ),
-        ("retrieve.k=0", "retrieve.k: Input should be greater than or equal to 1 (given: 0)"),
+        ("retrieve.k=0", "retrieve.k: 0 is not a whole number of at least 1"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: str, message: str) -> None:
@@ -111,6 +111,37 @@ def test_a_search_that_cannot_be_answered_is_refused_before_any_index_is_open(
     command, run_file: str, words: tuple[str, ...], message: str
 ) -> None:
     assert command("search", run_file, *words) == (2, "", f"mvr-ray: {message}\n")
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve.max_k=1", "who?", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("serve.max_k=3", "who?", "serve.max_k=1", "-k", "2"), "k is 2; ask for 1 to 1 passages (serve.max_k)"),
+        (("what is e.g. x=y?", "-k", "0"), "k is 0; ask for 1 to 1000 passages (serve.max_k)"),
+        (
+            ("serve.max_k=1",),
+            "0 questions are given; give one, in quotes, and overrides as section.key=value before or after it",
+        ),
+        (
+            ("who", "wrote=it"),
+            "2 questions are given: 'who', 'wrote=it'; give one, in quotes, and overrides as section.key=value before "
+            "or after it",
+        ),
+    ],
+)
+def test_overrides_stand_before_or_after_the_one_question(
+    command, run_file: str, name: str, words: tuple[str, ...], message: str
+) -> None:
+    assert command(name, run_file, *words) == (2, "", f"mvr-ray: {name}: {message}\n")
+
+
+@pytest.mark.parametrize("name", ["search", "explain"])
+def test_a_wrong_override_before_a_question_is_refused_by_name(command, run_file: str, name: str) -> None:
+    message = f"{run_file}: indx: unknown key; did you mean 'index'?"
+    assert command(name, run_file, "indx.kind=flat", "who?") == (2, "", f"mvr-ray: {message}\n")
 
 
 @pytest.mark.parametrize(

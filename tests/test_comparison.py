@@ -67,6 +67,9 @@ def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
         compare(tmp_path / "none.json", wrong, [1])
     with pytest.raises(ConfigError, match="-k is 0"):
         compare(wrong, wrong, [0])
+    (tmp_path / "w.parquet").write_text("none")
+    with pytest.raises(DataError, match="is not a Parquet ranking of"):
+        compare(tmp_path / "w.parquet", wrong, [1])
     (tmp_path / "run.trec").write_text("1 Q0 2 1 0.5 tag\n")
     with pytest.raises(ConfigError, match="give --qrels FILE"):
         compare(tmp_path / "run.trec", wrong, [1])
@@ -75,14 +78,48 @@ def test_what_is_no_ranking_is_refused(tmp_path: Path) -> None:
 def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> None:
     ranks = {"a": [1, 2, None, 1], "b": [1, 1, 5, 3]}
     (tmp_path / "qrels").write_text("".join(f"q{i} 0 right 1\nq{i} 0 wrong 0\n" for i in range(4)))
-    compared = []
-    for suffix, form in ((".json", "dpr"), (".jsonl", "jsonl"), (".parquet", "parquet"), (".trec", "trec")):
-        paths = [tmp_path / f"{name}{suffix}" for name in ranks]
-        for path, found in zip(paths, ranks.values()):
-            rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(at)) for i, at in enumerate(found)]
-            write_ranking(rows, path, form)
-        compared.append(compare(*paths, [1, 5], qrels=tmp_path / "qrels"))
-    assert all(rows == compared[0] for rows in compared)
+    paths = {name: write_formats(tmp_path / name, at) for name, at in ranks.items()}
+    expected = compare(ranking(tmp_path / "a.json", ranks["a"]), ranking(tmp_path / "b.json", ranks["b"]), [1, 5])
+    for form, first in paths["a"].items():
+        for other, second in paths["b"].items():
+            if {form, other} == {"dpr", "trec"}:
+                with pytest.raises(ConfigError) as refusal:
+                    compare(first, second, [1, 5], qrels=tmp_path / "qrels")
+                texts, ids = (first, second) if form == "dpr" else (second, first)
+                assert str(refusal.value) == (
+                    f"compare: {texts} names its questions by their texts, {ids} by their ids, so which are the same "
+                    f"is not known; retrieve one of them again with format=jsonl or format=parquet, which write both"
+                )
+            else:
+                assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)
+
+
+def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) -> None:
+    rows = [RankedQuestion(Question(f"q{i}", "why?", ("a",)), hits(at)) for i, at in enumerate([1, 3])]
+    write_ranking(rows, tmp_path / "a.json", "dpr")
+    write_ranking(rows, tmp_path / "b.jsonl", "jsonl")
+    [row] = compare(tmp_path / "a.json", tmp_path / "b.jsonl", [1])
+    assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_judgements_count_for_both_sides_where_one_is_a_trec_run(tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text("q0 0 other2 1\nq1 0 right 1\n")
+    rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
+    write_ranking(rows, tmp_path / "a.trec", "trec")
+    write_ranking(rows, tmp_path / "b.jsonl", "jsonl")
+    [row] = compare(tmp_path / "a.trec", tmp_path / "b.jsonl", [1], qrels=tmp_path / "qrels")
+    assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}
+
+
+def write_formats(path: Path, ranks: list[int | None]) -> dict[str, Path]:
+    """The ranking in every format."""
+    rows = [RankedQuestion(Question(f"q{i}", f"q{i}", ("a",)), hits(at)) for i, at in enumerate(ranks)]
+    for form, suffix in FORMATS.items():
+        write_ranking(rows, path.with_suffix(suffix), form)
+    return {form: path.with_suffix(suffix) for form, suffix in FORMATS.items()}
 
 
 def hits(at: int | None) -> list[RankedPassage]:

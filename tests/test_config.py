@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from mvr_ray.config import RunConfig, load_run, resolve_model, resolve_path
+from mvr_ray.config import RunConfig, SourceConfig, load_run, parse_run, resolve_model, resolve_path
 from mvr_ray.errors import ConfigError
 
 
@@ -91,15 +92,80 @@ def test_an_unknown_key_in_a_list_is_refused_with_the_nearest_one(run_file) -> N
     assert said == "run.yaml: prepare.sources.0.formt: unknown key; did you mean 'format'?"
 
 
-def test_a_wrong_type_is_refused_with_what_was_given(run_file) -> None:
-    said = refusal(run_file("train: {epochs: many}"))
-    assert said.startswith("run.yaml: train.epochs: Input should be a valid integer")
-    assert said.endswith("(given: 'many')")
+NAME = "a name (at most 100 letters, digits, '.', '_' and '-', the first a letter or a digit)"
+SOURCE = "a path, or a mapping with path and, as needed, format and others"
 
 
-def test_a_value_out_of_range_is_refused_with_the_limit(run_file) -> None:
-    said = refusal(run_file(""), "encoder.num_views=65")
-    assert said == "run.yaml: encoder.num_views: Input should be less than or equal to 64 (given: 65)"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {epochs: many}", "train.epochs: 'many' is not a whole number of at least 0"),
+        ("train: {lr: 0}", "train.lr: 0 is not a number above 0"),
+        ("encoder: {num_views: 65}", "encoder.num_views: 65 is not a whole number from 1 to 64"),
+        ("encoder: {tied: maybe}", "encoder.tied: 'maybe' is not true or false"),
+        ("index: {kind: null}", "index.kind: null is not one of flat, faiss, hnsw"),
+        ("index: {name: a/b}", f"index.name: 'a/b' is not {NAME}"),
+        ("index: {prune_views: 3}", "index.prune_views: 3 is not a number from 0 to 2 or null"),
+        ("refine: {gate: dev}", f"refine.gate: 'dev' is not a list, each entry {NAME}"),
+        ("evaluate: {k: [1, x]}", "evaluate.k.1: 'x' is not a whole number of at least 1"),
+        (
+            "refine: {feedback_weight: [0.7, 2]}",
+            "refine.feedback_weight: [0.7, 2] is not a number above 0, at most 1 or a list of at least 1, each entry a "
+            "number above 0, at most 1",
+        ),
+        ("store: 3", "store: 3 is not a mapping; known keys: path"),
+        ("prepare: {sources: p.csv}", f"prepare.sources: 'p.csv' is not a list, each entry {SOURCE}"),
+        ("prepare: {sources: [3]}", f"prepare.sources.0: 3 is not {SOURCE}"),
+        ("prepare: {sources: [{}]}", "prepare.sources.0.path: missing; it must be a text"),
+        (
+            "1: 2",
+            "1: unknown key; known keys: analyze, encoder, evaluate, index, mine, prepare, read, refine, resources, "
+            "retrieve, serve, store, train",
+        ),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_with_key_value_and_what_is(run_file, text: str, message: str) -> None:
+    assert refusal(run_file(text)) == f"run.yaml: {message}"
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 1e300, "-", "a" * 101, [], [None], {}, {"a": 1}], ids=repr)
+def test_no_refusal_of_any_key_has_the_words_of_pydantic(value: object) -> None:
+    for section, keys in RunConfig().model_dump().items():
+        for key in keys:
+            data = {section: {key: value}}
+            try:
+                RunConfig.model_validate(data)
+            except ValidationError as error:
+                with pytest.raises(ConfigError) as refused:
+                    parse_run(data, "run.yaml")
+                assert str(refused.value).startswith(f"run.yaml: {section}.{key}")
+                assert not [problem for problem in error.errors() if problem["msg"] in str(refused.value)]
+            else:
+                parse_run(data, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: 3", "run.yaml: base: 3 is not a text; give the path of another run file"),
+        ("? [a]\n: b", "run.yaml: the key in line 1 is [], not a text; write key: value"),
+        ("train: {lr: 2001-13-99}", "run.yaml is not valid YAML: month must be in 1..12"),
+        ("train: [", "run.yaml is not valid YAML: while parsing a flow node"),
+        ("- a", "run.yaml: a run file holds sections (store:, prepare:, ...), this one holds list"),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_refused(run_file, text: str, message: str) -> None:
+    assert refusal(run_file(text)).partition("\n")[0] == message
+
+
+def test_a_run_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"store: {path: \xff}")
+    assert "is not valid YAML: 'utf-8' codec can't decode byte 0xff" in refusal(str(tmp_path / "run.yaml"))
+
+
+def test_a_source_may_be_a_bare_path(run_file) -> None:
+    run = load_run(run_file("prepare: {sources: [a.jsonl, {path: b, format: squad}]}"))
+    assert run.prepare.sources == [SourceConfig(path="a.jsonl"), SourceConfig(path="b", format="squad")]
 
 
 def test_every_problem_of_a_file_is_told_at_once(run_file) -> None:

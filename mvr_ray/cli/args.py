@@ -1,6 +1,7 @@
-"""Reads arguments of commands: `NAME=VALUE` as overrides of the run file or the command's own, and JSON objects."""
+"""Separates the words of a command into overrides of the run file and the command's own, and reads JSON objects."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,27 @@ def named_arguments(
 def section_overrides(words: list[str] | None) -> list[str]:
     """The words that lay a value over the run file."""
     return [word for word in words or () if "." in word.partition("=")[0]]
+
+
+def one_question(command: str, words: list[str], *, show_only: bool) -> str:
+    """The one word that is no override. `show_only` requires none."""
+    questions = [word for word in words if not _is_override(word)]
+    if len(questions) != 1 and not (show_only and not questions):
+        texts = f": {', '.join(map(repr, questions))}" if questions else ""
+        raise ConfigError(
+            f"{command}: {len(questions)} questions are given{texts}; give one, in quotes, and overrides as "
+            f"section.key=value before or after it"
+        )
+    return questions[0] if questions else ""
+
+
+def question_overrides(words: list[str]) -> list[str]:
+    """The words that lay a value over the run file, beside a question, which may hold any character."""
+    return [word for word in words if _is_override(word)]
+
+
+def _is_override(word: str) -> bool:
+    return re.match(r"\w+\.[\w.]*=", word) is not None
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from mvr_ray import __version__
-from mvr_ray.cli.args import json_object, named_arguments, section_overrides
+from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
 from mvr_ray.cli.progress import Reporter
 from mvr_ray.cli.tables import (
     exactness,
@@ -27,6 +27,7 @@ from mvr_ray.cli.tables import (
     print_result,
     report_tables,
     results_only,
+    size,
     table,
     write,
 )
@@ -50,6 +51,10 @@ app = typer.Typer(
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The run file, such as configs/squad.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Laid over the run file; values are YAML.")
+]
+QuestionWords = Annotated[
+    list[str],
+    typer.Argument(metavar="QUESTION [SECTION.KEY=VALUE]...", help="One question, in quotes, and overrides around it."),
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -188,6 +193,21 @@ def update(
 
 @app.command()
 @exit_on_error
+def compact(
+    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+) -> None:
+    """Write the live version's shards whole that have changes of updates or refinement beside them."""
+
+    def work(run: RunConfig, progress: Progress) -> Any:
+        from mvr_ray.distributed import compact as stage
+
+        return stage.compact(run, progress)
+
+    run_stage("compact", load_run(config, overrides or []), work, print_config=print_config, as_json=as_json)
+
+
+@app.command()
+@exit_on_error
 def reshard(
     config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
 ) -> None:
@@ -244,8 +264,7 @@ def study(
 @exit_on_error
 def search(
     config: Config,
-    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
-    overrides: Overrides = None,
+    words: QuestionWords,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
     version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
     filter: Annotated[
@@ -256,7 +275,8 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, and the snippet that matched."""
-    run = load_run(config, overrides or ())
+    run = load_run(config, question_overrides(words))
+    question = one_question("search", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
         return
@@ -280,8 +300,7 @@ def search(
 @exit_on_error
 def explain(
     config: Config,
-    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
-    overrides: Overrides = None,
+    words: QuestionWords,
     more: Annotated[
         list[str] | None, typer.Option("--question", help="A further question; may be given again.")
     ] = None,
@@ -293,7 +312,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage: which one answers each question, and the snippet that it stands for."""
-    run = load_run(config, overrides or ())
+    run = load_run(config, question_overrides(words))
+    question = one_question("explain", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
         return
@@ -355,6 +375,8 @@ def versions(
             print_result(output)
     if action in ("verify", "repair"):
         result.require()
+    if action == "verify" and not as_json:
+        print_result(f"whole: {result.num_files:,} files, {size(result.num_bytes)}, each equal to its digest")
 
 
 @app.command()

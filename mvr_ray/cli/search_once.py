@@ -15,6 +15,8 @@ from mvr_ray.explanation import Explanation, page
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.files import Store
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.router import Router
@@ -59,8 +61,11 @@ def _refusals_as_errors(command: str) -> Iterator[None]:
 
 @contextmanager
 def _router(run: RunConfig, version: int | None) -> "Iterator[Router]":
+    from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import open_router
 
+    store = Store(run.store.path)
+    require_encoder(store, manifests.read(store, run.index.name, version))
     alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))
     with open_router(run, version, local=alone) as router:
         yield router

@@ -1,11 +1,24 @@
 """Defines what every section of a YAML file shares: a frozen pydantic model that refuses unknown keys."""
 
 import difflib
-from typing import Annotated, Any, get_args, get_origin
+import json
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+ALLOWED = "allowed"
+"""Key of a JSON schema under which a type says in words what it allows."""
+
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        json_schema_extra={
+            ALLOWED: "a name (at most 100 letters, digits, '.', '_' and '-', the first a letter or a digit)"
+        },
+    ),
+]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -15,31 +28,74 @@ class Section(BaseModel):
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """Describe what is wrong with a file, key by key, with the nearest known key beside an unknown one."""
-    lines = []
+    """Describe what is wrong with a file: each key with its value and what is allowed, or the nearest known key."""
+    whole = model.model_json_schema()
+    lines: dict[str, str] = {}
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            names = _known_keys(model, problem["loc"][:-1])
-            close = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1)
+        schema, loc = _schema_at(whole, problem["loc"])
+        place = ".".join(map(str, loc))
+        if problem["type"] in ("extra_forbidden", "invalid_key"):
+            key, names = str(problem["loc"][len(loc)]), sorted(schema.get("properties", ()))
+            close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-            lines.append(f"{place}: unknown key; {hint}")
+            lines.setdefault(f"{place}.{key}".lstrip("."), f"unknown key; {hint}")
+        elif problem["type"] == "missing":
+            lines.setdefault(place, f"missing; it must be {_in_words(schema, whole)}")
+        elif problem["type"] == "value_error":
+            lines.setdefault(place, str(problem["ctx"]["error"]))
         else:
-            lines.append(f"{place}: {problem['msg']} (given: {problem['input']!r})")
-    return f"{where}: " + "; ".join(lines)
+            lines.setdefault(place, f"{_value_text(problem['input'])} is not {_in_words(schema, whole)}")
+    return f"{where}: " + "; ".join(f"{place}: {line}" for place, line in lines.items())
 
 
-def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    at: Any = model
-    for part in loc:
-        if isinstance(part, str) and part in at.model_fields:
-            at = _innermost(at.model_fields[part].annotation)
-    return sorted(at.model_fields)
+def _schema_at(whole: dict[str, Any], loc: tuple[int | str, ...]) -> tuple[dict[str, Any], tuple[int | str, ...]]:
+    """The JSON schema of a place, and the place up to there: pydantic's names for branches of a union are left out."""
+    schema = whole
+    for depth, part in enumerate(loc):
+        if "items" in schema and isinstance(part, int):
+            below = schema["items"]
+        else:
+            below = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
+        if not isinstance(below, dict):
+            return schema, loc[:depth]
+        schema = _resolve(below, whole)
+    return schema, loc
 
 
-def _innermost(annotation: Any) -> Any:
-    """The model in list[Model], dict[str, Model] or Annotated[Model, ...]."""
-    while get_args(annotation):
-        inner = get_args(annotation)
-        annotation = inner[0] if get_origin(annotation) is Annotated else inner[-1]
-    return annotation
+def _resolve(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    reference = schema.get("$ref")
+    return whole["$defs"][reference.rpartition("/")[2]] if reference else schema
+
+
+def _in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    schema = _resolve(schema, whole)
+    if ALLOWED in schema:
+        return schema[ALLOWED]
+    if "anyOf" in schema:
+        return " or ".join(_in_words(branch, whole) for branch in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    match schema.get("type"):
+        case "integer" | "number" as kind:
+            return f"{'a whole number' if kind == 'integer' else 'a number'}{_limits(schema)}"
+        case "array":
+            least = f" of at least {schema['minItems']}" if "minItems" in schema else ""
+            return f"a list{least}, each entry {_in_words(schema.get('items', {}), whole)}"
+        case "object" if "properties" in schema:
+            return f"a mapping; known keys: {', '.join(sorted(schema['properties']))}"
+        case "object":
+            return "a mapping"
+        case kind:
+            return {"string": "a text", "boolean": "true or false", "null": "null"}.get(str(kind), "a value")
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    if low is not None:
+        return f" of at least {low}" if high is None else f" from {low} to {high}"
+    return (f" above {above}" if above is not None else "") + (f", at most {high}" if high is not None else "")
+
+
+def _value_text(value: Any) -> str:
+    return f"{value!r:.80}" if isinstance(value, str) else f"{json.dumps(value, ensure_ascii=False, default=str):.80}"

@@ -22,6 +22,8 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         line = key_node.start_mark.line + 1
+        if not isinstance(key, str | int | float | bool | None):
+            raise ConfigError(f"the key in line {line} is {key!r:.60}, not a text; write key: value")
         if key in lines:
             raise ConfigError(f"key {key!r} stands twice, in lines {lines[key]} and {line}; keep one")
         lines[key] = line
@@ -38,7 +40,13 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    """The data of a YAML text. Raises yaml.YAMLError for what is none, ConfigError for a key that cannot be used."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:  # of yaml's constructors: a date of month 13
+        raise yaml.YAMLError(str(error)) from None
 
 
 def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -53,8 +61,10 @@ def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
     try:
         data = parse_yaml(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(data, dict):
@@ -62,6 +72,8 @@ def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
         )
     base = data.pop("base", None)
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")
     return _merge(read(path.parent / base, (*based_on_it, path)), data) if base else data
 
 

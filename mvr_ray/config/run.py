@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mvr_ray.config import loader
-from mvr_ray.config.base import Count, Fraction, Name, Section, explain
+from mvr_ray.config.base import ALLOWED, Count, Fraction, Name, Section, explain
 from mvr_ray.config.train import MineConfig, TrainConfig
 from mvr_ray.errors import ConfigError
 
@@ -28,6 +28,12 @@ class StoreConfig(Section):
 
 
 class SourceConfig(Section):
+    """A file or folder of passages and questions. A bare path stands for a source with nothing else set."""
+
+    model_config = ConfigDict(
+        json_schema_extra={ALLOWED: "a path, or a mapping with path and, as needed, format and others"}
+    )
+
     path: str
     """File or folder; `package:NAME/path` names a file inside an installed Python package."""
     format: Literal[
@@ -37,13 +43,16 @@ class SourceConfig(Section):
         "dpr_json",
         "dpr_jsonl",
         "qas_csv",
+        "csv",
         "beir",
         "jsonl",
         "parquet",
         "nq_open",
         "summaries",
+        "mediawiki",
     ] = "auto"
-    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions."""
+    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions.
+    `mediawiki` is an XML dump of a wiki; its articles are long: set `chunk_words`."""
     passages: bool = True
     """Take this source's passages into the corpus."""
     questions: Name | None = None
@@ -55,6 +64,11 @@ class SourceConfig(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
     those whose first positive was taken."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class SplitConfig(Section):
@@ -185,6 +199,12 @@ class IndexConfig(Section):
     """Passages of a chunk: what is batched together, and encoded again after a crash."""
     recall_sample: Annotated[int, Field(ge=0)] = 100
     """Passage views used as queries to measure recall against exact search."""
+    keep_refinement: bool = True
+    """Whether the version that follows a refined one keeps what was learned of passages that did not change, such as
+    feedback views. false: every view is as the encoder made it."""
+    compact_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """A shard whose changes since its first file are more than this share of it is written whole; else they lie beside
+    that file."""
     keep_versions: Count = 5
     grace_s: Annotated[float, Field(ge=0)] = 3600
 

@@ -1,19 +1,22 @@
 """Build an index version from a corpus and an encoder, and publish it.
 
-    carry over -> encode -> one build task a shard (join what was carried over and its chunks, build its index, name it
-    by content) -> measure -> publish
+    carry over -> encode -> one build task a shard (lay its changes over an earlier shard, or join what was carried over
+    and its chunks; build its index, name it by content) -> measure -> publish
 
 A shard that is built is noted in the staging folder. One that an earlier version has, of the same passages and by the
 same settings, is taken from there, and so are the embeddings of single passages (`carry_over`); so the same command
-continues after any crash and does nothing twice. Passages read, embedded, indexed
-and in the manifest are counted against each other before anything is published.
+continues after any crash and does nothing twice. Passages read, embedded, indexed and in the manifest are counted
+against each other before anything is published.
+
+Over a version that refinement has changed, `index.keep_refinement` keeps what was learned of the passages that did not
+change; what was learned of the others is dropped and counted. The operation is then `index:refined`.
 """
 
 import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +27,7 @@ from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
-from mvr_ray.distributed.carry_over import carry_over
+from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
@@ -44,9 +47,10 @@ from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import changed_blocks, open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
-from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.files import Store, same_file
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 __all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
@@ -70,8 +74,8 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     """
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
-    task, draft = _resolve(store, run, corpus)
-    plan = _plan_shards(store, draft, task.key, corpus)
+    task, draft, before = _resolve(store, run, corpus)
+    plan = _plan_shards(store, draft, task.key, corpus, before)
     if len(plan.kept) == corpus.num_shards and (live := _same_live_version(store, draft, plan.kept)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
@@ -81,23 +85,26 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
         shards = _build(task, draft, corpus, plan.kept, run.index, progress)
-    return _publish(store, corpus, _complete_draft(draft, shards), task, progress)
+    counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(plan.kept))
+    counts["carried_over"] += sum(entry.num_passages for entry in plan.kept.values())
+    return _publish(store, corpus, _complete_draft(draft, shards, counts), task, progress)
 
 
-def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest]:
-    """What encodes the corpus, and the manifest to be, without shards.
+def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
+    """What encodes the corpus, the manifest to be, without shards, and the version of which learned views stay.
 
     `config_digest` covers everything that decides the bytes of a shard, but its passages.
     """
     encoder = resolve_encoder(run, corpus)
     params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, encoder.dimension)
-    task = encode_task(run, corpus, encoder)
+    before = _open_refined(store, run, encoder.fingerprint)
+    task = encode_task(run, corpus, encoder, before)
     encoding = [task.fingerprint, task.dtype, task.tokens_per_batch, task.sort_window]
     decides = [encoding, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
     draft = Manifest(
         index=run.index.name,
-        operation="index",
+        operation="index:refined" if before else "index",
         encoder_name=encoder.name,
         encoder_fingerprint=encoder.fingerprint,
         similarity=encoder.similarity,
@@ -109,14 +116,31 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
         index_params=dataclasses.asdict(params),
         shards=(),
         parent=manifests.latest_version(store, run.index.name),
+        refined_queries=before.refined_queries if before else {},
         config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
     )
-    return task, draft
+    return task, draft, before
 
 
-def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus) -> ShardPlan:
+def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | None:
+    """The live version, where refinement has changed views of the same encoder and they are to stay.
+
+    Views that `index.prune_views` left out cannot be told from views that refinement changed: such a version is built
+    as its encoder makes it.
+    """
+    live = manifests.latest_version(store, run.index.name)
+    if not run.index.keep_refinement or not live:
+        return None
+    numbers = manifests.list_versions(store, run.index.name)
+    versions = {number: manifests.read(store, run.index.name, number) for number in numbers}
+    version = versions[live]
+    same = (version.encoder_fingerprint, version.dtype) == (fingerprint, run.index.dtype)
+    return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
+
+
+def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus, before: Manifest | None) -> ShardPlan:
     num_shards = corpus.num_shards
-    kept = _kept_shards(store, draft, corpus)
+    kept = _kept_shards(store, draft, corpus, before)
     others = [shard for shard in range(num_shards) if shard not in kept]
     built = [shard for shard in others if _read_own_note(store, draft, key, shard)]
     return ShardPlan(kept, built, [shard for shard in others if shard not in built])
@@ -137,8 +161,8 @@ def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
     for entry in manifest.shards:
         expected = corpus.info.parts[entry.shard].num_passages
         if entry.num_passages != expected:
-            folder = manifests.open_shard(corpus.store, manifest.index, entry)
-            _require_ids(corpus.part(entry.shard).ids(), EmbeddingShard.open(folder / paths.EMBEDDINGS).ids(), entry)
+            embedded = open_embeddings(manifests.open_shard(corpus.store, manifest.index, entry), entry.files)
+            _require_ids(corpus.part(entry.shard).ids(), embedded.ids(), entry)
     if manifest.num_passages != corpus.num_passages:
         raise RowsLostError(
             f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {manifest.num_passages}; "
@@ -156,13 +180,13 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> 
         )
 
 
-def _kept_shards(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, ShardEntry]:
+def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None) -> dict[int, ShardEntry]:
     """Shards that earlier versions built by the same encoder and settings from the same passages, as far as they are
-    whole; the newest first."""
+    whole; the newest first. Where learned views are to stay, the shards of their version alone."""
     kept: dict[int, ShardEntry] = {}
-    for number in reversed(manifests.list_versions(store, draft.index)):
+    for number in [before.version] if before else reversed(manifests.list_versions(store, draft.index)):
         earlier = manifests.read(store, draft.index, number)
-        if earlier.operation != "index" or earlier.config_digest != draft.config_digest:
+        if (not before and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
@@ -176,6 +200,8 @@ def _kept_shards(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, Sha
 
 def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     """The parts of the corpus that hold what the shards of an earlier version were made from."""
+    if len(earlier.shards) != corpus.num_shards:
+        return set()
     if earlier.corpus_digest == corpus.digest:
         return set(range(corpus.num_shards))
     try:
@@ -183,7 +209,7 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     except (MissingInputError, StorageError):
         return set()
     now = corpus.info.parts
-    return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].sha256 == before[shard].sha256}
+    return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].digest == before[shard].digest}
 
 
 def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
@@ -191,7 +217,8 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
     if not draft.parent:
         return None
     live = manifests.read(store, draft.index)
-    same = live.shards == tuple(reusable[shard] for shard in sorted(reusable)) and not live.refined_queries
+    same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
+    same = same and live.refined_queries == draft.refined_queries
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 
@@ -211,9 +238,7 @@ def _build(
     """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
     remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
     shards = range(corpus.num_shards)
-    tasks = [
-        remote.remote(task, draft, shard, reusable.get(shard), cfg.recall_sample, cfg.prune_views) for shard in shards
-    ]
+    tasks = [remote.remote(task, draft, shard, reusable.get(shard), cfg) for shard in shards]
     built: list[BuiltShard] = []
     for shard in task_results(tasks, "building the index"):
         built.append(shard)
@@ -222,23 +247,18 @@ def _build(
 
 
 def build_one(
-    task: EncodeTask,
-    draft: Manifest,
-    shard: int,
-    reusable: ShardEntry | None,
-    sample: int,
-    max_distance: float | None = None,
+    task: EncodeTask, draft: Manifest, shard: int, reusable: ShardEntry | None, cfg: IndexConfig
 ) -> BuiltShard:
-    """One shard from its staged chunks, or as it is kept or noted already; measured either way."""
+    """One shard from what was staged of it, or as it is kept or noted already; measured either way."""
     store = Store(task.store)
     if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
         return built
     entry = reusable
     if entry is None:
         with shard_folder(store) as folder:
-            _concatenate(store, task, shard, folder, max_distance)
-            entry = build_shard(store, draft, shard, folder)
-    recall = shard_recall(store, draft, entry, sample)
+            known_files = _write_embeddings(store, task, shard, folder, cfg)
+            entry = build_shard(store, draft, shard, folder, known_files)
+    recall = shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
@@ -252,15 +272,39 @@ def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> Built
     return read_note(store, draft.index, _note_path(draft, key, shard))
 
 
-def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, max_distance: float | None) -> None:
-    """Write one shard's embeddings from its chunks, each checked against the ids that the corpus has there.
+def _write_embeddings(
+    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig
+) -> dict[str, FileEntry]:
+    """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
-    With a bound, views that their siblings can stand in for are left out, and a file says what that came to.
+    Each passage is checked against the ids that the corpus has there. Returns files whose digests are known. With
+    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to.
     """
+    corpus, plan = Corpus.open(store, task.corpus, task.corpus_digest), task.plan(store, shard)
+    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
+    if plan.base is None:
+        _write_blocks(task, new_blocks, folder, cfg.prune_views)
+    else:
+        base_files = plan.base.entry.files
+        base = open_embeddings(manifests.open_shard(store, plan.base.index, plan.base.entry), base_files)
+        upserts = views_by_id(new_blocks)
+        if cfg.prune_views is not None:
+            _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
+        elif not upserts and not plan.deleted_ids:
+            known_files = {name: base_files[name] for name in (paths.EMBEDDINGS, paths.CHANGES) if name in base_files}
+            for name in known_files:
+                same_file(base.path.with_name(name), folder / name)
+        elif write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
+            known_files = {paths.EMBEDDINGS: base_files[paths.EMBEDDINGS]}
+        embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
+        _require_ids(corpus.part(shard).ids(), embedded.ids(), f"shard {shard}")
+    return known_files
+
+
+def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Path, max_distance: float | None) -> None:
     dropped, worst = 0, 0.0
-    corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
-        for block in _embedded_blocks(store, task, corpus, shard):
+        for block in blocks:
             if max_distance is not None:
                 block, own_dropped, own_worst = prune_block(block, max_distance)
                 dropped, worst = dropped + own_dropped, max(worst, own_worst)
@@ -270,7 +314,7 @@ def _concatenate(store: Store, task: EncodeTask, shard: int, folder: Path, max_d
 
 
 def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    """What was encoded of a shard, and what was carried over, in order of id."""
+    """What was encoded of a shard, and what was carried over from others, in order of id."""
     chunks = _encoded_chunks(store, task, corpus, shard)
     if not store.exists(task.carried_path(shard)):
         yield from chunks
@@ -281,13 +325,14 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
         for number, block in enumerate(blocks)
         for row, passage_id in enumerate(block.ids)
     )
-    _require_ids(corpus.part(shard).ids(), [place.passage_id for place in places], f"shard {shard}")
+    if task.plan(store, shard).base is None:
+        _require_ids(corpus.part(shard).ids(), [place.passage_id for place in places], f"shard {shard}")
     for start in range(0, len(places), BATCH_PASSAGES):
         yield gather_rows(blocks, places[start : start + BATCH_PASSAGES])
 
 
 def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    ids, rows = corpus.part(shard).ids(), task.rows_to_encode(store, shard)
+    ids, rows = corpus.part(shard).ids(), task.plan(store, shard).rows
     ids = ids if rows is None else [ids[row] for row in rows]
     for chunk in chunks_of(task, corpus, shard):
         staged = _open_staged(store, task.chunk_path(chunk))
@@ -302,14 +347,18 @@ def _open_staged(store: Store, path: str) -> EmbeddingShard:
     return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
 
 
-def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
-    """The draft with its shards and what was measured on them, averaged over passages."""
+def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
+    """The draft with its shards, how many passages were encoded for it and how many not, and what was measured on the
+    shards, averaged over passages."""
     measured = {
         "recall": mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards]),
         "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
         "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
     }
-    metrics = {name: value for name, value in measured.items() if value is not None}
+    metrics: dict[str, int | float] = {name: value for name, value in measured.items() if value is not None}
+    metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
+    if draft.operation == "index:refined":
+        metrics |= {"unlearned": counts["unlearned"]}
     if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
         metrics |= {"pruned_views": float(sum(shard.dropped for shard in shards))}
         metrics |= {"pruned_bound": max(shard.worst for shard in shards)}

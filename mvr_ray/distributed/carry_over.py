@@ -2,29 +2,33 @@
 
 A passage's embedding depends on its title, its text and the encoder. Where a version that still stands was made by the
 same encoder, in whatever index of the store, a passage of the same id and the same content has its embedding there. A
-task a shard looks for the passages of its part, newest version first, and leaves in the staging folder the embeddings
-that it found, and the rows that are to be encoded: a try that continues finds the same division.
+task a shard compares its part with the parts of earlier versions, newest first, and leaves a plan in the staging
+folder: a try that continues finds the same plan.
 
-Only views as encoded are taken: from versions that `index` built, with all their views, and from what was resharded or
-rolled back to without a change of a view.
+    base            an earlier shard of the same division, whose file stays as it is; changes will lie beside it
+    carried over    embeddings from other shards: of other indexes, or of a version over another number of shards
+    rows            what no version has: these are encoded
+
+Views as encoded are taken from versions that `index` built, with all their views, and from what was resharded or rolled
+back to without a change of a view. Where refinement has changed the live version and `index.keep_refinement` is set,
+its own views come first.
 """
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
-from mvr_ray.distributed.encode import EncodeTask, staged_shards
+from mvr_ray.distributed.encode import BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.distributed.shards import BUILD_CPUS
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusPart, difference, shard_of
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingWriter, gather_rows
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, Views, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
@@ -33,20 +37,20 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedCorpus(NamedTuple):
-    """A corpus, and the shards of an index that hold its views as encoded."""
+    """A corpus, and the shards of an index that hold its views; `is_refined` where refinement has changed some."""
 
     index: str
     corpus: str
     corpus_digest: str
     shards: tuple[ShardEntry, ...]
+    is_refined: bool = False
 
 
-def carry_over(
-    task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress
-) -> tuple[int, int]:
-    """Take what can be taken for these shards. Returns how many passages that is, and how many are to be encoded.
+def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
+    """Plan these shards: what can be taken from where, and what is to be encoded. Ray must be connected.
 
-    Shards of which a chunk or a division is staged already stay as they are. Ray must be connected.
+    Shards of which a chunk or a plan is staged already stay as they are. Raises StorageError where the views that
+    refinement changed are to stay, and are damaged.
     """
     store = Store(task.store)
     begun = staged_shards(task)
@@ -54,53 +58,64 @@ def carry_over(
     remote: Any = ray.remote(carry_shard).options(num_cpus=BUILD_CPUS)
     open_shards = [shard for shard in shards if shard not in begun] if sources else []
     tasks = [remote.remote(task, shard, sources) for shard in open_shards]
-    total = sum(corpus.info.parts[shard].num_passages for shard in shards)
     for done, _ in enumerate(task_results(tasks, "looking for embeddings of earlier versions"), 1):
         progress("look for embeddings of earlier versions, shards", done, len(open_shards))
-    rows = [task.rows_to_encode(store, shard) for shard in shards]
-    missing = sum(
-        corpus.info.parts[shard].num_passages if own is None else len(own) for shard, own in zip(shards, rows)
-    )
-    log.info("carried over: index=%s passages=%d to_encode=%d", task.index, total - missing, missing)
-    if total > missing:
-        progress("carried over from earlier versions, passages", total - missing, total)
-    return total - missing, missing
+    counts = count_passages(task, corpus, shards)
+    total = counts["encoded"] + counts["carried_over"]
+    log.info("carried over: index=%s passages=%d to_encode=%d", task.index, counts["carried_over"], counts["encoded"])
+    if counts["carried_over"]:
+        progress("carried over from earlier versions, passages", counts["carried_over"], total)
+
+
+def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> dict[str, int]:
+    """Count the passages of planned shards by what was done for them; `encoded` and `carried_over` are all of them."""
+    counts = {"encoded": 0, "carried_over": 0, "deleted": 0, "unlearned": 0}
+    for shard in shards:
+        plan, total = task.plan(corpus.store, shard), corpus.info.parts[shard].num_passages
+        num_encoded = total if plan.rows is None else len(plan.rows)
+        counts["encoded"] += num_encoded
+        counts["carried_over"] += total - num_encoded
+        counts["deleted"] += plan.num_deleted
+        counts["unlearned"] += plan.num_unlearned
+    return counts
 
 
 def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
-    """The corpora that versions of the store embedded with the task's encoder; of the task's own index first, and there
-    the newest first."""
+    """The corpora that versions of the store embedded with the task's encoder; first the version whose refined views
+    stay, then those of the task's own index, and there the newest first."""
     indexes = sorted(store.list(paths.indexes_dir()), key=lambda name: name != task.index)
     found: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
     for index in indexes:
         versions = {number: manifests.read(store, index, number) for number in manifests.list_versions(store, index)}
         for version in reversed(versions.values()):
             same = (version.encoder_fingerprint, version.dtype) == (task.fingerprint, task.dtype)
-            if same and _as_encoded(version, versions):
+            is_refined = index == task.index and version.version == task.refined_version
+            if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
-                found.setdefault(
-                    key, EmbeddedCorpus(index, version.corpus, version.corpus_digest, tuple(version.shards))
-                )
-    return list(found.values())
+                own = EmbeddedCorpus(index, version.corpus, version.corpus_digest, tuple(version.shards), is_refined)
+                found.setdefault(key, own)
+    return sorted(found.values(), key=lambda source: not source.is_refined)
 
 
-def _as_encoded(version: Manifest, versions: dict[int, Manifest]) -> bool:
+def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
     """Whether a version holds all views as its encoder made them. `versions` are those of the index that stand."""
     if "pruned_views" in version.metrics:
         return False
-    if version.operation == "reshard":
-        return version.parent in versions and _as_encoded(versions[version.parent], versions)
+    if version.operation in ("reshard", "compact"):
+        return version.parent in versions and is_as_encoded(versions[version.parent], versions)
     if version.operation == "rollback":
         earlier = (one for one in versions.values() if one.version < version.version and one.shards == version.shards)
-        return any(_as_encoded(one, versions) for one in earlier)
+        return any(is_as_encoded(one, versions) for one in earlier)
     return version.operation == "index"
 
 
 def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus]) -> None:
-    """Stage the embeddings of one shard's passages that any source has, and then the rows that none has."""
+    """Stage the embeddings of one shard's passages that other shards have, and then the plan."""
     store = Store(task.store)
-    part = Corpus.open(store, task.corpus, task.corpus_digest).part(shard)
-    remaining = {passage.id: passage for passage in part.passages()}
+    corpus = Corpus.open(store, task.corpus, task.corpus_digest)
+    part = corpus.part(shard)
+    plan = _plan_over_base(store, corpus, shard, sources) or EncodePlan()
+    remaining = {passage.id: passage for passage in _passages(part, plan.rows)}
     blocks: list[EmbeddingBlock] = []
     places: list[BlockRow] = []
     for source in sources:
@@ -119,8 +134,76 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
                 for start in range(0, len(places), BATCH_PASSAGES):
                     writer.write(gather_rows(blocks, places[start : start + BATCH_PASSAGES]))
             store.put_file(file, task.carried_path(shard))
-    rows = None if not places else [row for row, name in enumerate(part.ids()) if name in remaining]
-    store.write_bytes(task.rows_path(shard), json.dumps(rows).encode())
+        plan = plan._replace(rows=[row for row, name in enumerate(part.ids()) if name in remaining])
+    store.write_bytes(task.plan_path(shard), plan.to_json())
+
+
+def _passages(part: CorpusPart, rows: Sequence[int] | None) -> Iterator[Passage]:
+    if rows is None:
+        yield from part.passages()
+    else:
+        yield from (part.passages(row, row + 1)[0] for row in rows)
+
+
+def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus]) -> EncodePlan | None:
+    """The plan over the first source of the same division, with all changed passages to encode; None without one."""
+    for source in sources:
+        if len(source.shards) != corpus.num_shards:
+            if source.is_refined:
+                return None
+            continue
+        try:
+            before = Corpus.open(store, source.corpus, source.corpus_digest)
+            base = _open(store, source, shard)
+            same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
+            changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
+        except (MissingInputError, StorageError) as error:
+            _pass_over(source, error)
+            continue
+        replaced = [passage.id for passage in _passages(corpus.part(shard), changed_rows)]
+        num_unlearned = 0
+        if source.is_refined:
+            as_encoded = next(
+                (one for one in sources if len(one.shards) == corpus.num_shards and not one.is_refined), None
+            )
+            num_unlearned = _num_unlearned(store, base, as_encoded, shard, [*replaced, *deleted_ids])
+        own = BaseShard(source.index, source.shards[shard])
+        return EncodePlan(changed_rows, own, deleted_ids, len(deleted_ids), num_unlearned)
+    return None
+
+
+def _num_unlearned(
+    store: Store, base: EmbeddingShard, as_encoded: EmbeddedCorpus | None, shard: int, ids: Sequence[str]
+) -> int:
+    """How many of these passages have views in `base` that differ from those as encoded, or more than those."""
+    learned = base.find(ids)
+    try:
+        encoded = _open(store, as_encoded, shard).find(ids) if as_encoded else {}
+    except (MissingInputError, StorageError):
+        encoded = {}
+
+    def differs(name: str, views: Views) -> bool:
+        if bool((views.view_numbers_N >= base.num_views).any()):
+            return True
+        return name in encoded and views.vectors_ND.tobytes() != encoded[name].vectors_ND.tobytes()
+
+    return sum(differs(name, views) for name, views in learned.items())
+
+
+def _open(store: Store, source: EmbeddedCorpus, shard: int) -> EmbeddingShard:
+    entry = source.shards[shard]
+    return open_embeddings(manifests.open_shard(store, source.index, entry), entry.files)
+
+
+def _pass_over(source: EmbeddedCorpus, error: Exception) -> None:
+    """What is missing or damaged of a source is passed over: its passages are encoded. What was learned is not lost in
+    silence."""
+    if source.is_refined:
+        raise StorageError(
+            f"what refinement changed in index {source.index!r} cannot be kept: {error}; repair it first (mvr-ray "
+            f"versions CONFIG repair), roll back, or index without it (index.keep_refinement=false)"
+        ) from error
+    log.warning("embeddings are not carried over: index=%s (%s)", source.index, error)
 
 
 def _content(passage: Passage) -> Passage:
@@ -131,29 +214,25 @@ def _content(passage: Passage) -> Passage:
 def _blocks_of_unchanged(
     store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]
 ) -> Iterator[EmbeddingBlock]:
-    """Blocks that hold passages of `passages` with the content that they have now, and no others of `passages`.
-
-    What is missing or damaged of a source is passed over: its passages are encoded.
-    """
+    """Blocks that hold passages of `passages` with the content that they have now, and no others of `passages`."""
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
         unchanged = {
             name for name, passage in before.get(passages).items() if _content(passage) == _content(passages[name])
         }
     except (MissingInputError, StorageError) as error:
-        log.warning("embeddings are not carried over: index=%s (%s)", source.index, error)
+        _pass_over(source, error)
         return
     by_shard: dict[int, set[str]] = {}
     for passage_id in unchanged:
         by_shard.setdefault(shard_of(passage_id, len(source.shards)), set()).add(passage_id)
     for number, ids in sorted(by_shard.items()):
-        entry = source.shards[number]
         try:
-            folder = manifests.open_shard(store, source.index, entry)
+            embedded = _open(store, source, number)
         except (MissingInputError, StorageError) as error:
-            log.warning("embeddings are not carried over: index=%s shard=%d (%s)", source.index, number, error)
+            _pass_over(source, error)
             continue
-        for block in open_embeddings(folder, entry.files).blocks():
+        for block in embedded.blocks():
             here = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
             if here:
                 yield gather_rows([block], here)

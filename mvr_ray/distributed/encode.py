@@ -15,9 +15,10 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import cache, cached_property
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +37,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
 
 __all__ = [
@@ -59,8 +61,42 @@ class ChunkRange(NamedTuple):
     stop: int
 
 
+class BaseShard(NamedTuple):
+    """An earlier shard that holds the passages of a part as they are, but for the changes of a plan."""
+
+    index: str
+    entry: ShardEntry
+
+
+class EncodePlan(NamedTuple):
+    """What of one part is to be encoded, and where the rest is.
+
+    `rows` are those to encode, None for all. The others lie in `base`, or in the staged file of embeddings carried
+    over. `deleted_ids` are passages of `base` that the part does not have. `num_deleted` counts those that the version
+    before had and the part has no more, `num_unlearned` the changed and deleted ones that refinement had changed.
+    """
+
+    rows: list[int] | None = None
+    base: BaseShard | None = None
+    deleted_ids: Sequence[str] = ()
+    num_deleted: int = 0
+    num_unlearned: int = 0
+
+    def to_json(self) -> bytes:
+        base = self.base and {"index": self.base.index, "entry": asdict(self.base.entry)}
+        return json.dumps({**self._asdict(), "base": base, "deleted_ids": list(self.deleted_ids)}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        fields = json.loads(data)
+        if base := fields.pop("base"):
+            base = BaseShard(base["index"], ShardEntry(**base["entry"]))
+        return cls(**fields, base=base)
+
+
 class EncodeTask(NamedTuple):
-    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder."""
+    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder. `refined_version` is
+    the version whose views of unchanged passages stay as refinement left them; 0 where all are as encoded."""
 
     store: str
     corpus: str
@@ -74,26 +110,30 @@ class EncodeTask(NamedTuple):
     dtype: Dtype
     tokens_per_batch: int
     sort_window: int
+    refined_version: int = 0
 
     def chunk_path(self, chunk: ChunkRange) -> str:
         return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
 
-    def rows_path(self, shard: int) -> str:
-        return paths.staged_rows(self.index, self.key, shard)
+    def plan_path(self, shard: int) -> str:
+        return paths.staged_plan(self.index, self.key, shard)
 
     def carried_path(self, shard: int) -> str:
         return paths.staged_carried(self.index, self.key, shard)
 
-    def rows_to_encode(self, store: Store, shard: int) -> list[int] | None:
-        """Rows of a part that no earlier version has, as `carry_over` left them; None for all rows."""
-        path = self.rows_path(shard)
-        return json.loads(store.read_bytes(path)) if store.exists(path) else None
+    def plan(self, store: Store, shard: int) -> EncodePlan:
+        """The plan that `carry_over` left for a shard; to encode all of it where it left none."""
+        path = self.plan_path(shard)
+        return EncodePlan.from_json(store.read_bytes(path)) if store.exists(path) else EncodePlan()
 
 
-def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> EncodeTask:
-    """The task of a run; its staging key covers everything that changes an embedding's bytes."""
+def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
+    """The task of a run; its staging key covers everything that changes an embedding's bytes. `before` is the version
+    whose views of unchanged passages stay as refinement left them."""
     index = run.index
     decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
+    if before:
+        decides.append(before.content_digest())
     return EncodeTask(
         store=Store(run.store.path).address,
         corpus=corpus.name,
@@ -107,11 +147,12 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder) -> Encode
         dtype=index.dtype,
         tokens_per_batch=index.tokens_per_batch,
         sort_window=index.sort_window,
+        refined_version=before.version if before else 0,
     )
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
-    rows = task.rows_to_encode(corpus.store, shard)
+    rows = task.plan(corpus.store, shard).rows
     total = corpus.info.parts[shard].num_passages if rows is None else len(rows)
     return [
         ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
@@ -128,7 +169,7 @@ def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRa
 def staged_shards(task: EncodeTask) -> set[int]:
     """Shards of which something is in the staging folder."""
     names = Store(task.store).list(paths.staging_dir(task.index, task.key))
-    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(("chunk-", "rows-"))}
+    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(("chunk-", "plan-"))}
 
 
 def encode_corpus(
@@ -202,7 +243,7 @@ def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
 
 def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Passage]:
     """The passages of a chunk, in id order."""
-    part, rows = corpus.part(chunk.shard), task.rows_to_encode(corpus.store, chunk.shard)
+    part, rows = corpus.part(chunk.shard), task.plan(corpus.store, chunk.shard).rows
     if rows is None:
         return part.passages(chunk.start, chunk.stop)
     own = rows[chunk.start : chunk.stop]

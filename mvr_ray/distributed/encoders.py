@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from mvr_ray.errors import FingerprintError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
@@ -74,11 +75,24 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     return _untrained_encoder(run, store, corpus)
 
 
+def require_encoder(store: Store, version: Manifest) -> None:
+    """Raise what `local_encoder` raises where the store lacks the encoder of an index version; nothing is fetched."""
+    _description(store, version.encoder_name, version.encoder_fingerprint)
+
+
 def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
     """A snapshot of the store by name and fingerprint.
 
     Raises MissingInputError, naming those that are there, and FingerprintError when the folder holds another encoder.
     """
+    metadata = _description(store, name, fingerprint)
+    similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
+    folder = store.local_path(paths.encoder_dir(name, fingerprint))
+    return LocalEncoder(folder, name, fingerprint, metadata["num_views"], metadata["dimension"], similarity)
+
+
+def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
+    """What `encoder.json` of a snapshot says."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
         known = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
@@ -87,15 +101,13 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
             f"{', '.join(known) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
             f"index.encoder"
         )
-    folder = store.local_path(path)
-    metadata = json.loads((folder / paths.ENCODER_JSON).read_text(encoding="utf-8"))
+    metadata = json.loads(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"))
     if metadata["fingerprint"] != fingerprint:
         raise FingerprintError(
             f"{store.where(path)} holds encoder {metadata['fingerprint']}, but {fingerprint} was asked for, which "
             f"made the embeddings; restore that snapshot, or index again"
         )
-    similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
-    return LocalEncoder(folder, name, fingerprint, metadata["num_views"], metadata["dimension"], similarity)
+    return metadata
 
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:

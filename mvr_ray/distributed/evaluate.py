@@ -21,6 +21,7 @@ from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.core.searching.fusion import choose_weight, fuse
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.hybrid import rank_pairs
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router
@@ -75,6 +76,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     """
     settings, store = run.evaluate, Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
+    require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
         known = ", ".join(question_sets(corpus)) or "none"

@@ -16,7 +16,10 @@ from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.reading.cross_encoder import share_beside
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.encoders import require_encoder
+from mvr_ray.distributed.rerank import find_pair_model, pair_scores
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.types import FloatArray, IntArray, Passage, Progress, Question, no_progress
@@ -67,13 +70,12 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     corpus = Corpus.open(store, run.prepare.corpus)
     questions = read_questions(corpus, cfg.questions)
     matcher = AnswerMatcher()
+    scorer = find_pair_model(run) if cfg.cross_encoder else None
     left: list[FilteredHits] = []
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
         left.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
         progress("mine", len(left), len(questions))
-    if cfg.cross_encoder:
-        from mvr_ray.distributed.rerank import pair_scores
-
+    if scorer:
         held = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
         asked = [
             (
@@ -82,7 +84,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
             )
             for question, of in zip(questions, left)
         ]
-        scores = pair_scores(run, corpus, asked, progress)
+        scores = pair_scores(run, scorer, corpus, asked, progress)
         results = [
             denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
             for row, (of, own) in enumerate(zip(left, scores))
@@ -190,8 +192,11 @@ def _rank_passages(
         return
     from mvr_ray.distributed.router import open_router
 
-    with open_router(run) as router:
-        _same_corpus(router.manifest.corpus_digest, corpus, run)
+    store = Store(run.store.path)
+    base = manifests.read(store, run.index.name)
+    _same_corpus(base.corpus_digest, corpus, run)
+    require_encoder(store, base)
+    with open_router(run, base.version) as router:
         for at in range(0, len(texts), _BATCH):
             answer = router.search_text(texts[at : at + _BATCH], k)
             yield from ([hit.passage_id for hit in hits] for hits in answer.hits)

@@ -31,6 +31,13 @@ Candidates = tuple[str, Sequence[str]]
 """A question and the ids of passages."""
 
 
+class PairModel(NamedTuple):
+    """Where a cross-encoder is, and which one."""
+
+    address: ModelAddress
+    fingerprint: str
+
+
 class ScoreTask(NamedTuple):
     """All that a worker needs to know."""
 
@@ -70,20 +77,21 @@ class PairScorer:
             return self.model.score(pairs, self.task.tokens_per_batch).tolist()
 
 
-def pair_scores(
-    run: RunConfig, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
-) -> list[FloatArray]:
-    """float32 scores of each question's candidates, by the model that `mine.cross_encoder` names.
+def find_pair_model(run: RunConfig) -> PairModel:
+    """The model that `mine.cross_encoder` names, found whole. Raises MissingInputError, CrossEncoderError."""
+    address = find_model(run, CROSS_ENCODERS, run.mine.cross_encoder or "")
+    model = open_model(CROSS_ENCODERS, address, pair_spec(run), threads=run.resources.torch_threads)
+    return PairModel(address, model.fingerprint)
 
-    Raises MissingInputError, CrossEncoderError or ResourceError before any worker starts.
-    """
+
+def pair_scores(
+    run: RunConfig, model: PairModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
+) -> list[FloatArray]:
+    """float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     resources = run.resources
-    address, spec = find_model(run, CROSS_ENCODERS, run.mine.cross_encoder or ""), pair_spec(run)
-    fingerprint = open_model(CROSS_ENCODERS, address, spec, threads=resources.torch_threads).fingerprint
     task = ScoreTask(
-        address,
-        fingerprint,
-        spec,
+        *model,
+        pair_spec(run),
         Store(run.store.path).address,
         corpus.name,
         corpus.digest,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
 from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
@@ -51,6 +52,7 @@ def retrieve(
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
+    require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)

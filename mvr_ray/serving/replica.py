@@ -27,6 +27,7 @@ from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.service import SearchService
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
@@ -142,10 +143,16 @@ def _require_address(host: str, port: int) -> None:
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
-    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing."""
+    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing.
+
+    Raises ConfigError, and MissingInputError for a version that is not there or lacks its encoder, before Ray starts.
+    """
+    from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.session import connect
 
     validated_tokens(run)
+    store = Store(run.store.path)
+    require_encoder(store, manifests.read(store, run.index.name, version))
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     signals: list[int] = []

@@ -1,9 +1,11 @@
 """Store and read passages and questions as Arrow files.
 
-A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; the
-description names the parts and is stored by its digest, so an index version finds the corpus that it was made from
-whatever was prepared since. `corpus.json` is a copy of the one that was prepared last: replacing that file replaces the
-corpus. A passage's shard is a hash of its id. Question sets belong to the corpus of one digest.
+A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; after
+an update it may be the earlier part's file and beside it a file of changes: passages that are new or differ, and in its
+metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
+version finds the corpus that it was made from whatever was prepared since. `corpus.json` is a copy of the one that was
+prepared last: replacing that file replaces the corpus. A passage's shard is a hash of its id. Question sets belong to
+the corpus of one digest.
 """
 
 import bisect
@@ -15,18 +17,20 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
-from mvr_ray.store.files import Store, finished_file, sha256_of
+from mvr_ray.store.files import Store, finished_file, same_file, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
+DELETED_IDS = b"deleted_ids"
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 """sha256 of the part files that this process has read: encoding opens a corpus anew for every chunk of a part."""
 _READING = threading.Lock()
@@ -51,13 +55,38 @@ def shard_of(passage_id: str, num_shards: int) -> int:
 
 
 @dataclass(frozen=True)
+class ChangesInfo:
+    """The file of changes of a part."""
+
+    file: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class PartInfo:
-    """One part of a corpus, as corpus.json describes it."""
+    """One part of a corpus, as corpus.json describes it. `num_passages` counts them with the changes."""
 
     file: str
     num_passages: int
     num_bytes: int
     sha256: str
+    changes: ChangesInfo | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of all files of the part."""
+        return self.sha256 if self.changes is None else f"{self.sha256}+{self.changes.sha256}"
+
+    @property
+    def files(self) -> "list[PartInfo | ChangesInfo]":
+        return [self] if self.changes is None else [self, self.changes]
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """Make one from its JSON, which has no `changes` where the part has none."""
+        changes = fields.pop("changes", None)
+        return cls(**fields, changes=changes and ChangesInfo(**changes))
 
 
 @dataclass(frozen=True)
@@ -89,6 +118,9 @@ class CorpusInfo:
 
     def to_json(self) -> bytes:
         plain = asdict(self)
+        for part in plain["parts"]:
+            if part["changes"] is None:
+                del part["changes"]
         if not self.fields:  # as every corpus was before passages had fields
             del plain["fields"]
         return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
@@ -102,7 +134,7 @@ class CorpusInfo:
                     f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
                     f"run `mvr-ray prepare CONFIG` again"
                 )
-            parts = tuple(PartInfo(**part) for part in fields.pop("parts"))
+            parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
             return cls(parts=parts, sources=sources, **fields)
         except (ValueError, KeyError, TypeError) as error:
@@ -111,16 +143,21 @@ class CorpusInfo:
 
 def corpus_digest(parts: Iterable[PartInfo]) -> str:
     """Digest all passages and how they are divided into parts, 32 hex digits."""
-    return hashlib.sha256("\n".join(part.sha256 for part in parts).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join(part.digest for part in parts).encode()).hexdigest()[:32]
 
 
 class CorpusPart:
-    """The passages of one shard in id order, mapped from their file."""
+    """The passages of one shard in id order, mapped from their file; with a file of changes, those batches that hold
+    one are copied into memory."""
 
-    def __init__(self, path: Path, fields: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, changes: Path | None = None, *, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
+        self.path = path
         self._schema = passage_schema(fields or {})
+        self.changes = read_part_changes(changes, self._schema) if changes else PartChanges([], [])
         self._batches = [batch.select(self._schema.names) for batch in _map_batches(path)]
+        if changes:
+            self._batches = _changed_batches(self._batches, self.changes)
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + batch.num_rows)
@@ -159,6 +196,24 @@ class CorpusPart:
     def get(self, passage_id: str) -> Passage | None:
         row = self.row(passage_id)
         return self.passages(row, row + 1)[0] if row >= 0 else None
+
+
+class PartDifference(NamedTuple):
+    """How a part differs from an earlier one: rows of passages that are new or changed, and ids that are gone."""
+
+    changed_rows: list[int]
+    deleted_ids: list[str]
+
+
+def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
+    """Compare what an encoder reads of two parts, title and text, passage by passage."""
+    old, new = (part.table(PASSAGE_SCHEMA.names) for part in (before, after))
+    compute: Any = pc
+    found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
+    same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
+    is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
+    rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
+    return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
 
 
 class Corpus:
@@ -223,23 +278,26 @@ class Corpus:
         """
         if shard not in self._parts:
             info = self.info.parts[shard]
-            path = self._part_path(info)
-            if self.store.size_bytes(path) != info.num_bytes:
-                raise StorageError(
-                    f"part {shard} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); "
-                    f"run `mvr-ray prepare CONFIG` again"
-                )
-            local = self.store.local_path(path)
-            if not self.store.is_local and not _is_whole(local, info):
-                local.unlink(missing_ok=True)
-                local = self.store.local_path(path)
-            if not _is_whole(local, info):
-                raise DigestError(
-                    f"part {shard} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); "
-                    f"run `mvr-ray prepare CONFIG` again"
-                )
-            self._parts[shard] = CorpusPart(local, self.fields)
+            self._parts[shard] = CorpusPart(*(self._open_file(shard, file) for file in info.files), fields=self.fields)
         return self._parts[shard]
+
+    def _open_file(self, shard: int, info: PartInfo | ChangesInfo) -> Path:
+        path = self._path_of(info)
+        if self.store.size_bytes(path) != info.num_bytes:
+            raise StorageError(
+                f"part {shard} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); "
+                f"run `mvr-ray prepare CONFIG` again"
+            )
+        local = self.store.local_path(path)
+        if not self.store.is_local and not _is_whole(local, info):
+            local.unlink(missing_ok=True)
+            local = self.store.local_path(path)
+        if not _is_whole(local, info):
+            raise DigestError(
+                f"part {shard} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); "
+                f"run `mvr-ray prepare CONFIG` again"
+            )
+        return local
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
@@ -266,15 +324,15 @@ class Corpus:
 
     def find_damage(self) -> list[tuple[str, str]]:
         """Compare every part in the store with its digest; returns path and reason of each that differs."""
-        checks = ((self._part_path(part), part) for part in self.info.parts)
-        reasons = [(path, self.store.damage(path, part.num_bytes, part.sha256)) for path, part in checks]
+        checks = ((self._path_of(file), file) for part in self.info.parts for file in part.files)
+        reasons = [(path, self.store.damage(path, file.num_bytes, file.sha256)) for path, file in checks]
         return [(path, reason) for path, reason in reasons if reason]
 
-    def _part_path(self, info: PartInfo) -> str:
+    def _path_of(self, info: PartInfo | ChangesInfo) -> str:
         return f"{paths.corpus_dir(self.name)}/{info.file}"
 
 
-def _is_whole(path: Path, info: PartInfo) -> bool:
+def _is_whole(path: Path, info: PartInfo | ChangesInfo) -> bool:
     """Whether a part has its digest; a process reads it once, and again when the file has changed."""
     if not path.is_file():
         return False
@@ -296,9 +354,56 @@ def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str,
 
     Returns how many there were.
     """
-    fields = fields or {}
-    rows = ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
-    return _write_rows(path, passage_schema(fields), rows)
+    return _write_rows(path, passage_schema(fields or {}), _rows_of(passages, fields or {}))
+
+
+def _rows_of(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    return ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
+
+
+class PartChanges(NamedTuple):
+    """What a file of changes holds."""
+
+    batches: list[pa.RecordBatch]
+    deleted_ids: list[str]
+
+    def passages(self) -> dict[str, Passage]:
+        return {passage.id: passage for batch in self.batches for passage in _passages_of(batch)}
+
+
+def write_part_changes(
+    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str] | None = None
+) -> int:
+    """Write the file of changes of a part, as `write_passages`; passages and ids come in order. Returns how many
+    passages there were."""
+    metadata = {DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()}
+    return _write_rows(path, passage_schema(fields or {}).with_metadata(metadata), _rows_of(passages, fields or {}))
+
+
+def read_part_changes(path: Path, schema: pa.Schema = PASSAGE_SCHEMA) -> PartChanges:
+    """Read the file of changes of a part; of its columns those of the schema."""
+    batches, metadata = _map_file(path)
+    batches = [batch.select(schema.names) for batch in batches]
+    return PartChanges(batches, json.loads(metadata.get(DELETED_IDS, b"[]")))
+
+
+def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
+    """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
+    without those that are gone."""
+    upserts = pa.Table.from_batches(changes.batches, batches[0].schema)
+    names = upserts.column(0).to_pylist()
+    hidden = pa.array([*names, *changes.deleted_ids], pa.string())
+    starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
+    results: list[pa.RecordBatch] = []
+    for batch, low, high in zip(batches, starts, starts[1:]):
+        is_hidden = pc.is_in(batch.column(0), value_set=hidden)  # pyrefly: ignore
+        if low == high and not is_hidden.true_count:
+            results.append(batch)
+            continue
+        rows = pa.Table.from_batches([batch.filter(pc.invert(is_hidden))])  # pyrefly: ignore
+        table = pa.concat_tables([rows, upserts.slice(low, high - low)]).sort_by("id")
+        results += table.combine_chunks().to_batches()
+    return results
 
 
 def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
@@ -308,6 +413,15 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
         count = write_question_file(file, name, questions)
         corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
     return count
+
+
+def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
+    """Give a corpus a question set of another one of its store, as it is; on a local store by another name of its
+    file."""
+    with corpus.store.scratch() as folder:
+        file = folder / "questions.arrow"
+        same_file(corpus.store.local_path(questions_path(source, name)), file)
+        corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
@@ -390,10 +504,14 @@ def _write_rows(path: Path, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) 
 
 
 def _map_batches(path: Path) -> list[pa.RecordBatch]:
-    """Map the non-empty record batches of an Arrow file."""
+    return _map_file(path)[0]
+
+
+def _map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
+    """Map the non-empty record batches of an Arrow file; gives its metadata, too."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        return [batch for batch in batches if batch.num_rows]
+        return [batch for batch in batches if batch.num_rows], reader.schema.metadata or {}
     except (pa.ArrowInvalid, FileNotFoundError) as error:
         raise StorageError(f"{path} is missing or damaged ({error}); run `mvr-ray prepare CONFIG` again") from error

@@ -1,62 +1,62 @@
-"""Store a shard with few changed passages as its earlier file, and beside it a file of the changed passages.
+"""Store a shard with few changed passages as its earlier file, and beside it a file of the changes.
 
     <shard>/embeddings.arrow    as it was, byte for byte; on a local store another name of the same file
-    <shard>/changes.arrow       every passage that differs, with all its views as they are now
+    <shard>/changes.arrow       every passage that differs or is new, with all its views as they are now, and in the
+                                file's metadata the ids of the passages that are gone
 
-Both have the same format. Readers get the changed passages in place of the old ones; blocks that hold any are copied
-into memory, the others stay mapped. Later changes also go beside the first file; when they are more than `MOST_SHARE`
-of the passages, the shard is written again.
+Both have the same format. Readers get the shard as it would be if it were written whole: blocks that hold a change are
+copied into memory, the others stay mapped. Later changes also go beside the first file; when they are more than a
+share of its passages, the shard is written whole.
 """
 
 import bisect
-import os
-import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from mvr_ray.store import paths
-from mvr_ray.store.embeddings import Changes, EmbeddingShard, EmbeddingWriter, Views, changed_block, rewrite
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views
+from mvr_ray.store.files import same_file
+from mvr_ray.types import EmbeddingBlock
 
 MOST_SHARE = 0.25
 
 
 class DeltaShard(EmbeddingShard):
-    """A shard whose changed passages come from a second file; see `open_embeddings`."""
+    """A shard whose changes come from a second file; see `open_embeddings`."""
 
     delta: EmbeddingShard
 
     def lay_over(self, delta: EmbeddingShard) -> None:
         self.delta = delta
-        self.num_vectors += delta.num_vectors - self.num_views_of(delta.arrow_ids())
+        hidden = pa.chunked_array([*delta.arrow_ids().chunks, pa.array(delta.deleted_ids, pa.string())])
+        self.num_passages += delta.num_passages - len(_common_ids(hidden, super().arrow_ids()))
+        self.num_vectors += delta.num_vectors - self.num_views_of(hidden)
 
     @cached_property
-    def _changed_views(self) -> dict[str, Views]:
-        return passages_of(self.delta)
-
-    @cached_property
-    def _changed_ids(self) -> list[str]:
-        return list(self._changed_views)
+    def _upserts(self) -> dict[str, Views]:
+        return views_by_id(self.delta.blocks())
 
     def blocks(self) -> list[EmbeddingBlock]:
         """Return all rows, with the changes."""
-        return [self._lay_over(block) for block in super().blocks()]
+        return list(changed_blocks(super().blocks(), self._upserts, self.delta.deleted_ids))
+
+    def arrow_ids(self) -> pa.ChunkedArray:
+        return pa.chunked_array([pa.array(block.ids, pa.string()) for block in self.blocks()], pa.string())
+
+    def ids(self) -> list[str]:
+        return [passage_id for block in self.blocks() for passage_id in block.ids]
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)
         now = self.delta.find(ids)
-        return {**super().find(passage_id for passage_id in ids if passage_id not in now), **now}
-
-    def _lay_over(self, block: EmbeddingBlock) -> EmbeddingBlock:
-        low = bisect.bisect_left(self._changed_ids, block.ids[0])
-        high = bisect.bisect_right(self._changed_ids, block.ids[-1])
-        here = self._changed_ids[low:high]
-        return changed_block(
-            block, 0, {bisect.bisect_left(block.ids, name): self._changed_views[name] for name in here}
-        )
+        hidden = {*now, *self.delta.deleted_ids}
+        return {**super().find(passage_id for passage_id in ids if passage_id not in hidden), **now}
 
 
 def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
@@ -69,46 +69,112 @@ def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
     return shard
 
 
-def passages_of(shard: EmbeddingShard) -> dict[str, Views]:
-    """Return every passage with its views, in order; the vectors stay mapped."""
+def views_by_id(blocks: Iterable[EmbeddingBlock]) -> dict[str, Views]:
+    """Return every passage with its views, in order; the vectors are not copied."""
     return {
         name: Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
-        for block in shard.blocks()
+        for block in blocks
         for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist())
     }
 
 
-def write_changed(shard: EmbeddingShard, folder: Path, changes: Changes) -> bool:
-    """Write the files of a shard in which the rows of `changes` have the views given there, and no others.
+def changed_blocks(
+    blocks: Iterable[EmbeddingBlock], upserts: Mapping[str, Views], deleted_ids: Collection[str]
+) -> Iterator[EmbeddingBlock]:
+    """Yield the rows of `blocks` in order of id, with the views of `upserts` in place of theirs or beside them, and
+    without `deleted_ids`. A block without a change is the one given."""
+    names = sorted({*upserts, *deleted_ids})
+    blocks = list(blocks) or [_empty_block(views) for views in islice(upserts.values(), 1)]
+    starts = [0, *(bisect.bisect_left(names, block.ids[0]) for block in blocks[1:]), len(names)]
+    for block, low, high in zip(blocks, starts, starts[1:]):
+        changed = _changed_block(block, names[low:high], upserts)
+        if changed.ids:
+            yield changed
 
-    True where the first file is as it was, so that its digest is known.
+
+def _empty_block(views: Views) -> EmbeddingBlock:
+    return EmbeddingBlock([], np.zeros(1, np.int64), views.view_numbers_N[:0], views.vectors_ND[:0])
+
+
+def _changed_block(block: EmbeddingBlock, names: list[str], upserts: Mapping[str, Views]) -> EmbeddingBlock:
+    """A block in which each of `names`, ascending, has the views of `upserts`, or is gone where it has none there."""
+    if not names:
+        return block
+    ids: list[str] = []
+    counts, numbers, vectors = [], [], []
+    row = 0
+
+    def keep_to(stop: int) -> None:
+        own = slice(int(block.row_ptr[row]), int(block.row_ptr[stop]))
+        ids.extend(block.ids[row:stop])
+        counts.append(np.diff(block.row_ptr[row : stop + 1]))
+        numbers.append(block.view_numbers_N[own])
+        vectors.append(block.vectors_ND[own])
+
+    for name in names:
+        at = bisect.bisect_left(block.ids, name, row)
+        keep_to(at)
+        row = at + (at < len(block.ids) and block.ids[at] == name)
+        if views := upserts.get(name):
+            ids.append(name)
+            counts.append(np.array([len(views.view_numbers_N)]))
+            numbers.append(np.asarray(views.view_numbers_N, np.int16))
+            vectors.append(np.asarray(views.vectors_ND, block.vectors_ND.dtype))
+    keep_to(len(block.ids))
+    row_ptr = np.cumsum(np.concatenate([[0], *counts])).astype(np.int64)
+    return EmbeddingBlock(ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
+
+
+def rewrite(shard: EmbeddingShard, path: Path, upserts: Mapping[str, Views], deleted_ids: Collection[str] = ()) -> None:
+    """Write a whole copy of a shard with these changes."""
+    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype) as writer:
+        for block in changed_blocks(shard.blocks(), upserts, deleted_ids):
+            writer.write(block)
+
+
+def write_changed(
+    shard: EmbeddingShard,
+    folder: Path,
+    upserts: Mapping[str, Views],
+    deleted_ids: Collection[str] = (),
+    most_share: float = MOST_SHARE,
+) -> bool:
+    """Write the files of a shard in which the passages of `upserts` have the views given there, and no others, and
+    those of `deleted_ids` are gone.
+
+    True where the first file is as it was, so that its digest is known; False where the changes since that file are
+    more than `most_share` of its passages, and it was written whole.
     """
-    assert changes, "a shard without a change is the one that is there"
+    assert upserts or deleted_ids, "a shard without a change is the one that is there"
     before = shard.delta if isinstance(shard, DeltaShard) else None
-    laid_over = len(changes) + (before.num_passages if before else 0)
-    if laid_over > MOST_SHARE * shard.num_passages:
-        rewrite(shard, folder / paths.EMBEDDINGS, changes)
+    base = EmbeddingShard.open(shard.path)
+    now = {**(views_by_id(before.blocks()) if before else {}), **upserts}
+    gone = {*(before.deleted_ids if before else ()), *deleted_ids}
+    gone = set(_common_ids(pa.array(sorted(gone), pa.string()), base.arrow_ids())) - set(upserts)
+    now = {name: now[name] for name in sorted(now) if name in upserts or name not in {*gone, *deleted_ids}}
+    if len(now) + len(gone) > most_share * base.num_passages:
+        rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)
         return False
     same_file(shard.path, folder / paths.EMBEDDINGS)
-    now: dict[str, tuple[IntArray, FloatArray]] = {**(passages_of(before) if before else {})}
-    now.update(zip(shard.ids_of(list(changes)), changes.values()))
-    names = sorted(now)
-    counts = [len(now[name][0]) for name in names]
-    with EmbeddingWriter(folder / paths.CHANGES, shard.dimension, shard.num_views, shard.dtype) as writer:
-        writer.write(
-            EmbeddingBlock(
-                names,
-                np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-                np.concatenate([now[name][0] for name in names]),
-                np.concatenate([now[name][1] for name in names]),
+    with EmbeddingWriter(folder / paths.CHANGES, shard.dimension, shard.num_views, shard.dtype, sorted(gone)) as writer:
+        if now:
+            counts = [len(views.view_numbers_N) for views in now.values()]
+            writer.write(
+                EmbeddingBlock(
+                    list(now),
+                    np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+                    np.concatenate([views.view_numbers_N for views in now.values()]),
+                    np.concatenate([np.asarray(views.vectors_ND, np.float32) for views in now.values()]),
+                )
             )
-        )
     return True
 
 
-def same_file(source: Path, target: Path) -> None:
-    """Link a file that never changes under another name; copy it where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+def num_changes(shard: EmbeddingShard) -> int:
+    """Count the passages that the second file changes or hides; 0 for a shard without one."""
+    return shard.delta.num_passages + len(shard.delta.deleted_ids) if isinstance(shard, DeltaShard) else 0
+
+
+def _common_ids(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:
+    """The ids that are among others."""
+    return ids.filter(pc.is_in(ids, value_set=others)).to_pylist()  # pyrefly: ignore

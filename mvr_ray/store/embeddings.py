@@ -8,7 +8,8 @@ Shapes: P passages, N view vectors, D dimension.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +29,8 @@ Dtype = Literal["fp16", "fp32"]
 BATCH_PASSAGES = 4096
 _ARROW = {"fp16": pa.float16(), "fp32": pa.float32()}
 _NUMPY = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-_FORMAT = b"mvr_ray.embeddings/1"
+_FORMAT, _FORMAT_WITH_DELETIONS = b"mvr_ray.embeddings/1", b"mvr_ray.embeddings/2"
+"""A program that knows the first format alone must not read a file of changes without its deletions."""
 
 
 class Views(NamedTuple):
@@ -46,10 +48,6 @@ class BlockRow(NamedTuple):
     row: int
 
 
-Changes = Mapping[int, tuple[IntArray, FloatArray]]
-"""Row -> all view numbers and vectors that its passage has now, such as `Views`."""
-
-
 class EmbeddingWriter:
     """Writes a shard to a temporary file and renames it when the block succeeds; `Store` syncs it later:
 
@@ -57,7 +55,10 @@ class EmbeddingWriter:
         writer.write(block)
     """
 
-    def __init__(self, path: Path, dimension: int, num_views: int, dtype: Dtype = "fp16") -> None:
+    def __init__(
+        self, path: Path, dimension: int, num_views: int, dtype: Dtype = "fp16", deleted_ids: Sequence[str] = ()
+    ) -> None:
+        """`deleted_ids` are passages of another file that are gone; see `store.delta`."""
         self.path = path
         self.dimension = dimension
         self.dtype = dtype
@@ -72,7 +73,11 @@ class EmbeddingWriter:
             pa.field("view", pa.list_(pa.field("item", pa.int16(), False)), False),
             pa.field("vector", vectors, False),
         ]
-        self._schema = pa.schema(fields, {b"format": _FORMAT, b"num_views": str(num_views).encode()})
+        metadata = {b"format": _FORMAT, b"num_views": str(num_views).encode()}
+        if deleted_ids:
+            deleted = json.dumps(list(deleted_ids), ensure_ascii=False).encode()
+            metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted}
+        self._schema = pa.schema(fields, metadata)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -167,13 +172,15 @@ class EmbeddingShard:
 
     def __init__(self, path: Path, reader: pa.RecordBatchFileReader) -> None:
         schema = reader.schema
-        if (schema.metadata or {}).get(b"format") != _FORMAT:
+        metadata = schema.metadata or {}
+        if metadata.get(b"format") not in (_FORMAT, _FORMAT_WITH_DELETIONS):
             raise StorageError(f"{path} is not an embeddings file of this version ({_FORMAT.decode()})")
         self.path = path
         inner = schema.field("vector").type.value_type
         self.dimension: int = inner.list_size
         self.dtype: Dtype = "fp16" if pa.types.is_float16(inner.value_type) else "fp32"
-        self.num_views = int(schema.metadata[b"num_views"])
+        self.num_views = int(metadata[b"num_views"])
+        self.deleted_ids: list[str] = json.loads(metadata.get(b"deleted_ids", b"[]"))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self.num_passages = sum(batch.num_rows for batch in self._batches)
         self.num_vectors = sum(len(batch.column("view").values) for batch in self._batches)
@@ -239,40 +246,6 @@ class EmbeddingShard:
             view_numbers_N=batch.column("view").values.to_numpy(zero_copy_only=True),
             vectors_ND=flat.reshape(-1, self.dimension),
         )
-
-
-def rewrite(shard: EmbeddingShard, path: Path, changes: Changes) -> None:
-    """Write a copy of a shard in which the rows of `changes` have the views given there, and no others."""
-    outside = [row for row in changes if not 0 <= row < shard.num_passages]
-    if outside:
-        raise StorageError(f"{shard.path} has rows 0 to {shard.num_passages - 1}, row {outside[0]} was to change")
-    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype) as writer:
-        first = 0
-        for block in shard.blocks():
-            writer.write(changed_block(block, first, changes))
-            first += len(block.ids)
-
-
-def changed_block(block: EmbeddingBlock, first: int, changes: Changes) -> EmbeddingBlock:
-    """Replace the views of `changes` in a block whose first row is row `first`; else return the block."""
-    rows = [row for row in range(len(block.ids)) if first + row in changes]
-    if not rows:
-        return block
-    numbers: list[IntArray] = []
-    vectors: list[FloatArray] = []
-    counts_P = np.diff(block.row_ptr)
-    next_vector = 0
-    for row in rows:
-        view_numbers_N, vectors_ND = changes[first + row]
-        start, stop = int(block.row_ptr[row]), int(block.row_ptr[row + 1])
-        numbers += [block.view_numbers_N[next_vector:start], np.asarray(view_numbers_N, dtype=np.int16)]
-        vectors += [block.vectors_ND[next_vector:start], np.asarray(vectors_ND, dtype=block.vectors_ND.dtype)]
-        counts_P[row] = len(view_numbers_N)
-        next_vector = stop
-    numbers.append(block.view_numbers_N[next_vector:])
-    vectors.append(block.vectors_ND[next_vector:])
-    row_ptr = np.concatenate([[0], np.cumsum(counts_P)])
-    return EmbeddingBlock(block.ids, row_ptr, np.concatenate(numbers), np.concatenate(vectors))
 
 
 def gather_rows(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> EmbeddingBlock:

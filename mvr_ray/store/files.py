@@ -341,6 +341,14 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def same_file(source: Path, target: Path) -> None:
+    """Link a file that never changes under another name; copy it where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 @contextlib.contextmanager
 def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
     """Give a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it.

@@ -58,7 +58,8 @@ def collect_corpus(store: Store, name: str, before: str | None = None, grace_s: 
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-    parts = {part.file for corpus in [Corpus.open(store, name), *remaining] for part in corpus.info.parts}
+    corpora = [Corpus.open(store, name), *remaining]
+    parts = {file.file for corpus in corpora for part in corpus.info.parts for file in part.files}
     for file in store.list(paths.corpus_dir(name)):
         path = f"{paths.corpus_dir(name)}/{file}"
         if file.endswith(".arrow") and file not in parts and store.age_s(path) >= grace_s:

@@ -158,6 +158,7 @@ class Problem(NamedTuple):
     shard: int
     path: str
     reason: str
+    cure: str = "mvr-ray versions CONFIG repair"
 
 
 class VerifyReport(NamedTuple):
@@ -166,12 +167,12 @@ class VerifyReport(NamedTuple):
     problems: list[Problem]
 
     def require(self) -> None:
-        """Raise DigestError naming the first damaged file and its shard, if any."""
+        """Raise DigestError naming the first damaged file and its shard, if any, and what to do next."""
         if self.problems:
-            shard, path, reason = self.problems[0]
+            shard, path, reason, cure = self.problems[0]
             raise DigestError(
-                f"{len(self.problems)} of {self.num_files} files damaged; first: {path} "
-                f"{f'of shard {shard} ' * (shard >= 0)}{reason}; repair it: mvr-ray versions CONFIG repair"
+                f"{len(self.problems)} problems in {self.num_files} files; first: {path} "
+                f"{f'of shard {shard} ' * (shard >= 0)}{reason}; next: {cure}"
             )
 
 
@@ -194,7 +195,9 @@ def add_shard(
     if store.exists(path):
         store.touch(path)
         for problem in _check_shard(store, index, entry).problems:
-            log.warning("shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, *problem[1:])
+            log.warning(
+                "shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, problem.path, problem.reason
+            )
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
         if not store.exists(f"{path}/{paths.SHARD_JSON}"):
             store.write_bytes(f"{path}/{paths.SHARD_JSON}", shard_json)

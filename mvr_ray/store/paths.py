@@ -2,7 +2,7 @@
 
     <store>/corpora/<name>/corpus.json             the corpus that was prepared last
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
-    <store>/corpora/<name>/part-<shard>-<digest>.arrow, shared by versions
+    <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
     <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
     <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
     <store>/encoders/<name>/<fingerprint>/
@@ -40,6 +40,11 @@ def corpus_json(name: str) -> str:
 def corpus_part(shard: int, digest: str) -> str:
     """Name a part's file by its content, so that a new corpus never overwrites a live one."""
     return f"part-{shard:05d}-{digest[:16]}.arrow"
+
+
+def corpus_changes(shard: int, digest: str) -> str:
+    """Name the file of changes of a part, which lies beside the part that it changes."""
+    return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
 
 
 def corpora_dir() -> str:
@@ -153,13 +158,13 @@ def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
     return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
 
 
-def staged_rows(index: str, key: str, shard: int) -> str:
-    """Rows of one part that are to be encoded, as a JSON list; null for all of them."""
-    return f"indexes/{index}/staging/{key}/rows-{shard:05d}.json"
+def staged_plan(index: str, key: str, shard: int) -> str:
+    """What of one part is to be encoded, and which earlier shard its other passages are in."""
+    return f"indexes/{index}/staging/{key}/plan-{shard:05d}.json"
 
 
 def staged_carried(index: str, key: str, shard: int) -> str:
-    """Embeddings of the other rows, which earlier versions had."""
+    """Embeddings of one part that earlier versions have in other shards."""
     return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 

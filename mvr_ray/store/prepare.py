@@ -6,6 +6,7 @@ replaced is corpus.json, which names the parts. Corpora that index versions name
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
@@ -51,11 +52,11 @@ REPORT_EVERY = 5000
 
 
 class _SourceRows(NamedTuple):
-    """The sources' passages and question sets, and how many rows their formats and their `share` leave out."""
+    """The sources' passages and question sets, and how many rows formats (by reason) and `share` leave out."""
 
     passages: ShardSpill
     sets: dict[str, list[QuestionRecord]]
-    rows_dropped: int
+    dropped_by_reason: Counter[str]
     passages_left_out: int
     questions_left_out: int
 
@@ -80,13 +81,18 @@ class _Pieces(NamedTuple):
 def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
     """Make the corpus and its question sets, replacing those of the same names.
 
-    Raises DataError with file and line when there are more bad rows than allowed, MissingInputError for a missing
-    source, RowsLostError if a passage went missing on the way.
+    Raises DataError with file and line when there are more bad rows than allowed, and with what the sources hold when
+    they give no passage; MissingInputError for a missing source; RowsLostError if a passage went missing on the way.
     """
     _check(cfg)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
         rows = _read(cfg, folder / "read", bad, progress)
+        if not rows.passages.num_added:
+            raise DataError(
+                f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
+                f"add a source with passages to prepare.sources"
+            )
         sets = {name: _draw_questions(records, cfg.max_questions) for name, records in rows.sets.items()}
         pieces = _cut(cfg, rows.passages, folder / "cut", sets, bad, progress)
         over_pieces = {name: _resolve(name, records, pieces.findings, bad) for name, records in sets.items()}
@@ -111,7 +117,8 @@ def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) 
             chunks_gained=pieces.num_pieces - pieces.num_unique,
             passages_not_drawn=pieces.num_pieces - num_written + rows.passages_left_out,
             questions_not_drawn=num_not_drawn + rows.questions_left_out,
-            rows_dropped=rows.rows_dropped,
+            rows_dropped=rows.dropped_by_reason.total(),
+            dropped_by_reason=dict(sorted(rows.dropped_by_reason.items())),
             hard_negatives_dropped=_num_lost_negatives(sets, pieces.findings),
             fields=dict(pieces.spill.types),
         )
@@ -143,7 +150,8 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
     spill = ShardSpill(folder, cfg.num_shards, fields.types)
     sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
     place_of: dict[tuple[str, str], str] = {}
-    num_dropped = count = 0
+    dropped_by_reason: Counter[str] = Counter()
+    count = 0
     left_out: set[str] = set()
     for source in cfg.sources:
         for record in read_source(source):
@@ -170,8 +178,8 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
                         sets[source.questions].append(record)
                 case BadRow():
                     bad.add(record)
-                case DroppedRow():
-                    num_dropped += 1
+                case DroppedRow(_, reason):
+                    dropped_by_reason[reason] += 1
     progress("rows read", count, count)
     if fields.infers:  # the corpus is the same in whatever order the sources have the fields
         spill.types = dict(sorted(fields.types.items()))
@@ -179,11 +187,25 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
         name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
         for name, records in sets.items()
     }
-    return _SourceRows(spill, own, num_dropped, len(left_out), _count(sets) - _count(own))
+    return _SourceRows(spill, own, dropped_by_reason, len(left_out), _count(sets) - _count(own))
 
 
 def _takes(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
+
+
+def _holdings(source: SourceConfig) -> str:
+    """Count what a source holds, whether the run takes it or not."""
+    counts = Counter(
+        type(record) for record in read_source(source.model_copy(update={"passages": True, "questions": "all"}))
+    )
+    limit = (
+        "" if not counts[PassageRecord] else f" (share: {source.share})" if source.passages else " (passages: false)"
+    )
+    return (
+        f"{source.path} (format {format_of(source)}) holds {counts[PassageRecord]} passages{limit}, "
+        f"{counts[QuestionRecord]} questions, {counts[BadRow]} bad rows"
+    )
 
 
 def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:

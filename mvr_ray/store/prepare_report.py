@@ -1,6 +1,7 @@
 """Count the rows of `prepare`: every row read is written, or named, or counted here."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mvr_ray.errors import DataError
@@ -32,6 +33,8 @@ class PrepareReport:
     """Left out by max_questions, or because max_passages left out all their gold passages."""
     rows_dropped: int = 0
     """Rows that their format's convention leaves out, such as queries without judgements."""
+    dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """The same rows, counted by why: redirects, pages of other namespaces, queries without judgements."""
     hard_negatives_dropped: int = 0
     """Hard negatives that name no passage of the corpus."""
     fields: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Change a corpus by a file of upserts and deletions: the parts that hold them are written, the others are shared.
+"""Change a corpus by a file of upserts and deletions: only the changes are written, what they leave alone is shared.
 
     {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
     {"id": "p2", "delete": true}                                      a passage that goes
@@ -20,17 +20,21 @@ from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
+    ChangesInfo,
     Corpus,
     CorpusPart,
     PartInfo,
     SourceInfo,
+    copy_questions,
     corpus_digest,
     question_sets,
     read_questions,
     shard_of,
+    write_part_changes,
     write_passages,
     write_questions,
 )
+from mvr_ray.store.delta import MOST_SHARE
 from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import BadRow, PassageRecord, Record
@@ -94,10 +98,11 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
             progress("parts written", done, len(touched))
         corpus = _next_corpus(parent, parts, file)
-        sets = {name: _follow(read_questions(parent, name), upserts, deletions) for name in question_sets(parent)}
-        num_dropped = sum(len(read_questions(parent, name)) - len(own) for name, own in sets.items())
+        sets = {name: read_questions(parent, name) for name in question_sets(parent)}
+        changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
+        num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
         if touched:
-            _publish(parent, corpus, sets)
+            _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", cfg.corpus, parent.digest, corpus.digest, len(touched))
     return UpdateReport(
         corpus=cfg.corpus,
@@ -163,16 +168,37 @@ def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
 
 
 def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
-    """Write one part with its changes, and put it into the store under the name of its content."""
-    own = {passage.id: passage for passage in parent.part(shard).passages() if passage.id not in deletions}
-    own |= {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
+    """Put the changes of one part beside its first file, or write the part whole where they are too many. Either file
+    is named by its content."""
+    part, info = parent.part(shard), parent.info.parts[shard]
+    own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
+    base = CorpusPart(part.path, fields=parent.fields)
+    changed = {
+        name: passage
+        for name, passage in (part.changes.passages() | own).items()
+        if name not in deletions and base.get(name) != passage
+    }
+    gone = {name for name in {*part.changes.deleted_ids, *deletions} - set(own) if base.row(name) >= 0}
+    ids = sorted(({*part.ids()} | set(own)) - deletions)
+    if not changed and not gone:
+        return dataclasses.replace(info, num_passages=len(base), changes=None)
     file = folder / "part.arrow"
-    count = write_passages(file, [own[name] for name in sorted(own)], parent.fields)
-    assert CorpusPart(file).ids() == sorted(own)
-    digest = sha256_of(file)
-    info = PartInfo(paths.corpus_part(shard, digest), count, file.stat().st_size, digest)
-    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{info.file}")
-    return info
+    if is_delta := len(changed) + len(gone) <= MOST_SHARE * len(base):
+        write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone), parent.fields)
+        written = CorpusPart(part.path, file)
+    else:
+        passages = {passage.id: passage for passage in part.passages()} | own
+        write_passages(file, [passages[name] for name in ids], parent.fields)
+        written = CorpusPart(file)
+    assert written.ids() == ids
+    digest, num_bytes = sha256_of(file), file.stat().st_size
+    if is_delta:
+        changes = ChangesInfo(paths.corpus_changes(shard, digest), num_bytes, digest)
+        new = dataclasses.replace(info, num_passages=len(ids), changes=changes)
+    else:
+        new = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
+    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new.files[-1].file}")
+    return new
 
 
 def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
@@ -205,9 +231,14 @@ def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletion
     return results
 
 
-def _publish(parent: Corpus, corpus: Corpus, sets: dict[str, list[Question]]) -> None:
+def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
     """Store the question sets of the new corpus, and then the corpus, unless another one came between."""
-    counts = {name: write_questions(corpus, name, own) for name, own in sets.items()}
+    counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
+    for name in question_sets(parent):
+        if name in changed_sets:
+            write_questions(corpus, name, changed_sets[name])
+        else:
+            copy_questions(parent, corpus, name)
     corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
     if (last := Corpus.open(parent.store, parent.name)).digest != parent.digest:
         raise PublishConflictError(

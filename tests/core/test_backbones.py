@@ -2,6 +2,11 @@
 
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -40,6 +45,57 @@ def test_a_missing_folder_is_named():
         "backbone folder /nowhere/at/all does not exist; give a folder with config.json, model.safetensors and "
         "tokenizer.json, or the name of a model on the Hugging Face hub"
     )
+
+
+NEITHER = (
+    "backbone no/such is neither a folder ({folder} does not exist) nor a model that can be fetched from {hub} "
+    "({reason}); give a folder with config.json, model.safetensors and tokenizer.json, or a model's name on a hub that "
+    "can be reached"
+)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[int | None], str]]:
+    """Stands in for the hub: answers every request with this status; None: nobody listens. Gives its address."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+
+        def start(status: int | None) -> str:
+            class HubHandler(BaseHTTPRequestHandler):
+                def do_HEAD(self) -> None:
+                    self.send_response(status or 500)
+                    self.send_header("X-Error-Code", "RepoNotFound")
+                    self.end_headers()
+
+                def log_message(self, *_: object) -> None: ...
+
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), HubHandler))
+            if status is None:
+                server.server_close()
+            else:
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                stack.callback(server.shutdown)
+            address = f"http://127.0.0.1:{server.server_port}"
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+            monkeypatch.setattr(
+                "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                address + "/{repo_id}/resolve/{revision}/{filename}",
+            )
+            return address
+
+        yield start
+
+
+@pytest.mark.parametrize(("status", "reason"), [(None, "Connection refused"), (401, "401 "), (404, "404 ")])
+def test_a_hub_model_that_cannot_be_fetched_is_refused_at_once_with_both_readings(hub, status, reason):
+    address, start = hub(status), time.monotonic()
+    message = refusal("no/such")
+    assert time.monotonic() - start < 5
+    before, after = NEITHER.format(folder=Path("no/such").absolute(), hub=address, reason="#").split("#")
+    assert message.startswith(before)
+    assert message.endswith(after)
+    assert reason in message
 
 
 def test_a_folder_without_config_is_named(tmp_path):

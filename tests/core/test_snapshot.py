@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,26 @@ def test_saving_twice_writes_the_same_bytes_and_no_path_of_this_machine(tiny, tm
         content = (tmp_path / "a" / file).read_bytes()
         assert content == (tmp_path / "b" / file).read_bytes()
         assert tiny("bert").encode() not in content
+
+
+@pytest.mark.parametrize(
+    ("strategy", "one_tower", "normalize"), [("cls", True, True), ("mean", True, False), ("cls", False, False)]
+)
+def test_sentence_transformers_loads_an_encoder_of_one_vector_to_the_same_vectors(
+    minilm, tmp_path, strategy, one_tower, normalize
+):
+    from sentence_transformers import SentenceTransformer
+
+    spec = replace(SPEC, strategy=strategy, tied=one_tower, normalize=normalize)
+    encoder = DualEncoder.from_backbone(str(minilm), spec)
+    encoder.save(tmp_path)
+    texts = [PASSAGES[0].text, "sea", PASSAGES[0].text * 20]
+    views_PVD = encoder.embed_passages(encoder.tokenize_passages([Passage("", "", text) for text in texts])).views_PVD
+    passages = SentenceTransformer(str(tmp_path / ("shared" if one_tower else "passage")), device="cpu")
+    np.testing.assert_allclose(passages.encode(texts), views_PVD[:, 0], atol=1e-5)
+    questions = SentenceTransformer(str(tmp_path / ("shared" if one_tower else "question")), device="cpu")
+    texts = texts[: 2 if one_tower else 3]  # a tied tower has one length for both, that of passages
+    np.testing.assert_allclose(questions.encode(texts), encoder.embed_queries(texts), atol=1e-5)
 
 
 def test_the_fingerprint_is_the_same_in_another_process(snapshot):

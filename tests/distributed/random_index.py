@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +38,7 @@ def publish_random_index(
     params: IndexParams | None = None,
     parent: int = 0,
     corpus: Corpus | None = None,
+    dtype: Literal["fp16", "fp32"] = "fp16",
 ) -> Manifest:
     """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given."""
     store = Store(str(root))
@@ -48,7 +50,7 @@ def publish_random_index(
         similarity="inner_product",
         num_views=V,
         dimension=D,
-        dtype="fp16",
+        dtype=dtype,
         corpus=corpus.name if corpus else "none",
         corpus_digest=corpus.digest if corpus else "",
         index_params=dataclasses.asdict(params or IndexParams()),
@@ -59,7 +61,7 @@ def publish_random_index(
     for shard in range(num_shards):
         folder = root / "new"
         folder.mkdir(parents=True)
-        with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))

@@ -16,22 +16,24 @@ from mvr_ray.distributed import build_index, encode
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
-from mvr_ray.distributed.shards import RECALL_DEPTH, sample_views, shard_recall
-from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError
+from mvr_ray.distributed.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
+from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths, prepare
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import passages_of
+from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.delta import views_by_id as by_id
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
 from mvr_ray.types import EmbeddingBlock, Passage
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
 
 def open_shard(store: Path, index: str, entry: manifest.ShardEntry) -> EmbeddingShard:
-    return EmbeddingShard.open(store / paths.shard_dir(index, entry.digest) / paths.EMBEDDINGS)
+    return open_embeddings(store / paths.shard_dir(index, entry.digest), entry.files)
 
 
 def test_every_passage_of_the_corpus_is_in_its_shard_with_views(small_index):
@@ -74,9 +76,10 @@ def test_going_back_from_another_version_takes_the_shards_that_are_there(own_ind
     first = manifest.read(store, "index")
     other = dataclasses.replace(first, parent=1, operation="refine:passage", shards=first.shards[:2], config_digest="x")
     manifest.publish(store, other)
-    again = build_index.index(run_over(own_index), lambda *told: said.append(told))
+    again = build_index.index(run_over(own_index, index={"keep_refinement": False}), lambda *told: said.append(told))
     assert (again.version, again.parent, again.shards) == (3, 2, first.shards)
-    assert again.metrics == first.metrics
+    counted = {"encoded": 0, "carried_over": first.num_passages, "deleted": 0}
+    assert again.metrics == first.metrics | counted
     assert "encode" not in {what for what, _, _ in said}
 
 
@@ -118,7 +121,7 @@ def views_by_id(store: Path, version: manifest.Manifest) -> dict[str, Views]:
     return {
         name: views
         for entry in version.shards
-        for name, views in passages_of(open_shard(store, version.index, entry)).items()
+        for name, views in by_id(open_shard(store, version.index, entry).blocks()).items()
     }
 
 
@@ -186,7 +189,64 @@ def test_an_edit_of_fields_alone_encodes_nothing_and_shares_every_shard(own_inde
         assert {passage.fields for passage in corpus} == {(("year", 1958 + number),)}
 
 
-def test_moved_views_are_never_carried_over(own_index, run_over, tmp_path):
+def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable[str]) -> manifest.Manifest:
+    """Publish a refinement of a version: each of these passages has one view more."""
+    shards = list(version.shards)
+    for name in names:
+        entry = shards[shard_of(name, len(shards))]
+        embedded = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
+        views = embedded.find([name])[name]
+        numbers_N = np.append(views.view_numbers_N, np.int16(embedded.num_views))
+        now = Views(numbers_N, np.vstack([views.vectors_ND, -views.vectors_ND[:1]]))
+        with store.scratch() as scratch:
+            folder = scratch / "shard"
+            folder.mkdir()
+            write_changed(embedded, folder, {name: now})
+            shards[entry.shard] = build_shard(store, version, entry.shard, folder)
+    live = manifest.latest_version(store, version.index)
+    refined = dataclasses.replace(version, parent=live, operation="refine:feedback_views", shards=tuple(shards))
+    return manifest.publish(store, refined)
+
+
+def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path):
+    store = Store(str(own_index))
+    first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    learned = give_feedback_view(store, first, [old[0].id, old[1].id, old[2].id])
+    assert build_index.index(run_over(own_index)).version == learned.version, "nothing changed"
+    changed = old[1]._replace(text=f"{old[1].text} It was changed.")
+    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], 3)
+    made = build_index.index(run_over(own_index))
+    counts = {name: made.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
+    assert (made.operation, counts) == (
+        "index:refined",
+        {"encoded": 1, "carried_over": 58, "deleted": 1, "unlearned": 2},
+    )
+    before, after = views_by_id(own_index, learned), views_by_id(own_index, made)
+    for passage in (old[0], *old[3:]):
+        assert after[passage.id].vectors_ND.tobytes() == before[passage.id].vectors_ND.tobytes()
+    feedback_view = first.num_views
+    assert feedback_view in before[changed.id].view_numbers_N and feedback_view not in after[changed.id].view_numbers_N
+    assert build_index.index(run_over(own_index)).version == made.version, "nothing changed since"
+    plain = build_index.index(run_over(own_index, index={"keep_refinement": False}))
+    assert (plain.operation, plain.metrics["encoded"]) == ("index", 1)  # the changed one lies beside learned views
+    assert all(views.view_numbers_N.max() < feedback_view for views in views_by_id(own_index, plain).values())
+
+
+def test_learned_views_that_are_damaged_are_not_dropped_in_silence(own_index, run_over, tmp_path):
+    store = Store(str(own_index))
+    first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    learned = give_feedback_view(store, first, [old[0].id])
+    entry = learned.shards[shard_of(old[0].id, 3)]
+    file = own_index / paths.shard_dir("index", entry.digest) / paths.CHANGES
+    file.write_bytes(file.read_bytes()[:-8])
+    prepare_texts(store, tmp_path, old[1:], 3)
+    with pytest.raises(StorageError, match=r"what refinement changed.*cannot be kept.*keep_refinement=false"):
+        build_index.index(run_over(own_index))
+    assert manifest.latest_version(store, "index") == learned.version
+    assert build_index.index(run_over(own_index, index={"keep_refinement": False})).num_passages == len(old) - 1
+
+
+def test_moved_views_are_never_taken_for_views_as_encoded(own_index, run_over, tmp_path):
     """A refinement moved views, and only it stands: its passages are encoded again."""
     store, reports = Store(str(own_index)), []
     first = manifest.read(store, "index")
@@ -194,8 +254,42 @@ def test_moved_views_are_never_carried_over(own_index, run_over, tmp_path):
     store.delete(paths.manifest("index", 1))
     old = list(Corpus.open(store, "corpus"))
     prepare_texts(store, tmp_path, old[1:], 3)
-    build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    run = run_over(own_index, index={"keep_refinement": False})
+    build_index.index(run, lambda *report: reports.append(report))
     assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 59, 59)
+
+
+def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_index, run_over, tmp_path):
+    """Each version's views are those of an index from nothing, whether a shard's changes lie beside it or not."""
+    store, run = Store(str(own_index)), run_over(own_index)
+    passages = {passage.id: passage for passage in Corpus.open(store, "corpus")}
+    first = manifest.read(store, "index")
+    names = sorted(passages)
+    steps = [
+        ({names[0]: passages[names[0]]._replace(text="Other words.")}, [names[7]], True),
+        ({"new": Passage("new", "A title", "A text that nobody has read.")}, [names[0]], True),
+        ({name: passages[name]._replace(text="Words of many.") for name in names[20:50]}, [], False),
+    ]
+    for upserts, deleted, stays in steps:
+        rows = [passage._asdict() for passage in upserts.values()] + [{"id": name, "delete": True} for name in deleted]
+        file = tmp_path / "changes.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        update(run.prepare, store, str(file))
+        passages = {name: one for name, one in (passages | upserts).items() if name not in deleted}
+        made = build_index.index(run)
+        assert (made.metrics["encoded"], made.metrics["deleted"]) == (len(upserts), len(deleted))
+        assert made.metrics["carried_over"] == made.num_passages - len(upserts)
+        bases = {entry.files[paths.EMBEDDINGS].sha256 for entry in first.shards}
+        assert stays == all(entry.files[paths.EMBEDDINGS].sha256 in bases for entry in made.shards)
+        own_store = tmp_path / f"from_nothing_{made.version}"
+        shutil.copytree(own_index / "encoders", own_store / "encoders")
+        prepare_texts(Store(str(own_store)), tmp_path, passages.values(), 3)
+        from_nothing = build_index.index(run_over(own_store, index={"encoder": made.encoder_fingerprint}))
+        mine, true = views_by_id(own_index, made), views_by_id(own_store, from_nothing)
+        assert list(mine) == list(true) and manifest.verify(store, made).problems == []
+        for name, views in mine.items():
+            assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
+            np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):

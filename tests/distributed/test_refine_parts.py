@@ -72,9 +72,11 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
                for c in current for a, b in zip(c.row_ptr, c.row_ptr[1:]))  # fmt: skip
 
     changed = views.changes(state, NUM_VIEWS)
-    assert sorted(changed) == [row for row, before in enumerate(as_dicts(blocks)) if before != expected[row]]
-    for row, (numbers, stored) in changed.items():
-        assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in stored))) == expected[row]
+    names = [name for block in blocks for name in block.ids]
+    differs = [names[row] for row, before in enumerate(as_dicts(blocks)) if before != expected[row]]
+    assert list(changed) == differs
+    for name, (numbers, stored) in changed.items():
+        assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in stored))) == expected[names.index(name)]
 
 
 @settings(max_examples=30)

@@ -75,7 +75,7 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
         damage(file)
     report = manifest.verify(store, described)
     assert [(problem.shard, Path(problem.path).name) for problem in report.problems] == [(1, f.name) for f in hurt]
-    with pytest.raises(DigestError, match=rf"of shard 1 {DAMAGES[damage]}.*repair it: mvr-ray versions CONFIG repair"):
+    with pytest.raises(DigestError, match=rf"of shard 1 {DAMAGES[damage]}.*next: mvr-ray versions CONFIG repair"):
         report.require()
     damaged = contents(folder)
 

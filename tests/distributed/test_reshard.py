@@ -222,5 +222,6 @@ def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_
     assert reports[0].accuracy == reports[1].accuracy
     assert stored(other, reports[1].published) == stored(own_index, reports[0].published) != stored(own_index, first)
     said: list[str] = []
-    back = build_index.index(run_over(other), lambda what, *_: said.append(what))
+    run = run_over(other, index={"keep_refinement": False})
+    back = build_index.index(run, lambda what, *_: said.append(what))
     assert back.shards == first.shards and "encode" not in said

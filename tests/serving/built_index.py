@@ -13,7 +13,7 @@ from in_memory_index import PASSAGES, VIEWS_PVD
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of, write_passages
 from mvr_ray.store.delta import open_embeddings, write_changed
-from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.embeddings import EmbeddingWriter, Views
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import Manifest, ShardMeta
 from mvr_ray.types import EmbeddingBlock
@@ -89,11 +89,12 @@ def refine(root: Path) -> Manifest:
     store, before = Store(str(root)), manifest.read(Store(str(root)), "library", 1)
     entry = before.shards[0]
     embeddings = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
-    now = np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32)
+    now = Views(np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32))
+    first = embeddings.ids()[0]
     with store.scratch() as scratch:
         folder = scratch / "shard"
         folder.mkdir()
-        assert write_changed(embeddings, folder, {0: now}), "the first file was written anew"
+        assert write_changed(embeddings, folder, {first: now}), "the first file was written anew"
         meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
         laid_over = manifest.add_shard(store, "library", folder, meta)
     return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.store import paths
-from mvr_ray.store.delta import MOST_SHARE, DeltaShard, open_embeddings, write_changed
-from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views, rewrite
+from mvr_ray.store.delta import MOST_SHARE, num_changes, open_embeddings, rewrite, write_changed
+from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
 from mvr_ray.types import EmbeddingBlock
 
@@ -23,15 +24,19 @@ def random_views(rng: np.random.Generator) -> Views:
 def make_shard(folder: Path, count: int, seed: int) -> EmbeddingShard:
     """A shard of passages with even numbers as names."""
     rng = np.random.default_rng(seed)
-    passages = [random_views(rng) for _ in range(count)]
     folder.mkdir(parents=True)
+    return write_whole(folder, {f"p{2 * number:06d}": random_views(rng) for number in range(count)})
+
+
+def write_whole(folder: Path, passages: dict[str, Views]) -> EmbeddingShard:
+    names = sorted(passages)
     with EmbeddingWriter(folder / paths.EMBEDDINGS, DIMENSION, NUM_VIEWS) as writer:
         writer.write(
             EmbeddingBlock(
-                [f"p{2 * number:06d}" for number in range(count)],
-                np.cumsum([0, *(len(one.view_numbers_N) for one in passages)]),
-                np.concatenate([one.view_numbers_N for one in passages]),
-                np.concatenate([one.vectors_ND for one in passages]),
+                names,
+                np.cumsum([0, *(len(passages[name].view_numbers_N) for name in names)]),
+                np.concatenate([passages[name].view_numbers_N for name in names]),
+                np.concatenate([passages[name].vectors_ND for name in names]),
             )
         )
     return EmbeddingShard.open(folder / paths.EMBEDDINGS)
@@ -49,40 +54,85 @@ def content(shard: EmbeddingShard) -> list[tuple[str, list[int], bytes]]:
     ]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 40), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 10_000))
-def test_changes_laid_over_read_as_the_shard_rewritten(tmp_path_factory, count, generations, seed):
+def passages_in(shard: EmbeddingShard) -> dict[str, Views]:
+    found = {}
+    for block in shard.blocks():
+        for name, start, stop in zip(block.ids, block.row_ptr, block.row_ptr[1:]):
+            found[name] = Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
+    return found
+
+
+CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 90), max_size=5))
+"""Numbers of passages to upsert and to delete; even ones may be of the first file, odd ones never are."""
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(8, 45), st.lists(CHANGES.filter(any), min_size=1, max_size=5), st.integers(0, 10_000), st.data())
+def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, count, generations, seed, data):
     root = tmp_path_factory.mktemp("overlay")
     rng = np.random.default_rng(seed)
-    laid = plain = make_shard(root / "base", count, seed)
-    for number, num_changes in enumerate(generations):
-        rows = rng.permutation(count)[:num_changes].tolist()
-        changes = {row: random_views(rng) for row in rows}
-        before = laid.delta.num_passages if isinstance(laid, DeltaShard) else 0
+    laid = make_shard(root / "base", count, seed)
+    truth = passages_in(laid)
+    in_base, base_count, hidden = set(truth), count, set()
+    for number, (upserted, deleted) in enumerate(generations):
+        upserts = {f"p{at:06d}": random_views(rng) for at in data.draw(st.permutations(sorted(upserted)))}
+        gone = {f"p{at:06d}" for at in deleted} - set(upserts)
+        truth = {name: views for name, views in (truth | upserts).items() if name not in gone}
+        if not truth:
+            return
         folder, other = root / f"laid{number}", root / f"plain{number}"
         folder.mkdir()
-        other.mkdir()
-        kept = write_changed(laid, folder, changes)
-        rewrite(plain, other / paths.EMBEDDINGS, changes)
-        assert kept == (before + len(changes) <= MOST_SHARE * count)
+        kept = write_changed(laid, folder, upserts, sorted(gone))
+        hidden = {name for name in hidden | set(upserts) | gone if name in truth or name in in_base}
+        assert kept == (len(hidden) <= MOST_SHARE * base_count)
         assert (folder / paths.CHANGES).exists() == kept
         if kept:
             assert sha256_of(folder / paths.EMBEDDINGS) == sha256_of(laid.path)
-        laid, plain = open_views(folder), open_views(other)
+        else:
+            in_base, base_count, hidden = set(truth), len(truth), set()
+        other.mkdir()
+        laid, plain = open_views(folder), write_whole(other, truth)
         assert content(laid) == content(plain)
+        assert num_changes(laid) == len(hidden)
         assert (laid.num_passages, laid.num_vectors) == (plain.num_passages, plain.num_vectors)
-        assert laid.ids() == plain.ids()
-        wanted = [f"p{n:06d}" for n in rng.permutation(2 * count + 2)]
-        found, truth = laid.find(wanted), plain.find(wanted)
+        assert laid.ids() == plain.ids() == laid.arrow_ids().to_pylist() == sorted(truth)
+        found = laid.find([f"p{at:06d}" for at in rng.permutation(92)])
         assert set(found) == set(truth)
         assert all(found[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
         assert all(np.array_equal(found[name].view_numbers_N, truth[name].view_numbers_N) for name in truth)
 
 
+def test_changes_cross_blocks(tmp_path):
+    shard, rng = make_shard(tmp_path / "base", 2 * BATCH_PASSAGES + 5, 1), np.random.default_rng(2)
+    last = 2 * (2 * BATCH_PASSAGES + 4)
+    edges = [0, 1, 2 * BATCH_PASSAGES - 1, 2 * BATCH_PASSAGES, 2 * BATCH_PASSAGES + 1, last, last + 1]
+    upserts = {f"p{at:06d}": random_views(rng) for at in edges}
+    gone = [f"p{at:06d}" for at in (2, 2 * BATCH_PASSAGES - 2, 2 * BATCH_PASSAGES + 2)]
+    truth = {name: views for name, views in (passages_in(shard) | upserts).items() if name not in gone}
+    for folder in ("laid", "whole", "rewritten"):
+        (tmp_path / folder).mkdir()
+    assert write_changed(shard, tmp_path / "laid", upserts, gone)
+    write_whole(tmp_path / "whole", truth)
+    rewrite(shard, tmp_path / "rewritten" / paths.EMBEDDINGS, upserts, gone)
+    assert content(open_views(tmp_path / "laid")) == content(open_views(tmp_path / "whole"))
+    assert sha256_of(tmp_path / "rewritten" / paths.EMBEDDINGS) == sha256_of(tmp_path / "whole" / paths.EMBEDDINGS)
+
+
+def test_a_program_that_knows_no_deletions_does_not_read_past_them(tmp_path):
+    shard = make_shard(tmp_path / "base", 40, 1)
+    for folder, gone in (("with", ["p000004"]), ("without", [])):
+        (tmp_path / folder).mkdir()
+        assert write_changed(shard, tmp_path / folder, {"p000002": random_views(np.random.default_rng(1))}, gone)
+    formats = [
+        pa.ipc.open_file(tmp_path / folder / paths.CHANGES).schema.metadata[b"format"] for folder in ("with", "without")
+    ]
+    assert formats == [b"mvr_ray.embeddings/2", b"mvr_ray.embeddings/1"]
+
+
 def test_the_same_changes_are_the_same_bytes_in_whatever_order_they_come(tmp_path):
     shard, rng = make_shard(tmp_path / "base", 40, 1), np.random.default_rng(2)
-    changes = {row: random_views(rng) for row in (30, 2, 17)}
-    for name, rows in (("a", (30, 2, 17)), ("b", (2, 17, 30))):
+    changes = {row: random_views(rng) for row in ("p000060", "p000004", "p000034")}
+    for name, rows in (("a", ("p000060", "p000004", "p000034")), ("b", ("p000004", "p000034", "p000060"))):
         (tmp_path / name).mkdir()
         assert write_changed(shard, tmp_path / name, {row: changes[row] for row in rows})
     assert (tmp_path / "a" / paths.CHANGES).read_bytes() == (tmp_path / "b" / paths.CHANGES).read_bytes()
@@ -91,7 +141,7 @@ def test_the_same_changes_are_the_same_bytes_in_whatever_order_they_come(tmp_pat
 def test_a_block_without_a_change_stays_mapped(tmp_path):
     shard = make_shard(tmp_path / "base", BATCH_PASSAGES + 10, 3)
     (tmp_path / "new").mkdir()
-    write_changed(shard, tmp_path / "new", {2: random_views(np.random.default_rng(4))})
+    write_changed(shard, tmp_path / "new", {"p000004": random_views(np.random.default_rng(4))})
     first, second = open_views(tmp_path / "new").blocks()
     assert first.vectors_ND.flags.writeable and first.vectors_ND.base is None
     assert not second.vectors_ND.flags.writeable
@@ -100,5 +150,5 @@ def test_a_block_without_a_change_stays_mapped(tmp_path):
 def test_a_file_that_the_shard_does_not_name_is_not_laid_over(tmp_path):
     shard = make_shard(tmp_path / "base", 20, 5)
     (tmp_path / "new").mkdir()
-    write_changed(shard, tmp_path / "new", {2: random_views(np.random.default_rng(6))})
+    write_changed(shard, tmp_path / "new", {"p000004": random_views(np.random.default_rng(6))})
     assert content(open_embeddings(tmp_path / "new", [paths.EMBEDDINGS])) == content(shard)

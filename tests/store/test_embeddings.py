@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import MissingInputError, StorageError
-from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views, rewrite
+from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.types import EmbeddingBlock
 
 DIMENSION = 3
@@ -96,34 +96,6 @@ def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path):
     assert same(sorted(found.items()), sorted(dict(chosen).items()))
     assert all(views.vectors_ND.flags.owndata for views in found.values())
     assert write(tmp_path / "empty.arrow", []).find(["a"]) == {}
-
-
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 60), st.integers(0, 99), st.data())
-def test_rewriting_rows_equals_writing_the_changed_rows(tmp_path: Path, num: int, seed: int, data: st.DataObject):
-    rows = make_rows(num, seed)
-    chosen = data.draw(st.sets(st.integers(0, num - 1)))
-    changes = {row: make_rows(row + 1, seed + 1)[row][1] for row in chosen}
-    shard = write(tmp_path / "old.arrow", [to_block(rows)])
-    rewrite(shard, tmp_path / "new.arrow", changes)
-    expected = [(name, changes.get(row, views)) for row, (name, views) in enumerate(rows)]
-    write(tmp_path / "direct.arrow", [to_block(expected)])
-    assert (tmp_path / "new.arrow").read_bytes() == (tmp_path / "direct.arrow").read_bytes()
-
-
-def test_rewriting_crosses_batches_and_refuses_rows_that_are_not_there(tmp_path: Path):
-    rows = make_rows(BATCH_PASSAGES + 5, 1)
-    shard = write(tmp_path / "old.arrow", [to_block(rows)])
-    last = BATCH_PASSAGES + 4
-    more = Views(np.arange(9, dtype=np.int16), np.ones((9, DIMENSION), np.float16))
-    rewrite(shard, tmp_path / "new.arrow", {0: more, last: more})
-    assert same(
-        to_rows(EmbeddingShard.open(tmp_path / "new.arrow")),
-        [(rows[0][0], more), *rows[1:last], (rows[last][0], more)],
-    )
-    with pytest.raises(StorageError, match=f"row {last + 1} was to change"):
-        rewrite(shard, tmp_path / "x.arrow", {last + 1: more})
-    assert not (tmp_path / "x.arrow").exists()
 
 
 ONE = np.ones((1, DIMENSION), np.float16)

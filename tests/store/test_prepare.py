@@ -73,6 +73,24 @@ def test_the_same_rows_in_any_order_give_the_same_parts_and_the_same_run_the_sam
     assert parts[0] == parts[1]
 
 
+def test_sources_without_a_passage_are_named_with_what_they_hold_and_the_corpus_stays(write: Write, tmp_path: Path):
+    store = Store(tmp_path / "store")
+    prepare(config(write("rows.jsonl", lines(*map(passage, range(4))))), store)
+    before = snapshot(tmp_path / "store")
+    only = write("only.jsonl", lines(question(1), question(2), {"id": "p1", "text": " "}))
+    share = SourceConfig(path=str(write("few.jsonl", lines(passage(1)))), share=1e-9)
+    other = SourceConfig(path=str(write("other.jsonl", lines(passage(1)))), passages=False)
+    with pytest.raises(DataError) as refusal:
+        prepare(PrepareConfig(sources=[SourceConfig(path=str(only)), share, other], max_bad_rows=1), store)
+    assert str(refusal.value).replace(f"{only.parent}/", "") == (
+        "prepare: the sources give no passage: only.jsonl (format jsonl) holds 0 passages, 2 questions, 1 bad rows; "
+        "few.jsonl (format jsonl) holds 1 passages (share: 1e-09), 0 questions, 0 bad rows; "
+        "other.jsonl (format jsonl) holds 1 passages (passages: false), 0 questions, 0 bad rows. "
+        "Nothing was changed; add a source with passages to prepare.sources"
+    )
+    assert snapshot(tmp_path / "store") == before
+
+
 def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write, tmp_path: Path):
     rows = [passage(0), passage(1), {"id": "p2", "text": " "}, passage(1, "again"), question(1, 9), question(2, 0), {}]
     path = write("rows.jsonl", lines(*rows, question(2, 1)))

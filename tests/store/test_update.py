@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError
 from mvr_ray.store.corpus import Corpus, read_questions, shard_of, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -22,7 +22,7 @@ from mvr_ray.types import Passage, Question
 Write = Callable[[str, str | bytes], Path]
 CONFIG = PrepareConfig(corpus="corpus", num_shards=3)
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=9).filter(str.strip)
-NAMES = [f"p{number}" for number in range(12)]
+NAMES = [f"p{number}" for number in range(60)]
 
 
 def lines(*rows: dict) -> str:
@@ -39,14 +39,18 @@ def make_corpus(store: Store, write: Write, texts: dict[str, str], num_shards: i
     return Corpus.open(store, name)
 
 
+def num_deltas(corpus: Corpus) -> int:
+    return sum(part.changes is not None for part in corpus.info.parts)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.dictionaries(st.sampled_from(NAMES), TEXTS, min_size=1),
-    st.lists(st.dictionaries(st.sampled_from(NAMES), st.none() | TEXTS), min_size=1, max_size=4),
+    st.sets(st.sampled_from(NAMES), min_size=1).map(lambda names: dict.fromkeys(sorted(names), "first")),
+    st.lists(st.dictionaries(st.sampled_from(NAMES), st.none() | TEXTS, max_size=5), min_size=1, max_size=4),
     st.integers(1, 4),
 )
 def test_after_any_changes_the_corpus_is_that_of_sources_that_had_them(tmp_path_factory, content, batches, shards):
-    """The digest covers every byte, so equal digests are equal corpora."""
+    """Whether changes lie beside a part's first file or the part is written whole."""
     folder = tmp_path_factory.mktemp("update")
     store = Store(folder / "store")
 
@@ -74,7 +78,44 @@ def test_after_any_changes_the_corpus_is_that_of_sources_that_had_them(tmp_path_
         }
     if now:
         other = make_corpus(store, write, now, shards, name="other")
-        assert Corpus.open(store, "corpus").digest == other.digest
+        assert list(after) == list(other)
+        assert [len(after.part(shard)) for shard in range(shards)] == [len(other.part(at)) for at in range(shards)]
+        assert after.find_damage() == []
+        event(f"parts with a file of changes: {num_deltas(after)}")
+
+
+def test_few_changes_lie_beside_the_part_and_many_are_written_into_it(store: Store, write: Write):
+    texts = {f"p{number:02d}": f"text {number}" for number in range(40)}
+    first = make_corpus(store, write, texts, 1)
+
+    def change(*rows: dict) -> Corpus:
+        update(CONFIG, store, str(write("changes.jsonl", lines(*rows))))
+        return Corpus.open(store, "corpus")
+
+    few = change(row("p03", "new"), row("p03a", "beside it"), {"id": "p39", "delete": True})
+    assert few.info.parts[0].file == first.info.parts[0].file and num_deltas(few) == 1
+    assert few.part(0).row("p39") == -1 and few.part(0).get("p03a") == Passage("p03a", "t", "beside it")
+    assert few.get(["p03", "p39", "p00"]) == {"p03": Passage("p03", "t", "new"), "p00": Passage("p00", "t", "text 0")}
+    many = change(*(row(f"p{number:02d}", "many") for number in range(11)))
+    assert many.info.parts[0].file != first.info.parts[0].file and num_deltas(many) == 0
+    again = change(row("p20", "new"))
+    assert num_deltas(again) == 1
+    back = change(row("p20", "text 20"))
+    assert (back.digest, back.info.parts) == (many.digest, many.info.parts)
+
+
+def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
+    make_corpus(store, write, {f"p{number:02d}": f"text {number}" for number in range(40)}, 1)
+    update(CONFIG, store, str(write("changes.jsonl", lines(row("p03", "new")))))
+    corpus = Corpus.open(store, "corpus")
+    changes = corpus.info.parts[0].changes
+    assert changes is not None
+    path = f"corpora/corpus/{changes.file}"
+    data = store.read_bytes(path)
+    store.write_bytes(path, data.replace(b"new", b"old"))
+    assert [name for name, _ in corpus.find_damage()] == [path]
+    with pytest.raises(DigestError, match="is damaged"):
+        Corpus.open(store, "corpus").part(0)
 
 
 def test_an_update_is_the_same_on_every_kind_of_store_and_again_changes_nothing(store: Store, write: Write):

@@ -602,7 +602,7 @@ def test_times_on_a_gpu_are_another_step_and_need_one():
 
 def test_at_once_is_checked_before_anything_runs(write, tmp_path):
     path = write({}, sizes={"quick": {"at_once": 0}})
-    with pytest.raises(ConfigError, match=r"at_once.*greater than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"at_once: 0 is not a whole number of at least 1"):
         load_study(path)
     with pytest.raises(ConfigError, match="at_once is 0; at least one step must run"):
         run_study(path, at_once=0)

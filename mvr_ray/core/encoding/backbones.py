@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2
 import torch
+from huggingface_hub import constants as hub
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -32,6 +36,7 @@ VIEWERS_FILE = "viewers.safetensors"
 VIEWER_STD = 0.02
 """Spread of random viewer embeddings."""
 
+_HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ARCHITECTURE = (
     "model_type",
@@ -237,6 +242,8 @@ def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | Non
             f"{what} folder {folder} does not exist; give a folder with config.json, model.safetensors and "
             f"tokenizer.json, or the name of a model on the Hugging Face hub"
         )
+    if not Path(folder).is_dir():
+        _require_hub_model(folder, what, refusal)
     try:
         config = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError as error:
@@ -244,6 +251,30 @@ def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | Non
     if not config:
         raise refusal(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
     return config.get("model_type")
+
+
+def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None:
+    """Raise `refusal` where the hub cannot be reached or refuses the model, which is asked once, and no copy is kept.
+
+    Left alone, the hub's library tries to reach it for half a minute. An overloaded hub is left to it.
+    """
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except HfHubHTTPError as error:
+        if error.response.status_code == 429 or error.response.status_code >= 500:
+            return
+        reason = _first_line(error)
+    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+        reason = _first_line(error)
+    else:
+        return
+    raise refusal(
+        f"{what} {name} is neither a folder ({Path(name).absolute()} does not exist) nor a model that can be fetched "
+        f"from {hub.ENDPOINT} ({reason}); give a folder with config.json, model.safetensors and tokenizer.json, or a "
+        f"model's name on a hub that can be reached"
+    )
 
 
 def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
@@ -291,7 +322,7 @@ def parameter_groups(
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

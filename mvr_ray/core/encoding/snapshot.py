@@ -5,8 +5,10 @@ punkt.json              sentence parameters
 scales.safetensors      of int8 (`quantized.Scales`), only there
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
+    modules.json  sentence_bert_config.json  1_Pooling/config.json    of cls, mean: for sentence-transformers
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -47,6 +49,9 @@ def write_parts(
     folder.mkdir(parents=True, exist_ok=True)
     for name, tower in towers.items():
         tower.save(folder / name)
+        if spec.strategy in ("cls", "mean"):
+            max_tokens = spec.max_query_tokens if name == "question" else spec.max_passage_tokens
+            _write_pooling(folder / name, spec, tower.dimension, max_tokens)
     (folder / PUNKT_FILE).write_text(punkt.to_json(), encoding="utf-8")
     description: dict[str, Any] = {
         "dimension": next(iter(towers.values())).dimension,
@@ -58,6 +63,30 @@ def write_parts(
     if precision.scales is not None:
         save_file(precision.scales._asdict(), folder / SCALES_FILE)
     return description
+
+
+def _write_pooling(folder: Path, spec: EncoderSpec, dimension: int, max_tokens: int) -> None:
+    """Write what makes sentence-transformers pool a tower's states as the strategy does, in its format since 2.0."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if spec.normalize else {})
+    modules = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for at, (path, kind) in enumerate(kinds.items())
+    ]
+    pooling = {
+        "word_embedding_dimension": dimension,
+        "pooling_mode_cls_token": spec.strategy == "cls",
+        "pooling_mode_mean_tokens": spec.strategy == "mean",
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    }
+    files = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+        "1_Pooling/config.json": pooling,
+    }
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_parts(folder: Path, description: Mapping[str, Any]) -> Snapshot:

@@ -26,9 +26,10 @@ from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateI
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index, searches_embeddings
-from mvr_ray.store import embeddings, paths
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.delta import open_embeddings, rewrite, write_changed
+from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
@@ -272,13 +273,13 @@ class ShardRefiner:
                 folder.mkdir()
                 known = {}
                 if not searches_embeddings(IndexParams(**self.manifest.index_params)):
-                    embeddings.rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
+                    rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
                 elif write_changed(self.stored[shard], folder, changes):
                     known[paths.EMBEDDINGS] = entry.files[paths.EMBEDDINGS]
                 entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
-    def _embeddings(self, shard: int) -> embeddings.EmbeddingShard:
+    def _embeddings(self, shard: int) -> EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])
         return open_embeddings(folder, self.entries[shard].files)
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mvr_ray.core.searching.exact import distinct
+from mvr_ray.store.embeddings import Views
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 VIEW_BASE = 1 << 16  # above every view number (int16)
@@ -205,18 +206,18 @@ class StoredViews:
             vectors_ND=vectors_ND[order],
         )
 
-    def changes(self, state: ShardChanges, num_views: int) -> dict[int, tuple[IntArray, FloatArray]]:
-        """Every passage whose stored bytes differ under this state: row -> (all its view numbers, all its vectors)."""
+    def changes(self, state: ShardChanges, num_views: int) -> dict[str, Views]:
+        """Every passage whose stored bytes differ under this state, with all its views as they are then."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
         old = self.gather(rows)
         new = self._overlaid_alone(old, rows, state, num_views)
-        changed = {}
-        for at, row in enumerate(rows.tolist()):
-            before, after = _passage(old, at), _passage(new, at)
-            same_views = len(before[0]) == len(after[0]) and np.array_equal(before[0], after[0])
-            if not same_views or before[1].tobytes() != after[1].tobytes():
-                changed[row] = after
-        return changed
+        pairs = ((name, _passage(old, at), _passage(new, at)) for at, name in enumerate(old.ids))
+        return {name: after for name, before, after in pairs if not _same_bytes(before, after)}
+
+
+def _same_bytes(before: Views, after: Views) -> bool:
+    same_views = np.array_equal(before.view_numbers_N, after.view_numbers_N)
+    return same_views and before.vectors_ND.tobytes() == after.vectors_ND.tobytes()
 
 
 def ordinals(rows_F: IntArray) -> IntArray:
@@ -224,6 +225,6 @@ def ordinals(rows_F: IntArray) -> IntArray:
     return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)
 
 
-def _passage(block: EmbeddingBlock, at: int) -> tuple[IntArray, FloatArray]:
+def _passage(block: EmbeddingBlock, at: int) -> Views:
     span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
-    return block.view_numbers_N[span], block.vectors_ND[span]
+    return Views(block.view_numbers_N[span], block.vectors_ND[span])

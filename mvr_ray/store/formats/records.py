@@ -35,10 +35,15 @@ class BadRow(NamedTuple):
 
 
 class DroppedRow(NamedTuple):
-    """A sound row that the format's own convention leaves out, such as a query without judgements."""
+    """A sound row that the format's own convention leaves out, such as a query without judgements, or a redirect.
+
+    `reason` is the same for all rows that are left out for it, so that they can be counted by it. `is_passage`: the row
+    would have been a passage, not a question.
+    """
 
     where: str
     reason: str
+    is_passage: bool = False
 
 
 Record = PassageRecord | QuestionRecord | BadRow | DroppedRow

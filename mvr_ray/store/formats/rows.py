@@ -1,4 +1,4 @@
-"""Read row files (JSON lines, Parquet) of passages and questions, NQ-open lines, and summaries.
+"""Read row files (JSON lines, Parquet) of passages and questions, CSV of passages, NQ-open lines, and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
 answer_starts. Any other row is a passage: id (or _id), title, text (or contents); what else it has are its extras.
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.store.fields import TextCell
 from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
@@ -22,7 +23,7 @@ from mvr_ray.store.formats.records import (
     question_record,
     slug,
 )
-from mvr_ray.store.formats.text_files import json_lines, open_text
+from mvr_ray.store.formats.text_files import csv_rows, json_lines, open_text
 
 PARQUET_ROWS = 1024
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
@@ -46,6 +47,16 @@ def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
                     number += 1
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
+
+
+def read_csv(path: Path, prefix: str = "") -> Iterator[Record]:
+    """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
+    for row in csv_rows(path, ("id", "text")):
+        if isinstance(row, BadRow):
+            yield row
+        else:
+            values = {key: value if key in _OWN_KEYS else TextCell(value) for key, value in row.values.items()}
+            yield passage_of(values, row.where, prefix)
 
 
 def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:

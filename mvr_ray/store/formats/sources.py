@@ -10,8 +10,9 @@ from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.formats.beir import beir_files, read_beir
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.json_stream import JsonReader
-from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord, Record, question_record
-from mvr_ray.store.formats.rows import read_jsonl, read_nq_open, read_parquet, read_summaries
+from mvr_ray.store.formats.mediawiki import read_mediawiki
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
+from mvr_ray.store.formats.rows import read_csv, read_jsonl, read_nq_open, read_parquet, read_summaries
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import open_text
 from mvr_ray.types import Question
@@ -22,10 +23,12 @@ READERS = {
     "dpr_json": read_dpr_json,
     "dpr_jsonl": read_dpr_jsonl,
     "qas_csv": read_qas_csv,
+    "csv": read_csv,
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "nq_open": read_nq_open,
     "summaries": read_summaries,
+    "mediawiki": read_mediawiki,
 }
 
 
@@ -36,15 +39,16 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     that breaks off, or whose format cannot be told, is a DataError.
     """
     path = resolve_path(source.path)
-    kinds = (BadRow,) if source.passages or source.questions else ()
-    kinds += (PassageRecord,) if source.passages else ()
-    kinds += (QuestionRecord,) if source.questions else ()
     for read in _readers(source, path):
         for record in read():
-            if isinstance(record, PassageRecord | QuestionRecord | BadRow):
-                if isinstance(record, kinds):
-                    yield record
-            elif source.questions:
+            match record:
+                case PassageRecord() | DroppedRow(is_passage=True):
+                    takes = source.passages
+                case QuestionRecord() | DroppedRow():
+                    takes = source.questions is not None
+                case BadRow():
+                    takes = source.passages or source.questions is not None
+            if takes:
                 yield record
 
 
@@ -103,7 +107,7 @@ def _is_beir(path: Path) -> bool:
 
 
 def _tell_format(file: Path, source: str) -> str:
-    stem = file.name.lower().removesuffix(".gz")
+    stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
     if _is_beir(file.parent) and stem == "corpus.jsonl":
         return "beir"
     if stem.endswith(".parquet"):
@@ -111,11 +115,14 @@ def _tell_format(file: Path, source: str) -> str:
     if stem.endswith(".tsv"):
         return "dpr_tsv"
     if stem.endswith(".csv"):
-        return "qas_csv"
+        with open_text(file) as text:
+            return "qas_csv" if "\t" in text.readline() else "csv"
     if stem.endswith((".jsonl", ".ndjson")):
         return _tell_lines(file)
     if stem.endswith(".json"):
         return _tell_json(file)
+    if stem.endswith(".xml") or ".xml-p" in stem:  # a dump in several files: pages-articles1.xml-p1p41242.bz2
+        return "mediawiki"
     raise DataError(
         f"the format of source {source} cannot be told from the name {file.name!r}; "
         f"set `format:` to one of {', '.join([*READERS, 'beir'])}"

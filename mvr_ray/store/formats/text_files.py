@@ -1,8 +1,9 @@
-"""Read text files, plain or gzip (detected by their first bytes), and their rows.
+"""Read text files, plain, gzip or bzip2 (detected by their first bytes), and their rows.
 
 Bytes that are not UTF-8 come through as lone surrogates; the row that holds them is then a bad row, not the file.
 """
 
+import bz2
 import contextlib
 import csv
 import gzip
@@ -10,14 +11,15 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import DataError, MissingInputError, MvrRayError
 from mvr_ray.store.formats.records import BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
+BZIP2_MAGIC = b"BZh"
 
 
 class Row(NamedTuple):
@@ -28,19 +30,35 @@ class Row(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file and decompress what is read; DataError where a compressed file is damaged or breaks off."""
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(path.open("rb"))
-        head = raw.peek(2)[:2]
-        data = stack.enter_context(gzip.GzipFile(fileobj=raw)) if head == GZIP_MAGIC else raw
-        text = io.TextIOWrapper(data, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        stack.enter_context(text)
+        head = raw.peek(3)[:3]
+        data: Any = raw
+        kind = ""
+        if head.startswith(GZIP_MAGIC):
+            data, kind = stack.enter_context(gzip.GzipFile(fileobj=raw)), "gzip"
+        elif head == BZIP2_MAGIC:
+            data, kind = stack.enter_context(bz2.BZ2File(raw)), "bzip2"
         try:
-            yield text
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is a damaged or unfinished gzip file: {error}; fetch it again") from error
+            yield data
+        except (EOFError, zlib.error, OSError) as error:
+            # gzip and bz2 tell damage by an OSError without a number, which errors of the system have.
+            if not kind or isinstance(error, MvrRayError) or getattr(error, "errno", None) is not None:
+                raise
+            raise DataError(f"{path} is a damaged or unfinished {kind} file: {error}; fetch it again") from error
+
+
+@contextlib.contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    with (
+        open_bytes(path) as data,
+        io.TextIOWrapper(data, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
+    ):
+        yield text
 
 
 def json_lines(path: Path) -> Iterator[Row | BadRow]:
@@ -60,9 +78,41 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 
 def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
     """Yield the rows of a tab-separated file, quoted as Python's csv module does. None takes any number of columns."""
+    for row in _separated_rows(path, "\t"):
+        if isinstance(row, BadRow) or num_columns in (None, len(row.values)):
+            yield row
+        else:
+            yield BadRow(row.where, f"{len(row.values)} tab-separated columns, not {num_columns}")
+
+
+def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | BadRow]:
+    """Yield the rows of a comma-separated file with a header, each as a dict by column, in lower case.
+
+    Raises DataError for a header that lacks one of `columns` or has one twice.
+    """
+    rows = _separated_rows(path, ",")
+    first = next(rows, None)
+    header = [name.strip().lower() for name in first.values] if isinstance(first, Row) else []
+    missing = [name for name in columns if name not in header]
+    if missing or len(set(header)) < len(header):
+        problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"
+        raise DataError(
+            f"{path}: the header {problem}; it has {len(header)} comma-separated columns: "
+            f"{', '.join(map(repr, header)) or 'none'}. Needed are {' and '.join(columns)}, in any order"
+        )
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+        elif len(row.values) != len(header):
+            yield BadRow(row.where, f"{len(row.values)} comma-separated columns, the header has {len(header)}")
+        else:
+            yield Row(dict(zip(header, row.values)), row.where)
+
+
+def _separated_rows(path: Path, delimiter: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
-        reader = csv.reader(file, delimiter="\t")
+        reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",")
         before = 0
         while True:
             try:
@@ -70,16 +120,14 @@ def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield BadRow(f"{path}:{reader.line_num}", f"not a row: {error}")
+                yield BadRow(f"{path}:{before + 1}", f"not a row: {error}")
                 continue
             finally:
                 first, before = before + 1, reader.line_num
             where = f"{path}:{first}"
             if not values:
                 continue
-            if before > first and any("\t" in value for value in values):
+            if delimiter == "\t" and before > first and any("\t" in value for value in values):
                 yield BadRow(where, f"a quote is not closed; it swallows the rows up to line {before}")
-            elif num_columns is not None and len(values) != num_columns:
-                yield BadRow(where, f"{len(values)} tab-separated columns, not {num_columns}")
             else:
                 yield Row(values, where)

@@ -320,6 +320,44 @@ def test_a_folder_is_its_files_in_name_order(write: Write):
     assert [passage.id for passage in passages(read(folder))] == ["1", "2"]
 
 
+def test_a_csv_with_a_header_gives_passages_whatever_the_order_of_its_columns(write: Write):
+    path = write("p.csv", '\ufeffDate,Text, title,id\n2001,"one, ""two""\nthree",A,1\n\n2002,b,,2\n'.encode())
+    assert format_of(SourceConfig(path=str(path))) == "csv"
+    records = read(path, id_prefix="w:")
+    assert passages(records) == [Passage("w:1", "A", 'one, "two"\nthree'), Passage("w:2", "", "b")]
+    assert passages(read(write("two.csv", "text,id\na,1\n"))) == [Passage("1", "", "a")]
+
+
+def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write: Write):
+    text = 'id,title,text\n1,A\n2,A,"b\nc",d\n3,A," "\n,A,text\n4,A,"b"c\n5,A,fine\n6,A,"open\n7,A,b\n'
+    records = read(write("p.csv", text))
+    assert bad(records) == [
+        "p.csv:2: 2 comma-separated columns, the header has 3",
+        "p.csv:3: 4 comma-separated columns, the header has 3",
+        "p.csv:5: text is empty",
+        "p.csv:6: id is missing",
+        "p.csv:7: not a row: ',' expected after '\"'",
+        "p.csv:9: not a row: unexpected end of data",
+    ]
+    assert [passage.id for passage in passages(records)] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name;title;text\n", "lacks id and text; it has 1 comma-separated columns: 'name;title;text'"),
+        ("ID,Body\n1,a\n", "lacks text; it has 2 comma-separated columns: 'id', 'body'"),
+        ("id,text,text\n", "has a column twice; it has 3 comma-separated columns: 'id', 'text', 'text'"),
+        ("", "lacks id and text; it has 0 comma-separated columns: none"),
+    ],
+)
+def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write, text: str, problem: str):
+    with pytest.raises(DataError) as refusal:
+        read(write("p.csv", text))
+    message = str(refusal.value).partition("/sources/")[2]
+    assert message == f"p.csv: the header {problem}. Needed are id and text, in any order"
+
+
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
@@ -353,6 +391,16 @@ def test_real_files_are_read_whole(data_dir: Path):
         "wiki_vital": {"PassageRecord": 10_033},
         "nq_open": {"QuestionRecord": 1800},
     }
+
+
+@pytest.mark.data
+def test_real_passages_come_back_from_a_csv(data_dir: Path, write: Write):
+    expected = passages(read(data_dir / "wiki_vital" / "psgs_vital.tsv.gz"))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ["url", "title", "id", "text"], extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows({**passage._asdict(), "url": "-"} for passage in expected)
+    assert passages(read(write("vital.csv", file.getvalue()))) == expected
 
 
 @pytest.mark.data

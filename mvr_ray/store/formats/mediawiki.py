@@ -1,0 +1,243 @@
+"""Read MediaWiki XML dumps (`pages-articles`): an article is a passage of plain text under its page id.
+
+The XML is read as a stream, a page at a time, and mwparserfromhell parses the wikitext. What stays of it is what a
+reader sees as running text: paragraphs, headings, and list items, each on a line of its own. Templates, tables,
+references, files, categories, galleries, formulas and comments go. A heading with nothing under it goes as well.
+
+Markup of bold and italics is left to `plain_line`: parsed as nodes, a pair that is not closed would hide the references
+around it from the parser.
+"""
+
+import copy
+import itertools
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Tag, Text, Wikilink
+from mwparserfromhell.parser import Parser, ParserError
+from mwparserfromhell.wikicode import Wikicode
+
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record
+from mvr_ray.store.formats.text_files import open_bytes
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ARTICLES = "0"
+FILES_AND_CATEGORIES = ("6", "14")
+HIDDEN_NAMES = _names("file image category")
+"""Namespaces whose links show no text, as every wiki knows them; a dump adds the names in its own language."""
+HIDDEN_TAGS = _names(
+    "ref references table tr td th gallery math imagemap timeline score graph mapframe maplink categorytree inputbox "
+    "indicator templatedata templatestyles section style includeonly"
+)
+BLOCK_TAGS = _names("blockquote br center dd div dl dt hr li ol p poem pre source syntaxhighlight ul")
+SWITCHES = _names(
+    "__NOTOC__ __FORCETOC__ __TOC__ __NOEDITSECTION__ __NEWSECTIONLINK__ __NONEWSECTIONLINK__ __NOGALLERY__ "
+    "__HIDDENCAT__ __NOCONTENTCONVERT__ __NOCC__ __NOTITLECONVERT__ __NOTC__ __INDEX__ __NOINDEX__ __STATICREDIRECT__ "
+    "__DISAMBIG__ __NOGLOBAL__ __EXPECTUNUSEDCATEGORY__ __EXPECTUNUSEDTEMPLATE__"
+)
+HEADING = "\x01"
+"""Marks the line of a heading, once for each of its levels; XML has no such character."""
+
+
+class Page(NamedTuple):
+    """A page with its last revision in the file; None or empty where the XML has no such element."""
+
+    id: str
+    title: str
+    namespace: str
+    is_redirect: bool
+    revision: str
+    model: str
+    text: str
+    num_bytes: int
+    is_deleted: bool
+    hidden_names: frozenset[str]
+
+
+def read_mediawiki(path: Path, prefix: str = "") -> Iterator[Record]:
+    """Read the articles of a dump; redirects and pages of other namespaces or without text are dropped rows.
+
+    Raises DataError for a file that is no dump, or breaks off.
+    """
+    for page in read_pages(path):
+        yield page_record(page, str(path), prefix)
+
+
+def read_pages(path: Path) -> Iterator[Page]:
+    """Stream the pages of a dump; memory holds one of them."""
+    with open_bytes(path) as file:
+        try:
+            events = ET.iterparse(file, events=("start", "end"))
+            _, root = next(events)
+            space, brace, name = root.tag.rpartition("}")
+            if name != "mediawiki":
+                raise DataError(
+                    f"{path} is no MediaWiki dump: its first element is <{name}>, not <mediawiki>; take a file named "
+                    f"like enwiki-latest-pages-articles.xml.bz2, or set the source's format"
+                )
+            yield from _pages(root, events, space + brace)
+        except ET.ParseError as error:
+            raise DataError(
+                f"{path} is not a whole MediaWiki dump: its XML is broken or ends too early ({error}); fetch it again"
+            ) from error
+
+
+def page_record(page: Page, file: str, prefix: str = "") -> Record:
+    """Make the passage of a page, or say why it gives none."""
+    where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
+    if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
+        return BadRow(where, "a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6")
+    if reason := _reason_to_drop(page):
+        return DroppedRow(where, reason, is_passage=True)
+    if page.num_bytes and not page.text:
+        return BadRow(where, f"the dump leaves out the {page.num_bytes} bytes of this page; take one with texts")
+    try:
+        text = plain_text(page.text, page.hidden_names)
+    except (ParserError, RecursionError) as error:
+        return BadRow(where, f"the wikitext cannot be parsed: {type(error).__name__}: {error}")
+    if not text:
+        return DroppedRow(where, "page without running text", is_passage=True)
+    return passage_record(page.id, page.title, text, where, prefix)
+
+
+def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:
+    """Return the running text of wikitext, a line each paragraph, heading and list item; single spaces between words.
+
+    Links to namespaces in `hidden_names` (lower case) show nothing. Markup that is not closed stays as text.
+    """
+    lines: list[str] = []
+    headings: list[str] = []
+    for raw in "".join(_visible(Parser().parse(wikitext, skip_style_tags=True), hidden_names)).split("\n"):
+        line = plain_line(raw)
+        if not any(char.isalnum() for char in line):
+            continue
+        if level := _level(line):
+            headings = [*(heading for heading in headings if _level(heading) < level), line]
+        else:
+            lines += (heading.lstrip(HEADING) for heading in headings)
+            lines.append(line)
+            headings = []
+    return "\n".join(lines)
+
+
+def plain_line(line: str) -> str:
+    """Remove apostrophes of bold and italics, switches such as `__NOTOC__` and white space from a line.
+
+    Runs of apostrophes are read as MediaWiki's `doQuotes` reads them: two are italics, three bold, five both, what is
+    over stays. Where bold and italics are both left open, one run of three is an apostrophe and italics.
+    """
+    if "''" in line:
+        runs = ["".join(group) for _, group in itertools.groupby(line, key="'".__eq__)]
+        marks = [_mark(run) for run in runs]
+        bold = [i for i, mark in enumerate(marks) if mark == 3]
+        if bold and (len(bold) + marks.count(5)) % 2 and (marks.count(2) + marks.count(5)) % 2:
+            marks[min(bold, key=lambda i: _rank_as_apostrophe(runs[i - 1] if i else " "))] = 2
+        line = "".join(run[mark:] for run, mark in zip(runs, marks))
+    words = line.split()
+    return " ".join(word for word in words if word not in SWITCHES) if "__" in line else " ".join(words)
+
+
+def _pages(root: ET.Element, events: Iterator[tuple[str, ET.Element]], space: str) -> Iterator[Page]:
+    hidden_names = HIDDEN_NAMES
+    last = ET.Element("revision")
+    for event, element in events:
+        if event == "start":
+            continue
+        if element.tag == f"{space}namespace" and element.get("key") in FILES_AND_CATEGORIES:
+            hidden_names |= {(element.text or "").lower()} - {""}
+        elif element.tag == f"{space}revision":
+            last = copy.copy(element)
+            element.clear()  # of a full history, memory holds one revision
+        elif element.tag == f"{space}page":
+            text = last.find(f"{space}text")
+            yield Page(
+                id=element.findtext(f"{space}id", ""),
+                title=element.findtext(f"{space}title", ""),
+                namespace=element.findtext(f"{space}ns", ""),
+                is_redirect=element.find(f"{space}redirect") is not None,
+                revision=last.findtext(f"{space}id", ""),
+                model=last.findtext(f"{space}model", "wikitext"),
+                text="" if text is None else text.text or "",
+                num_bytes=0 if text is None else int(text.get("bytes") or 0),
+                is_deleted=text is not None and text.get("deleted") is not None,
+                hidden_names=hidden_names,
+            )
+            last = ET.Element("revision")
+            root.clear()
+
+
+def _reason_to_drop(page: Page) -> str:
+    if page.namespace != ARTICLES:
+        return "page of another namespace"
+    if page.is_redirect:
+        return "redirect"
+    if page.model != "wikitext":
+        return "page of another content model"
+    return "page whose text is deleted" if page.is_deleted else ""
+
+
+def _visible(code: Wikicode, hidden_names: frozenset[str]) -> Iterator[str]:
+    """Yield the text that a reader sees, piece by piece; templates, arguments and comments are none."""
+    for node in code.nodes:
+        if isinstance(node, Text):
+            yield node.value
+        elif isinstance(node, HTMLEntity):
+            yield _character(node)
+        elif isinstance(node, Heading):
+            title = " ".join("".join(_visible(node.title, hidden_names)).split())
+            yield f"\n{HEADING * node.level}{title}\n"
+        elif isinstance(node, Wikilink):
+            yield from _link(node, hidden_names)
+        elif isinstance(node, ExternalLink):
+            if node.title is not None:
+                yield from _visible(node.title, hidden_names)
+            elif not node.brackets:
+                yield str(node.url)
+        elif isinstance(node, Tag):
+            name = str(node.tag).strip().lower()
+            if name in HIDDEN_TAGS:
+                continue
+            is_block = name in BLOCK_TAGS and not node.wiki_markup
+            yield "\n" * is_block
+            if node.contents is not None:
+                yield from _visible(node.contents, hidden_names)
+            yield "\n" * is_block
+
+
+def _link(link: Wikilink, hidden_names: frozenset[str]) -> Iterator[str]:
+    target = str(link.title).strip()
+    namespace = target.partition(":")[0] if ":" in target else ""
+    if namespace.replace("_", " ").strip().lower() not in hidden_names:
+        shown = "".join(_visible(link.title if link.text is None else link.text, hidden_names))
+        yield shown.lstrip(": ") if link.text is None else shown
+
+
+def _character(entity: HTMLEntity) -> str:
+    """The character of an entity; one that no text can hold stays as it is written."""
+    char = entity.normalize()
+    return char if char.isprintable() or char.isspace() else "" if char == "\xad" else str(entity)
+
+
+def _level(line: str) -> int:
+    return len(line) - len(line.lstrip(HEADING))
+
+
+def _mark(run: str) -> int:
+    """How many apostrophes of a run are markup."""
+    if run[0] != "'":
+        return 0
+    return {1: 0, 4: 3}.get(len(run), min(len(run), 5))
+
+
+def _rank_as_apostrophe(before: str) -> int:
+    """Order of preference for the run whose first apostrophe is one: after a word of one letter, a word, a space."""
+    if before[-1].isspace():
+        return 2
+    return 0 if before[-2:-1].isspace() else 1

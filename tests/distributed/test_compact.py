@@ -1,0 +1,130 @@
+"""Checks the answers of versions after any history of updates, compactions and reshards against brute force."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from random_index import D, Views, brute_force, publish_random_index, random_views
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import compact
+from mvr_ray.distributed.compact import compact_one
+from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import embeddings, manifest, paths
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+
+WAYS = st.tuples(st.sampled_from(["vectors", "int8"]), st.sampled_from(["fp16", "fp32"]))
+
+
+def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[str]) -> Manifest:
+    """Publish a version with these changes: each in its shard, beside the first file or in it."""
+    shards = list(base.shards)
+    for entry in base.shards:
+        here = [name for name in sorted({*upserts, *deletions}) if shard_of(name, len(shards)) == entry.shard]
+        own = {
+            name: embeddings.Views(
+                np.array(list(upserts[name]), np.int16), np.array(list(upserts[name].values()), np.float32)
+            )
+            for name in here
+            if name in upserts
+        }
+        if here:
+            embedded = open_embeddings(manifest.open_shard(store, base.index, entry), entry.files)
+            with store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                write_changed(embedded, folder, own, [name for name in here if name in deletions])
+                shards[entry.shard] = build_shard(store, base, entry.shard, folder)
+    return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
+
+
+def publish_compaction(store: Store, base: Manifest) -> Manifest:
+    shards = [
+        compact_one(store.address, base, entry) if paths.CHANGES in entry.files else entry for entry in base.shards
+    ]
+    return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
+
+
+def publish_reshard(store: Store, base: Manifest, num_shards: int) -> Manifest:
+    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 0)
+    return manifest.publish(store, manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)]))
+
+
+def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    answer = Router(Store(str(root)), version, LocalFleet(task)).search(queries_QD, k)
+    assert answer.coverage_share == 1.0
+    return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+
+
+UPDATE = st.tuples(st.just("update"), st.sets(st.integers(0, 79), max_size=9), st.sets(st.integers(0, 79), max_size=4))
+STEPS = st.lists(
+    UPDATE | st.tuples(st.just("compact")) | st.tuples(st.just("reshard"), st.integers(1, 8)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 60), STEPS, st.integers(1, 8), WAYS, st.integers(0, 999))
+def test_after_any_history_the_answers_are_those_of_brute_force(tmp_path_factory, count, steps, shards, way, seed):
+    scan, dtype = way
+    root = tmp_path_factory.mktemp("history")
+    store, rng = Store(str(root)), np.random.default_rng(seed)
+    views = random_views(count, seed)
+    version = publish_random_index(root, views, shards, IndexParams(scan=scan), dtype=dtype)
+    queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
+    history = [(version, dict(views))]
+    for step in steps:
+        if step[0] == "update":
+            fresh = random_views(80, int(rng.integers(1 << 30)))
+            upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
+            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
+            if not views:
+                break
+            version = publish_update(store, version, upserts, deleted)
+        elif step[0] == "compact":
+            version = publish_compaction(store, version)
+            assert all(paths.CHANGES not in entry.files for entry in version.shards)
+        else:
+            version = publish_reshard(store, version, step[1])
+        history.append((version, dict(views)))
+        event(f"shards with changes beside them: {sum(paths.CHANGES in entry.files for entry in version.shards)}")
+    for version, there in history:  # every version of the history still answers for itself
+        for k in (1, 7, len(there) + 1):
+            assert answers(root, version, queries_QD, k) == [brute_force(there, query_D, k) for query_D in queries_QD]
+        assert manifest.verify(store, version).problems == []
+        assert version.num_passages == len(there)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("params", [IndexParams(scan="int8"), IndexParams(kind="faiss", factory="IVF2,Flat")])
+def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path, ray_session, params):
+    views, store = random_views(120, 5), Store(str(tmp_path))
+    base = publish_random_index(tmp_path, views, 4, params)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
+    assert compact.compact(run).version == base.version == 1
+    changed = publish_update(store, base, random_views(2, 9), {"p007"})
+    touched = {shard_of(name, 4) for name in ("p000", "p001", "p007")}
+    assert {entry.shard for entry in changed.shards if paths.CHANGES in entry.files} == touched
+    report = compact.compact(run)
+    assert (report.base_version, report.version, report.shards_written) == (2, 3, len(touched))
+    made = manifest.read(store, "random")
+    assert made.operation == "compact" and store.list(paths.staging_root("random")) == []
+    whole = publish_random_index(
+        tmp_path / "whole",
+        {name: own for name, own in (views | random_views(2, 9)).items() if name != "p007"},
+        4,
+        params,
+    )
+    assert made.shards == whole.shards, "the bytes are those of a build from nothing"
+    assert compact.compact(run).version == 3
