@@ -22,7 +22,7 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main, run_stage
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ManifestError
+from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
@@ -416,3 +416,23 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
             run_stage("index", run, work, print_config=False, as_json=True)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.parametrize("stage", ["retrieve", "evaluate", "analyze", "read"])
+def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_cannot_be_written(
+    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runs").write_text("where the folder of records would be")
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+    run_stage(stage, run, lambda _run, _progress: {"value": 1}, print_config=False, as_json=True)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"value": 1}
+    assert "report:" not in err
+    assert caplog.messages[0].startswith(f"no record of this run: cannot write {tmp_path}/runs/")
+
+
+def test_a_stage_that_writes_needs_a_store_that_can_be_written_before_it_works(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("where the folder of records would be")
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+    with pytest.raises(StorageError, match=r"cannot write .*/runs/"):
+        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), print_config=False, as_json=True)

@@ -105,13 +105,15 @@ def run_stage(name: str, run: RunConfig, work: StageFunction, *, print_config: b
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     if plain.pop("ranks", None) is not None:
-        plain["questions_file"] = f"{run.store.path}/{run_record.folder}/{QUESTION_RANKS}" if ranks else None
+        kept = ranks and run_record.folder
+        plain["questions_file"] = f"{run.store.path}/{run_record.folder}/{QUESTION_RANKS}" if kept else None
     if as_json:
         print_json(plain)
         return
     for output in report_tables(name, plain):
         print_result(output)
-    _err(f"report: {run.store.path}/{run_record.folder}/report.json")
+    if run_record.folder:
+        _err(f"report: {run.store.path}/{run_record.folder}/report.json")
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
 

@@ -118,11 +118,11 @@ class CorpusInfo:
 
     def to_json(self) -> bytes:
         plain = asdict(self)
+        if not self.fields:  # as every corpus was before passages had fields
+            del plain["fields"]
         for part in plain["parts"]:
             if part["changes"] is None:
                 del part["changes"]
-        if not self.fields:  # as every corpus was before passages had fields
-            del plain["fields"]
         return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
@@ -150,7 +150,7 @@ class CorpusPart:
     """The passages of one shard in id order, mapped from their file; with a file of changes, those batches that hold
     one are copied into memory."""
 
-    def __init__(self, path: Path, changes: Path | None = None, *, fields: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, changes: Path | None = None, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
         self.path = path
         self._schema = passage_schema(fields or {})
@@ -207,13 +207,17 @@ class PartDifference(NamedTuple):
 
 def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     """Compare what an encoder reads of two parts, title and text, passage by passage."""
-    old, new = (part.table(PASSAGE_SCHEMA.names) for part in (before, after))
+    old, new = (part.table(("id", "title", "text")) for part in (before, after))
     compute: Any = pc
     found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
     same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
     is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
     rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
     return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
+
+
+def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
+    return map(Passage, *(column.to_pylist() for column in batch.columns))
 
 
 class Corpus:
@@ -354,10 +358,11 @@ def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str,
 
     Returns how many there were.
     """
-    return _write_rows(path, passage_schema(fields or {}), _rows_of(passages, fields or {}))
+    fields = fields or {}
+    return _write_rows(path, passage_schema(fields), _rows(passages, fields))
 
 
-def _rows_of(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     return ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
 
 
@@ -372,25 +377,24 @@ class PartChanges(NamedTuple):
 
 
 def write_part_changes(
-    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str] | None = None
+    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str]
 ) -> int:
-    """Write the file of changes of a part, as `write_passages`; passages and ids come in order. Returns how many
-    passages there were."""
+    """Write the file of changes of a part; passages and ids come in order. Returns how many passages there were."""
     metadata = {DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()}
-    return _write_rows(path, passage_schema(fields or {}).with_metadata(metadata), _rows_of(passages, fields or {}))
+    return _write_rows(path, passage_schema(fields).with_metadata(metadata), _rows(passages, fields))
 
 
-def read_part_changes(path: Path, schema: pa.Schema = PASSAGE_SCHEMA) -> PartChanges:
-    """Read the file of changes of a part; of its columns those of the schema."""
+def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
+    """Read a file of changes, of it the columns of `schema`."""
     batches, metadata = _map_file(path)
-    batches = [batch.select(schema.names) for batch in batches]
-    return PartChanges(batches, json.loads(metadata.get(DELETED_IDS, b"[]")))
+    deleted_ids = json.loads(metadata.get(DELETED_IDS, b"[]"))
+    return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
 
 
 def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
     """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
     without those that are gone."""
-    upserts = pa.Table.from_batches(changes.batches, batches[0].schema)
+    upserts = pa.Table.from_batches(changes.batches, batches[0].schema).replace_schema_metadata()
     names = upserts.column(0).to_pylist()
     hidden = pa.array([*names, *changes.deleted_ids], pa.string())
     starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]

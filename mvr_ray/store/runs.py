@@ -33,9 +33,12 @@ from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
 
+READING_STAGES = frozenset({"retrieve", "evaluate", "analyze", "read"})
+"""Stages that write nothing into the store but their record; where it cannot be written they go without one."""
+
 
 class RunRecord:
-    """Collects a run's report; `folder` is relative to the store."""
+    """Collects a run's report; `folder` is relative to the store, empty where nothing is recorded."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -58,7 +61,15 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     start = datetime.datetime.now(datetime.UTC)
     run_record = RunRecord(_free_folder(store, start, stage))
     config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
-    store.write_bytes(f"{run_record.folder}/config.yaml", config.encode())
+    try:
+        store.write_bytes(f"{run_record.folder}/config.yaml", config.encode())
+    except StorageError as error:
+        if stage not in READING_STAGES:
+            raise
+        log.warning("no record of this run: %s", error)
+        run_record.folder = ""
+        yield run_record
+        return
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))

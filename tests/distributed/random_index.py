@@ -37,8 +37,8 @@ def publish_random_index(
     num_shards: int,
     params: IndexParams | None = None,
     parent: int = 0,
-    corpus: Corpus | None = None,
     dtype: Literal["fp16", "fp32"] = "fp16",
+    corpus: Corpus | None = None,
 ) -> Manifest:
     """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given."""
     store = Store(str(root))

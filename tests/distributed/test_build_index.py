@@ -173,22 +173,6 @@ def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_n
         assert mine[passage.id].vectors_ND.tobytes() == first[passage.id].vectors_ND.tobytes()
 
 
-def test_an_edit_of_fields_alone_encodes_nothing_and_shares_every_shard(own_index, run_over, tmp_path):
-    store, reports = Store(str(own_index)), []
-    before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
-    for number in range(2):
-        rows = [{**passage._asdict(), "year": 1958 + number} for passage in old]
-        source = tmp_path / "passages.jsonl"
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        fields = {"fields": {"year": "int"}, "sources": [SourceConfig(path=str(source))]}
-        prepare.prepare(PrepareConfig(num_shards=3, **fields), store)
-        made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
-        assert made.version == 2 + number and made.shards == before.shards
-        assert "encode" not in {report[0] for report in reports}
-        corpus = Corpus.open(store, made.corpus, made.corpus_digest)
-        assert {passage.fields for passage in corpus} == {(("year", 1958 + number),)}
-
-
 def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable[str]) -> manifest.Manifest:
     """Publish a refinement of a version: each of these passages has one view more."""
     shards = list(version.shards)
@@ -244,6 +228,22 @@ def test_learned_views_that_are_damaged_are_not_dropped_in_silence(own_index, ru
         build_index.index(run_over(own_index))
     assert manifest.latest_version(store, "index") == learned.version
     assert build_index.index(run_over(own_index, index={"keep_refinement": False})).num_passages == len(old) - 1
+
+
+def test_an_edit_of_fields_alone_encodes_nothing_and_shares_every_shard(own_index, run_over, tmp_path):
+    store, reports = Store(str(own_index)), []
+    before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
+    for number in range(2):
+        rows = [{**passage._asdict(), "year": 1958 + number} for passage in old]
+        source = tmp_path / "passages.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fields = {"fields": {"year": "int"}, "sources": [SourceConfig(path=str(source))]}
+        prepare.prepare(PrepareConfig(num_shards=3, **fields), store)
+        made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+        assert made.version == 2 + number and made.shards == before.shards
+        assert "encode" not in {report[0] for report in reports}
+        corpus = Corpus.open(store, made.corpus, made.corpus_digest)
+        assert {passage.fields for passage in corpus} == {(("year", 1958 + number),)}
 
 
 def test_moved_views_are_never_taken_for_views_as_encoded(own_index, run_over, tmp_path):

@@ -213,8 +213,8 @@ def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: 
 
 
 def test_a_header_of_a_csv_file_names_further_columns(tmp_path: Path, write: Write):
-    source = write("rows.csv", "id,Year,title,text\nw1,1958,T,A.\nw2,,T,B.\n")
-    assert fields_of(corpus_of(tmp_path, source, fields={"year": "int"})) == {"w1": {"year": 1958}, "w2": {}}
+    source = write("rows.csv", "ID,Year,title,text\nw1,1958,T,A.\nw2,,T,B.\n")
+    assert fields_of(corpus_of(tmp_path, source, fields={"Year": "int"})) == {"w1": {"Year": 1958}, "w2": {}}
 
 
 def test_changes_beside_a_part_have_its_fields(tmp_path: Path, write: Write):

@@ -4,19 +4,22 @@ The XML is read as a stream, a page at a time, and mwparserfromhell parses the w
 reader sees as running text: paragraphs, headings, and list items, each on a line of its own. Templates, tables,
 references, files, categories, galleries, formulas and comments go. A heading with nothing under it goes as well.
 
-Markup of bold and italics is left to `plain_line`: parsed as nodes, a pair that is not closed would hide the references
-around it from the parser.
+What goes is taken out between mwparserfromhell's two steps, tokens and nodes: nodes take most of its time, and most are
+those of templates, tables and references. Markup of bold and italics is left to `plain_line`: parsed as nodes, a pair
+that is not closed would hide the references around it from the parser.
 """
 
 import copy
 import itertools
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mwparserfromhell.nodes import ExternalLink, Heading, HTMLEntity, Tag, Text, Wikilink
-from mwparserfromhell.parser import Parser, ParserError
+from mwparserfromhell.parser import CTokenizer, ParserError, tokens
+from mwparserfromhell.parser.builder import Builder
+from mwparserfromhell.parser.tokenizer import Tokenizer
 from mwparserfromhell.wikicode import Wikicode
 
 from mvr_ray.errors import DataError
@@ -41,6 +44,15 @@ SWITCHES = _names(
     "__NOTOC__ __FORCETOC__ __TOC__ __NOEDITSECTION__ __NEWSECTIONLINK__ __NONEWSECTIONLINK__ __NOGALLERY__ "
     "__HIDDENCAT__ __NOCONTENTCONVERT__ __NOCC__ __NOTITLECONVERT__ __NOTC__ __INDEX__ __NOINDEX__ __STATICREDIRECT__ "
     "__DISAMBIG__ __NOGLOBAL__ __EXPECTUNUSEDCATEGORY__ __EXPECTUNUSEDTEMPLATE__"
+)
+HIDDEN_OPENINGS = (tokens.TemplateOpen, tokens.ArgumentOpen, tokens.CommentStart)
+OPENINGS = (*HIDDEN_OPENINGS, tokens.TagOpenOpen)
+CLOSINGS = (
+    tokens.TemplateClose,
+    tokens.ArgumentClose,
+    tokens.CommentEnd,
+    tokens.TagCloseSelfclose,
+    tokens.TagCloseClose,
 )
 HEADING = "\x01"
 """Marks the line of a heading, once for each of its levels; XML has no such character."""
@@ -114,7 +126,7 @@ def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> st
     """
     lines: list[str] = []
     headings: list[str] = []
-    for raw in "".join(_visible(Parser().parse(wikitext, skip_style_tags=True), hidden_names)).split("\n"):
+    for raw in "".join(_visible(parse(wikitext), hidden_names)).split("\n"):
         line = plain_line(raw)
         if not any(char.isalnum() for char in line):
             continue
@@ -125,6 +137,13 @@ def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> st
             lines.append(line)
             headings = []
     return "\n".join(lines)
+
+
+def parse(wikitext: str) -> Wikicode:
+    """Parse wikitext without its templates, arguments, comments and the tags in `HIDDEN_TAGS`."""
+    tokenizer: Any = (CTokenizer or Tokenizer)()
+    all_tokens: list[tokens.Token] = tokenizer.tokenize(wikitext, 0, True)  # no context, and no nodes for apostrophes
+    return Builder().build(list(_visible_tokens(all_tokens)))
 
 
 def plain_line(line: str) -> str:
@@ -183,8 +202,22 @@ def _reason_to_drop(page: Page) -> str:
     return "page whose text is deleted" if page.is_deleted else ""
 
 
+def _visible_tokens(all_tokens: Sequence[tokens.Token]) -> Iterator[tokens.Token]:
+    """Leave out what lies between a hidden opening and its closing; openings and closings are always paired."""
+    depth = 0
+    for i, token in enumerate(all_tokens):
+        if depth:
+            depth += isinstance(token, OPENINGS) - isinstance(token, CLOSINGS)
+        elif isinstance(token, HIDDEN_OPENINGS) or (
+            isinstance(token, tokens.TagOpenOpen) and (all_tokens[i + 1].text or "").strip().lower() in HIDDEN_TAGS
+        ):
+            depth = 1
+        else:
+            yield token
+
+
 def _visible(code: Wikicode, hidden_names: frozenset[str]) -> Iterator[str]:
-    """Yield the text that a reader sees, piece by piece; templates, arguments and comments are none."""
+    """Yield the text that a reader sees, piece by piece."""
     for node in code.nodes:
         if isinstance(node, Text):
             yield node.value
@@ -201,10 +234,7 @@ def _visible(code: Wikicode, hidden_names: frozenset[str]) -> Iterator[str]:
             elif not node.brackets:
                 yield str(node.url)
         elif isinstance(node, Tag):
-            name = str(node.tag).strip().lower()
-            if name in HIDDEN_TAGS:
-                continue
-            is_block = name in BLOCK_TAGS and not node.wiki_markup
+            is_block = not node.wiki_markup and str(node.tag).strip().lower() in BLOCK_TAGS
             yield "\n" * is_block
             if node.contents is not None:
                 yield from _visible(node.contents, hidden_names)

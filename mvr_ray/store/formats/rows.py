@@ -55,7 +55,7 @@ def read_csv(path: Path, prefix: str = "") -> Iterator[Record]:
         if isinstance(row, BadRow):
             yield row
         else:
-            values = {key: value if key in _OWN_KEYS else TextCell(value) for key, value in row.values.items()}
+            values = {name: cell if name in _OWN_KEYS else TextCell(cell) for name, cell in row.values.items()}
             yield passage_of(values, row.where, prefix)
 
 

@@ -79,20 +79,22 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
     """Yield the rows of a tab-separated file, quoted as Python's csv module does. None takes any number of columns."""
     for row in _separated_rows(path, "\t"):
-        if isinstance(row, BadRow) or num_columns in (None, len(row.values)):
+        if isinstance(row, BadRow) or num_columns is None or len(row.values) == num_columns:
             yield row
         else:
             yield BadRow(row.where, f"{len(row.values)} tab-separated columns, not {num_columns}")
 
 
 def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | BadRow]:
-    """Yield the rows of a comma-separated file with a header, each as a dict by column, in lower case.
+    """Yield the rows of a comma-separated file with a header, each as a dict by column. The columns id, title and text
+    may be in any case.
 
     Raises DataError for a header that lacks one of `columns` or has one twice.
     """
     rows = _separated_rows(path, ",")
     first = next(rows, None)
-    header = [name.strip().lower() for name in first.values] if isinstance(first, Row) else []
+    names = [name.strip() for name in first.values] if isinstance(first, Row) else []
+    header = [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
     missing = [name for name in columns if name not in header]
     if missing or len(set(header)) < len(header):
         problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"

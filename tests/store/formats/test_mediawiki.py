@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from mwparserfromhell.parser import Parser, ParserError
+from mwparserfromhell.parser import ParserError, tokens
+from mwparserfromhell.parser.builder import Builder
+from mwparserfromhell.wikicode import Wikicode
 from prepared_corpus import only_corpus
 
 from mvr_ray.config import PrepareConfig, SourceConfig
@@ -236,14 +238,14 @@ def test_pages_that_give_no_passage_are_dropped_or_bad_rows(write: Write, monkey
             page("10", "Another."),
         ),
     )
-    parse = Parser.parse
+    build = Builder.build
 
-    def parse_unless_told(self: Parser, text: str, *args: object, **more: object):
-        if text.startswith("What"):
+    def build_or_fail(self: Builder, all_tokens: list[tokens.Token]) -> Wikicode:
+        if all_tokens and all_tokens[0].text.startswith("What"):
             raise ParserError("unexpected end")
-        return parse(self, text, *args, **more)
+        return build(self, all_tokens)
 
-    monkeypatch.setattr(Parser, "parse", parse_unless_told)
+    monkeypatch.setattr(Builder, "build", build_or_fail)
     records = read(path)
     assert [(r.passage.id, r.passage.text) for r in records if isinstance(r, PassageRecord)] == [
         ("1", "One."),

@@ -346,7 +346,7 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write
     ("text", "problem"),
     [
         ("name;title;text\n", "lacks id and text; it has 1 comma-separated columns: 'name;title;text'"),
-        ("ID,Body\n1,a\n", "lacks text; it has 2 comma-separated columns: 'id', 'body'"),
+        ("ID,Body\n1,a\n", "lacks text; it has 2 comma-separated columns: 'id', 'Body'"),
         ("id,text,text\n", "has a column twice; it has 3 comma-separated columns: 'id', 'text', 'text'"),
         ("", "lacks id and text; it has 0 comma-separated columns: none"),
     ],
