@@ -69,6 +69,8 @@ _NAMES = {
 _BEFORE = {
     "encoder": {"empty_snippets": "masked", "title_view": False},
     "index": {"keep_refinement": True, "compact_share": 0.25},
+    "prepare": {"fields": {}},
+    "retrieve": {"filter": None},
 }
 """What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
 

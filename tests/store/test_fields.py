@@ -210,3 +210,26 @@ def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: 
     assert fields_of(after) == {**expected, "p1": {"year": 9}, "new": {"tags": ()}}
     with pytest.raises(DataError, match=r"(?s)c\.jsonl:1: field 'year': 'x' is no int.*nothing was changed"):
         update(PrepareConfig(), before.store, str(write("c.jsonl", lines(row("p1", year="x")))))
+
+
+def test_a_header_of_a_csv_file_names_further_columns(tmp_path: Path, write: Write):
+    source = write("rows.csv", "ID,Year,title,text\nw1,1958,T,A.\nw2,,T,B.\n")
+    assert fields_of(corpus_of(tmp_path, source, fields={"Year": "int"})) == {"w1": {"Year": 1958}, "w2": {}}
+
+
+def test_changes_beside_a_part_have_its_fields(tmp_path: Path, write: Write):
+    """An update of few passages writes them alone; the part's columns are as if it had been written whole."""
+    fields = {"year": "int", "tags": "strings"}
+    rows = {f"p{i:02d}": row(f"p{i:02d}", year=i, tags=["a"] * (i % 3)) for i in range(60)}
+    before = corpus_of(tmp_path, write("rows.jsonl", lines(*rows.values())), fields=fields)
+    changes = [row("p07", year=99), row("q", tags=["b"]), {"id": "p30", "delete": True}]
+    update(PrepareConfig(), before.store, str(write("c.jsonl", lines(*changes))))
+    after = Corpus.open(before.store, "corpus")
+    assert any(part.changes for part in after.info.parts)
+    now = {**rows, "p07": changes[0], "q": changes[1]}
+    del now["p30"]
+    whole = corpus_of(tmp_path / "whole", write("now.jsonl", lines(*now.values())), fields=fields)
+    assert fields_of(after) == fields_of(whole)
+    names = ["id", *fields]
+    for shard in range(3):
+        assert after.part(shard).table(names).to_pylist() == whole.part(shard).table(names).to_pylist()
