@@ -319,7 +319,7 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
     if not store.exists(task.carried_path(shard)):
         yield from chunks
         return
-    blocks = [*_open_staged(store, task.carried_path(shard)).blocks(), *chunks]
+    blocks = [*_open_staged(store, task.carried_path(shard), task.plan_path(shard)).blocks(), *chunks]
     places = sorted(
         BlockRow(passage_id, number, row)
         for number, block in enumerate(blocks)
@@ -340,11 +340,22 @@ def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) 
         yield from staged.blocks()
 
 
-def _open_staged(store: Store, path: str) -> EmbeddingShard:
-    """A staged chunk; from an object store it is read into memory, for a cached copy would never be used again."""
-    if store.is_local:
-        return EmbeddingShard.open(store.local_path(path))
-    return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
+def _open_staged(store: Store, path: str, *made_with_it: str) -> EmbeddingShard:
+    """A staged chunk; from an object store it is read into memory, for a cached copy would never be used again.
+
+    A damaged one is removed, with the files that were made with it, so that the same command makes it again.
+    """
+    try:
+        if store.is_local:
+            return EmbeddingShard.open(store.local_path(path))
+        return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
+    except (StorageError, pa.ArrowException) as error:
+        for name in (path, *made_with_it):
+            store.delete(name)
+        raise StorageError(
+            f"staged embeddings {store.where(path)} were damaged ({error}) and are removed; run the same command "
+            f"again, it makes them anew"
+        ) from error
 
 
 def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:

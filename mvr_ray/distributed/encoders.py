@@ -18,7 +18,7 @@ from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
-from mvr_ray.errors import FingerprintError, MissingInputError
+from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -101,7 +101,14 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
             f"{', '.join(known) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
             f"index.encoder"
         )
-    metadata = json.loads(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"))
+    try:
+        metadata = json.loads(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"))
+        _ = metadata["fingerprint"], metadata["spec"]["normalize"], metadata["num_views"], metadata["dimension"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EncoderError(
+            f"{store.where(path)} holds no encoder snapshot: {paths.ENCODER_JSON} cannot be read ({error}); copy or "
+            f"make it again"
+        ) from None
     if metadata["fingerprint"] != fingerprint:
         raise FingerprintError(
             f"{store.where(path)} holds encoder {metadata['fingerprint']}, but {fingerprint} was asked for, which "

@@ -75,7 +75,10 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
     """A shard that an earlier try of the same command built, if it is still there."""
     if not store.exists(path):
         return None
-    fields = json.loads(store.read_bytes(path))
+    try:
+        fields = json.loads(store.read_bytes(path))
+    except ValueError:  # a damaged note: the shard is built again
+        return None
     entry = ShardEntry(**fields.pop("entry"))
     folder = paths.shard_dir(index, entry.digest)
     if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in entry.files.items()):

@@ -22,13 +22,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
@@ -48,6 +49,7 @@ from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
 
 T = TypeVar("T")
+VersionNumber = Annotated[int, BeforeValidator(schemas.parse_whole_number)]
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ MEANINGS = {
     408: "The body did not come in time.",
     409: "Another encoder made the index, or another publisher was first.",
     413: "The body is larger than serve.max_body_bytes.",
-    415: "The body is not declared to be JSON.",
+    415: "The body is not declared to be JSON, or is compressed.",
     422: "The request is wrong: `code` and `field` say where.",
     503: "Too busy, or too few passages could be searched; Retry-After says when to ask again.",
     504: "No answer in the time that was given.",
@@ -146,7 +148,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         """Every view of the named passages, or of the questions' best hits, with every question."""
         return await run(request, lambda deadline: service.explain(query, deadline))
 
-    @get("/v1/passages/{id:path}", 404)
+    @get("/v1/passages/{id:passage_id}", 404)
     async def passage(request: Request, id: str) -> schemas.PassageResponse:
         """One passage as it was indexed, and the parts of its text that its views stand for."""
         return await run(request, lambda _: service.passage(id))
@@ -166,19 +168,19 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return version
 
     @get("/v1/versions/{n}", 404, 422)
-    async def version(request: Request, n: int) -> schemas.VersionDetail:
+    async def version(request: Request, n: VersionNumber) -> schemas.VersionDetail:
         """One version, and what its manifest says about how it was made."""
         return await run(request, lambda _: service.version(n))
 
     @post("/v1/versions/{n}/rollback", admin=True)
-    async def rollback(request: Request, n: int) -> schemas.VersionInfo:
+    async def rollback(request: Request, n: VersionNumber) -> schemas.VersionInfo:
         """Publish the content of version `n` as a new version. Needs an admin token."""
         version = await run(request, lambda _: service.rollback(n))
         log.info("rolled back: request=%s to=%d published=%d", logs.request_id(), n, version.version)
         return version
 
     @post("/v1/versions/{n}/promote", admin=True)
-    async def promote(request: Request, n: int) -> schemas.Readiness:
+    async def promote(request: Request, n: VersionNumber) -> schemas.Readiness:
         """Answer from version `n`, the newest one, as soon as it is open. Needs an admin token."""
         return await run(request, lambda _: service.promote(n))
 
@@ -209,6 +211,15 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         api.add_api_route(path, _page_sender(content, media_type), include_in_schema=False)
     _describe_limits(api, limits)
     return api
+
+
+class _PassageIdConvertor(PathConvertor):
+    """Any passage id as the rest of a path; starlette's own convertor ends at a line break."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("passage_id", _PassageIdConvertor())
 
 
 class _Probe:
@@ -247,8 +258,7 @@ class _JsonRoute(APIRoute):
             json_request = _JsonRequest(request.scope, request.receive)
             if self.body_field is not None:
                 model: Any = self.body_field.field_info.annotation
-                kind = request.headers.get("content-type", "")
-                json_request.content = schemas.parse_json(model, await json_request.body(), kind)
+                json_request.content = schemas.parse_json(model, await json_request.body(), request.headers)
             return await handle(json_request)
 
         return validate_and_handle

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.serving.admission import Admission, Slot
+from mvr_ray.serving.admission import Admission, Slot, late_error
 from mvr_ray.serving.auth import REALM, Role, TokenStore
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.schemas import RequestError
@@ -53,6 +53,8 @@ class RequestMiddleware:
             response = ResponseSender(send, request_id(Headers(scope=scope)))
             with logs.request_context(response.request_id):
                 await self._respond(scope, receive, response)
+        elif scope["type"] == "websocket":
+            await refuse_websocket(scope, send)
 
     async def _respond(self, scope: Scope, receive: Receive, response: "ResponseSender") -> None:
         start_s, headers, path = time.perf_counter(), Headers(scope=scope), scope["path"]
@@ -62,7 +64,7 @@ class RequestMiddleware:
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
             if path.startswith(SLOT_PATHS):
                 slot = self.admission.enter()
-            body = await _read_body(headers, receive, self.limits.max_body_bytes, deadline)
+            body = await _read_body(headers, receive, self.limits, deadline)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
             await self.app(scope, _replay(body, receive), response)
         except RequestError as error:
@@ -132,12 +134,25 @@ def authenticate(headers: Headers, tokens: TokenStore) -> Role | None:
     return role
 
 
+async def refuse_websocket(scope: Scope, send: Send) -> None:
+    """Answer an upgrade by 400 where the server can send a response to it, else close it, which it answers by 403."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": "no WebSocket here; send HTTP requests"})
+        return
+    error = RequestError(400, "no_websocket", "", "this server speaks no WebSocket", "send HTTP requests")
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": error.body()})
+
+
 def error_response(error: RequestError) -> Response:
     return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
 
 
-async def _read_body(headers: Headers, receive: Receive, max_bytes: int, deadline: Deadline) -> bytes:
-    """Raises RequestError: 413 as soon as it is known to be too large, 408 when it does not come in time."""
+async def _read_body(headers: Headers, receive: Receive, limits: ServeConfig, deadline: Deadline) -> bytes:
+    """Raises RequestError: 413 as soon as it is known to be too large, 408 when it does not come in the server's time,
+    504 when it does not come in the sender's own."""
+    max_bytes = limits.max_body_bytes
     message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
@@ -157,6 +172,8 @@ async def _read_body(headers: Headers, receive: Receive, max_bytes: int, deadlin
     try:
         return await asyncio.wait_for(read(), deadline.left_s)
     except TimeoutError:
+        if deadline.timeout_s < limits.timeout_ms / 1000:
+            raise late_error(deadline) from None
         message, hint = "the body did not come in time", "send it faster, or send less"
         raise RequestError(408, "body_late", "", message, hint, {"connection": "close"}) from None
 

@@ -21,7 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.admission import Admission, Slot, late_error
-from mvr_ray.serving.middleware import SLOT_PATHS, ResponseSender, error_response, request_deadline, request_id
+from mvr_ray.serving.middleware import (
+    SLOT_PATHS,
+    ResponseSender,
+    error_response,
+    refuse_websocket,
+    request_deadline,
+    request_id,
+)
 from mvr_ray.serving.schemas import RequestError
 
 MAX_WAITING = "MVR_RAY_PROXY_MAX_WAITING"
@@ -62,6 +69,9 @@ class ProxyLimiter:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await refuse_websocket(scope, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -6,11 +6,13 @@ A request is read from bytes strictly: UTF-8, finite numbers, no unknown field. 
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
@@ -353,12 +355,23 @@ def to_request_error(error: MvrRayError) -> RequestError:
     return RequestError(503, code, "", str(error), "try again; see GET /readyz", retry_after_s=1)
 
 
-def parse_json(model: type[M], body: bytes, content_type: str) -> M:
+def parse_whole_number(text: str) -> str:
+    """A whole number of a path, where 1.0, 1_0 and 01 are none."""
+    if not re.fullmatch("-?(0|[1-9][0-9]*)", text, re.ASCII):
+        raise PydanticCustomError("int_type", "a version is a whole number, not {text}", {"text": repr(text[:80])})
+    return text
+
+
+def parse_json(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
     """The request in a JSON body, where `true` is no number and `"5"` neither. Raises RequestError (415, 422)."""
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"the content type is {kind[:80]!r}" if kind else "the content type is missing"
         raise RequestError(415, "wrong_content_type", "", message, "send the header `Content-Type: application/json`")
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        hint = "send the body as it is, without the header `Content-Encoding`"
+        raise RequestError(415, "wrong_content_encoding", "", f"the content encoding is {encoding[:80]!r}", hint)
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:

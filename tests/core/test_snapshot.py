@@ -1,9 +1,11 @@
 """Encoders at rest: equal embeddings and fingerprints after loading, and damage is told."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +153,29 @@ def test_changed_files_are_told_by_both_fingerprints(snapshot):
         DualEncoder.load(snapshot)
     assert str(caught.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
     assert str(caught.value).endswith(": its files have changed; copy or make it again")
+
+
+def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(tiny, tmp_path):
+    """Every file, cut, emptied, replaced by other JSON, with bits flipped, and with keys of another type."""
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy="viewers"))
+    encoder.save(tmp_path / "whole")
+    files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole").rglob("*") if file.is_file()]
+    assert {"config.json", "tokenizer.json", "encoder.json", "model.safetensors"} <= {file.name for file in files}
+    rng = random.Random(0)
+    for file in sorted(files):
+        whole = (tmp_path / "whole" / file).read_bytes()
+        damages = [whole[: len(whole) // 2], whole[:-1], b"", b"[]", b"null", b"3", b"{}", b"\xff\xfe"]
+        for _ in range(20):
+            flipped = bytearray(whole)
+            flipped[rng.randrange(min(len(whole), 2000))] ^= 1 << rng.randrange(8)
+            damages.append(bytes(flipped))
+        values = json.loads(whole) if file.suffix == ".json" else {}
+        damages += [json.dumps({**values, key: value}).encode() for key in values for value in (None, [], "x")]
+        for damage in damages:
+            shutil.copytree(tmp_path / "whole", tmp_path / "copy", dirs_exist_ok=True)
+            (tmp_path / "copy" / file).write_bytes(damage)
+            with suppress(EncoderError):  # what changes no embedding is no damage
+                assert DualEncoder.load(tmp_path / "copy").fingerprint == encoder.fingerprint
 
 
 BROKEN = [

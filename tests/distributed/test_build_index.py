@@ -59,6 +59,22 @@ def test_the_same_command_again_publishes_nothing(own_index, run_over):
     assert [what for what, _, _ in said] == ["nothing changed, version 1 stays live; passages"]
 
 
+@pytest.mark.parametrize("size", [0, 40, 200])
+def test_a_cut_staged_chunk_is_named_and_removed_so_that_the_same_command_makes_it_again(tmp_path, size):
+    store, path = Store(tmp_path), "staging/chunk.arrow"
+    (tmp_path / "staging").mkdir()
+    with EmbeddingWriter(tmp_path / path, 4, 1) as writer:
+        views_ND = np.ones((2, 4), np.float16)
+        writer.write(EmbeddingBlock(["a", "b"], np.array([0, 1, 2]), np.zeros(2, np.int16), views_ND))
+    assert build_index._open_staged(store, path).ids() == ["a", "b"]
+    os.truncate(tmp_path / path, size)
+    with pytest.raises(
+        StorageError, match=r"staged embeddings .*chunk\.arrow were damaged .* run the same command again"
+    ):
+        build_index._open_staged(store, path)
+    assert not store.exists(path)
+
+
 def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_index, run_over):
     store, encoded = Store(str(own_index)), []
     before = manifest.read(store, "index")

@@ -22,6 +22,7 @@ from mvr_ray.core.refining.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
@@ -401,6 +402,20 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
     assert told == report
     assert manifest.list_versions(kept, "squad") == [1, 2]
     record_property("figures", f"{len(told.rounds)} round told again, version {told.published.version} stays the last")
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"answer_ranks": [1, 2'], ids=["empty", "cut"])
+def test_a_damaged_journal_is_begun_anew(store, damage):
+    run = config(store, method="feedback_views", rounds=1)
+    kept = Store(str(store))
+    base, questions = manifest.read(kept, "squad"), gather(only_corpus(kept), run.refine)
+    journal = Journal(kept, base, run, questions)
+    journal.begin(Ranks(np.array([1]), np.array([0])), 50.0, [40.0])
+    assert Journal(kept, base, run, questions).labelled_before == 50.0
+    (store / journal.folder / "journal.json").write_bytes(damage)
+    again = Journal(kept, base, run, questions)
+    assert (again.before, again.rounds, again.weights) == (None, [], [])
+    assert not kept.exists(journal.folder)
 
 
 @pytest.mark.chaos("refiner killed", "comes back to the round that is asked for")

@@ -14,6 +14,7 @@ from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
+from mvr_ray.serving.proxy_limit import ProxyLimiter
 from mvr_ray.serving.service import SearchService
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -100,6 +101,57 @@ def test_a_body_without_a_length_is_read_no_further_than_the_limit() -> None:
     assert (reply.status, reply.body["error"]["code"], reply.read) == (413, "body_too_large", 2)
     whole = [b'{"queries": ', b'["nile"], ', b'"k": 1}']
     assert call(app(max_body_bytes=100), "POST", "/v1/search", chunks=whole).status == 200
+
+
+@pytest.mark.parametrize("timeout_ms", [b"0", b"1"])
+def test_a_request_whose_senders_time_is_over_is_late_whatever_it_waited_for(timeout_ms) -> None:
+    async def send_late() -> tuple[int, dict]:
+        messages: list[dict] = []
+
+        async def receive() -> dict:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            messages.append(message)
+
+        headers = [(b"x-timeout-ms", timeout_ms), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/search", "query_string": b"", "headers": headers}
+        await app()(scope, receive, send)
+        return messages[0]["status"], json.loads(messages[1]["body"])["error"]
+
+    status, error = asyncio.run(send_late())
+    assert (status, error["code"]) == (504, "timeout")
+    assert error["message"] == f"no answer within {timeout_ms.decode()} ms"
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"br", b"GZIP", b"gzip, identity"])
+def test_a_body_that_is_declared_compressed_is_refused(encoding) -> None:
+    reply = call(app(), "POST", "/v1/search", NILE, headers=[(b"content-encoding", encoding)])
+    assert (reply.status, reply.body["error"]["code"]) == (415, "wrong_content_encoding")
+    assert call(app(), "POST", "/v1/search", NILE, headers=[(b"content-encoding", b"identity")]).status == 200
+
+
+@pytest.mark.parametrize("with_response", [True, False])
+@pytest.mark.parametrize("at_proxy", [True, False])
+def test_a_websocket_is_refused_by_a_response_or_closed(with_response, at_proxy) -> None:
+    messages: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "websocket.connect"}
+
+    async def send(message: dict) -> None:
+        messages.append(message)
+
+    extensions = {"websocket.http.response": {}} if with_response else {}
+    scope = {"type": "websocket", "path": "/v1/search", "query_string": b"", "headers": [], "extensions": extensions}
+    server_app = ProxyLimiter(app(), 1, 1.0) if at_proxy else app()
+    asyncio.run(server_app(scope, receive, send))
+    if with_response:
+        assert (messages[0]["type"], messages[0]["status"]) == ("websocket.http.response.start", 400)
+        assert json.loads(messages[1]["body"])["error"]["code"] == "no_websocket"
+    else:
+        assert [message["type"] for message in messages] == ["websocket.close"]
 
 
 @pytest.mark.parametrize("length", [b"101", b"9" * 5000])

@@ -26,6 +26,11 @@ ODD = [
     "\x00",
     "-",
     "search",
+    "/",
+    "/a",
+    "a\nb",
+    "a\n",
+    "\r\n",
 ]
 
 
@@ -91,6 +96,18 @@ def test_a_version_that_is_not_there_is_unknown_to_show_and_to_roll_back(tmp_pat
         call(server_app, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
     ):
         assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_version")
+
+
+@pytest.mark.parametrize("number", ["1.0", "1e0", "1_0", "+1", "%201", "01", "true", "%D9%A1", "x", "1%0A", "9" * 5000])
+def test_a_version_that_is_no_whole_number_is_refused_as_one(tmp_path, number) -> None:
+    server_app = app(catalog=version_catalog(tmp_path))
+    for reply in (
+        get(server_app, f"/v1/versions/{number}"),
+        call(server_app, "POST", f"/v1/versions/{number}/rollback", token=ADMIN),
+        call(server_app, "POST", f"/v1/versions/{number}/promote", token=ADMIN),
+    ):
+        assert (reply.status, reply.body["error"]["field"]) == (422, "n")
+        assert number.isdigit() or "a version is a whole number, not " in reply.body["error"]["message"]
 
 
 def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) -> None:
@@ -198,7 +215,7 @@ def test_requests_answers_and_stages_are_counted() -> None:
         1,
         1,
     ]
-    assert counts["mvr_ray_requests_total", "/v1/passages/{id:path}", "200", "GET"] == 2
+    assert counts["mvr_ray_requests_total", "/v1/passages/{id:passage_id}", "200", "GET"] == 2
     assert counts["mvr_ray_requests_total", "401", "GET", "none"] == 1
     assert (counts["mvr_ray_answers_total", "false"], counts["mvr_ray_answers_total", "true"]) == (3, 0)
     assert (counts["mvr_ray_partial_answers_total",], counts["mvr_ray_queries_total",]) == (3, 6)

@@ -209,7 +209,7 @@ def open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayEr
 def read_config(folder: str, what: str, refusal: type[MvrRayError]) -> Any:
     """The settings of a model, without its weights. Raises `refusal` where there are none."""
     _model_type(folder, what, refusal)
-    with _quiet():
+    with _quiet(), refuse_damage(f"{what} {folder}", "take a whole config.json", refusal):
         return AutoConfig.from_pretrained(folder)
 
 
@@ -245,12 +245,14 @@ def _model_type(folder: str, what: str, refusal: type[MvrRayError]) -> str | Non
     if not Path(folder).is_dir():
         _require_hub_model(folder, what, refusal)
     try:
-        config = PreTrainedConfig.get_config_dict(folder)[0]
+        with refuse_damage(f"{what} {folder}", "take a whole config.json", refusal, OSError):
+            config = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError as error:
         raise refusal(f"{what} {folder} has no readable config.json: {_first_line(error)}") from None
     if not config:
         raise refusal(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
-    return config.get("model_type")
+    model_type = config.get("model_type")
+    return model_type if isinstance(model_type, str) else None
 
 
 def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None:
@@ -278,19 +280,28 @@ def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None
 
 
 def _load(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
-    try:
-        with _quiet():
-            model, info = factory.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-            )
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise refusal(
-            f"{what} {folder} cannot be loaded: {_first_line(error)}; it needs model.safetensors and tokenizer.json"
-        ) from None
+    with _quiet(), refuse_damage(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", refusal):
+        model, info = factory.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer is None or not tokenizer.is_fast:
         raise refusal(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
+
+
+@contextmanager
+def refuse_damage(what: str, advice: str, refusal: type[MvrRayError], *others: type[Exception]) -> Iterator[None]:
+    """Raise `refusal`, which names `what`, for whatever a library raises over damaged files; `others` pass.
+
+    The libraries have no error in common: tokenizers raise `Exception` itself.
+    """
+    try:
+        yield
+    except (MvrRayError, MemoryError, *others):
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise refusal(f"{what} cannot be loaded: {_first_line(error)}; {advice}") from None
 
 
 def _lacking(what: str, model_type: str | None, missing: list[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups
+from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups, refuse_damage
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.precision import FP32, InferenceCache, Precision, PrecisionName, check
@@ -108,7 +108,8 @@ class DualEncoder(StoredModel):
     def load(cls, folder: str | Path) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
         description = cls.read_description(Path(folder))
-        encoder = cls(*read_parts(Path(folder), description)).eval()
+        with refuse_damage(f"{cls.what} {folder}", "copy or make it again", cls.refusal):
+            encoder = cls(*read_parts(Path(folder), description)).eval()
         encoder.check_fingerprint(folder, description)
         return encoder
 

@@ -14,8 +14,9 @@ round counts once the journal names it; the journal is replaced as a whole. Only
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 2
 """Part of the key: what was begun under another one is not continued."""
@@ -63,8 +66,7 @@ class Journal:
         self.heldout_before: tuple[float, ...] = ()
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
-        if store.exists(self._path):
-            kept = json.loads(store.read_bytes(self._path))
+        if kept := self._read():
             self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
             self.labelled_before = kept["labelled_before"]
             self.heldout_before = tuple(kept["heldout_before"])
@@ -80,6 +82,17 @@ class Journal:
     @property
     def _path(self) -> str:
         return f"{self.folder}/journal.json"
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the journal says; None where there is none, or a damaged one: the refinement begins anew."""
+        if not self.store.exists(self._path):
+            return None
+        try:
+            return json.loads(self.store.read_bytes(self._path))
+        except ValueError as error:
+            log.warning("refinement begins anew: %s is damaged (%s)", self.store.where(self._path), error)
+            self.delete()
+            return None
 
     @property
     def heldout_RG(self) -> tuple[tuple[float, ...], ...]:
