@@ -139,6 +139,8 @@ class IndexConfig(Section):
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
     exclude is scored with the vectors, so answers stay exact."""
+    lexical: bool = False
+    """Index the words of the passages, too: `search.hybrid` needs them. Of a version without, only they are built."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""

@@ -26,6 +26,7 @@ from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.lexical import build_lexical
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -46,7 +47,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 __all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
@@ -72,7 +73,9 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft = _resolve(store, run, corpus)
     plan = _plan_shards(store, draft, task.key, corpus)
-    if len(plan.kept) == corpus.num_shards and (live := _same_live_version(store, draft, plan.kept)):
+    postings = _kept_postings(store, draft, corpus) if run.index.lexical else {}
+    whole = len(plan.kept) == corpus.num_shards and len(postings) == corpus.num_shards * run.index.lexical
+    if whole and (live := _same_live_version(store, draft, plan.kept, run.index.lexical)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
@@ -80,8 +83,11 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
-        shards = _build(task, draft, corpus, plan.kept, run.index, progress)
-    return _publish(store, corpus, _complete_draft(draft, shards), task, progress)
+        version = _complete_draft(draft, _build(task, draft, corpus, plan.kept, run.index, progress))
+        if run.index.lexical:
+            lexical = build_lexical(draft.index, corpus, corpus.num_shards, postings, progress)
+            version = dataclasses.replace(version, lexical=lexical)
+    return _publish(store, corpus, version, task, progress)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest]:
@@ -125,7 +131,8 @@ def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus) -> Sha
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
     """Publish the version, unless the live one says the same; the staging folder goes."""
     require_all_rows(corpus, version)
-    repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
+    entries = {entry.shard: entry for entry in version.shards}
+    repaired = _same_live_version(store, version, entries, version.lexical is not None)
     published = repaired or manifests.publish(store, version)
     store.delete_dir(paths.staging_dir(version.index, task.key))
     progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
@@ -166,11 +173,25 @@ def _kept_shards(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, Sha
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
-        checked = dataclasses.replace(earlier, shards=own, refined_queries={})
+        checked = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
         if damaged:
             log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
         kept |= {entry.shard: entry for entry in own if entry.shard not in damaged}
+    return kept
+
+
+def _kept_postings(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, FileEntry]:
+    """Postings that earlier versions have of the same passages, as far as they are whole; the newest first."""
+    kept: dict[int, FileEntry] = {}
+    for number in reversed(manifests.list_versions(store, draft.index)):
+        earlier = manifests.read(store, draft.index, number)
+        if earlier.lexical is None or len(earlier.shards) != corpus.num_shards:
+            continue
+        for shard in _same_parts(store, earlier, corpus) - set(kept):
+            entry = earlier.lexical.postings[shard]
+            if not store.damage(manifests.lexical_path(draft.index, entry), entry.num_bytes, entry.sha256):
+                kept[shard] = entry
     return kept
 
 
@@ -186,12 +207,16 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].sha256 == before[shard].sha256}
 
 
-def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
-    """The live version, where publishing these shards would say again what it says."""
+def _same_live_version(
+    store: Store, draft: Manifest, reusable: dict[int, ShardEntry], has_words: bool
+) -> Manifest | None:
+    """The live version, where publishing these shards, with words or without, would say again what it says."""
     if not draft.parent:
         return None
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable)) and not live.refined_queries
+    words = dataclasses.replace(live, shards=(), refined_queries={})
+    same = same and (live.lexical is not None) == has_words and not manifests.verify(store, words).problems
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 

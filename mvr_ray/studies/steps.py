@@ -66,7 +66,7 @@ _NAMES = {
     "mine": ("output", "cross_encoder"),
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
-_BEFORE = {"encoder": {"empty_snippets": "masked", "title_view": False}}
+_BEFORE = {"encoder": {"empty_snippets": "masked", "title_view": False}, "index": {"lexical": False}}
 """What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
 
 PREVIOUS = "previous"
