@@ -42,7 +42,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, Passage, PassageScores
 
 log = logging.getLogger(__name__)
 
@@ -314,16 +314,28 @@ class HotSwapRouter:
             return router.embed(texts)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         with self.pin() as router:
-            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
+            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, hybrid=hybrid)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        texts: Sequence[str],
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: float | None = None,
     ) -> Answer:
         with self.pin() as router:
-            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage)
+            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage, hybrid=hybrid)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pin() as router:

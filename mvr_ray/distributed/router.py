@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,8 +33,8 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
-from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
+from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, ShardIndexError, UnknownPassageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -47,6 +47,7 @@ from mvr_ray.types import (
     Exactness,
     FloatArray,
     Hit,
+    HybridQueries,
     Passage,
     PassageScores,
     ShardState,
@@ -142,16 +143,30 @@ class Router:
         return self.encoder.embed_queries(texts)
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        texts: Sequence[str],
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: float | None = None,
     ) -> Answer:
-        """`search` with the questions' embeddings; embedding them counts towards the time."""
+        """`search` with the questions' embeddings; embedding them counts towards the time. With `hybrid` w a passage
+        scores BM25 + w x its dense score."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
-        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage)
+        words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
+        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, hybrid=words)
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
         `timeout_s` of the router where none is given.
@@ -159,13 +174,20 @@ class Router:
         Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, OverloadedError when too many calls wait,
+        With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate.
+
+        Raises ShardIndexError for k below 1 or vectors of another dimension, for a weight below 0 and a version without
+        words, OverloadedError when too many calls wait,
         CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
         of those, when damaged files are among the causes.
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
+        fan_out = self.fleet.fan_out
+        if hybrid is not None:
+            self._check_hybrid(hybrid, len(queries_QD))
+            fan_out = partial(fan_out, hybrid=hybrid)
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
@@ -174,7 +196,7 @@ class Router:
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline)
+            answers = fan_out(queries_QD, first, shards, first_deadline)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -182,17 +204,34 @@ class Router:
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
-                second = self.fleet.fan_out(queries_QD[positions], k, list(again), deadline, again=True)
+                if hybrid is not None:
+                    fan_out = partial(self.fleet.fan_out, hybrid=hybrid.take(positions))
+                second = fan_out(queries_QD[positions], k, list(again), deadline, again=True)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
             merged, rounds = MergedResults(found.values(), self._start_of, k), 2
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in failures for shard in missing.shards}
-        answer = self._answer(merged.hits() or [[] for _ in queries_QD], silent, rounds, rescored)
+        hits = merged.hits() or [[] for _ in queries_QD]
+        answer = self._answer(hits, silent, rounds, rescored, hybrid is not None)
         if silent:
             self._check_coverage(answer, min_coverage)
         return answer
+
+    def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
+        manifest = self.manifest
+        if manifest.lexical is None:
+            raise ShardIndexError(
+                f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid "
+                f"search needs; {NO_WORDS_HINT}"
+            )
+        if not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
+            raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; give a finite number from 0 on")
+        if len(hybrid.texts) != num_queries:
+            raise ShardIndexError(
+                f"{num_queries} query vectors come with {len(hybrid.texts)} texts; a hybrid search needs one each"
+            )
 
     @contextmanager
     def _record_time(self, stage: str) -> Iterator[None]:
@@ -284,7 +323,12 @@ class Router:
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
     def _answer(
-        self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, num_rescored: int
+        self,
+        hits: list[list[Hit]],
+        silent: Mapping[int, ShardFailure],
+        rounds: int,
+        num_rescored: int,
+        is_hybrid: bool = False,
     ) -> Answer:
         manifest = self.manifest
         params = manifest.index_params
@@ -292,6 +336,8 @@ class Router:
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         if bound := manifest.metrics.get("pruned_bound", 0.0):
             method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
+        if is_hybrid:
+            method = f"bm25 + {method}"
         recall = None if kind == "flat" else manifest.recall
         exactness = Exactness(kind == "flat" and not silent, method, rounds, num_rescored, recall)
         states = tuple(

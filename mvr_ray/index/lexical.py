@@ -156,6 +156,13 @@ class LexicalIndex(NamedTuple):
         """Map both files. Raises ShardIndexError."""
         return cls(Postings(postings), CorpusStatistics(statistics))
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the postings."""
+        postings = self.postings
+        arrays = (postings.end_T, postings.row_N, postings.count_N, postings.length_P)
+        return postings.term_T.nbytes + sum(one.nbytes for one in arrays)
+
     def scores(self, words: Sequence[str]) -> FloatArray:
         """The float32 score of every passage [P]; 0 for one that has none of the words. Words may come twice."""
         score_P = np.zeros(self.postings.num_passages, np.float32)

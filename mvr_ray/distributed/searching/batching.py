@@ -3,7 +3,7 @@
     alone     fewer than `at_once` calls run: a search goes at once, in its caller's thread, as if nothing stood here
     wait      else it stands in line until a call ends, but not for longer than twice the median call takes, nor for
               longer than a quarter of its own time
-    together  those in line that want the same k are asked as one batch of at most `most` queries
+    together  those in line with the same k and weight of words are asked as one batch of at most `most` queries
     apart     each has its own rows when all shards have answered; at its own deadline it has what came until then
 
 What a score is depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last
@@ -15,7 +15,7 @@ Shapes: Q queries, D dimension.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -26,7 +26,7 @@ from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
-from mvr_ray.types import FloatArray, ShardHits
+from mvr_ray.types import FloatArray, HybridQueries, ShardHits
 
 AT_ONCE = 2
 """One call is searched while the answer of the other is on its way and the next one is being put together."""
@@ -38,7 +38,15 @@ THREADS = 64
 class _Search:
     """One search in line. `rows` are its queries in the batch that it goes with."""
 
-    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        deadline: Deadline,
+        hybrid: HybridQueries | None = None,
+    ) -> None:
+        self.hybrid = hybrid
         self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
         self.rows = slice(0, 0)
         self.request = logs.request_id()
@@ -46,7 +54,12 @@ class _Search:
         self.sent = threading.Event()
 
     def goes_with(self, other: "_Search") -> bool:
-        return self.k == other.k and self.shards == other.shards
+        weights = [None if search.hybrid is None else search.hybrid.weight for search in (self, other)]
+        return self.k == other.k and self.shards == other.shards and weights[0] == weights[1]
+
+    def fan_out_of(self, fleet: Fleet) -> Callable[..., ShardResults]:
+        """The fleet's `fan_out` for searches of this kind."""
+        return fleet.fan_out if self.hybrid is None else partial(fleet.fan_out, hybrid=self.hybrid)
 
 
 class _SearchBatch:
@@ -61,6 +74,15 @@ class _SearchBatch:
             search.rows = slice(first, first + len(search.queries_QD))
             search.batch = self
             first = search.rows.stop
+
+    def whole(self) -> _Search:
+        """All searches as one."""
+        first = self.searches[0]
+        queries_QD = np.concatenate([search.queries_QD for search in self.searches])
+        texts = [text for search in self.searches if search.hybrid for text in search.hybrid.texts]
+        hybrid = first.hybrid and HybridQueries(tuple(texts), first.hybrid.weight)
+        deadline = max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
+        return _Search(queries_QD, first.k, first.shards, deadline, hybrid)
 
     def on_partial(self, some: ShardResults) -> None:
         self.heard += [*some.results, *some.failures]
@@ -105,12 +127,13 @@ class DynamicBatcher:
         *,
         again: bool = False,
         on_partial: OnPartial | None = None,
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """As the fleet answers, which this search shares with others; raises what the fleet raises."""
+        search = _Search(queries_QD, k, shards, deadline, hybrid)
         if on_partial is not None or again or len(queries_QD) >= self.most:
-            return self.fleet.fan_out(queries_QD, k, shards, deadline, again=again, on_partial=on_partial)
+            return search.fan_out_of(self.fleet)(queries_QD, k, shards, deadline, again=again, on_partial=on_partial)
         began_s = time.monotonic()
-        search = _Search(queries_QD, k, shards, deadline)
         with self._lock:
             self.searches += 1
             alone = self._running < self.at_once and not self._line
@@ -121,7 +144,7 @@ class DynamicBatcher:
                 self._line.append(search)
         if alone:
             try:
-                return self.fleet.fan_out(queries_QD, k, shards, deadline)
+                return search.fan_out_of(self.fleet)(queries_QD, k, shards, deadline)
             finally:
                 self._finish_call(began_s)
         if not search.sent.wait(self._patience_s(deadline.left_s)):
@@ -159,12 +182,11 @@ class DynamicBatcher:
             self._running += 1
             self.calls += 1
         batch, began_s = _SearchBatch(together), time.monotonic()
-        queries_QD = np.concatenate([search.queries_QD for search in together])
-        deadline = max((search.deadline for search in together), key=lambda deadline: deadline.due_s)
+        whole = batch.whole()
         with logs.request_context(first.request):
             run = copy_context().run  # log lines of a batch carry the request of its first search
-        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
-        batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, deadline)
+        fan_out = partial(whole.fan_out_of(self.fleet), on_partial=batch.on_partial)
+        batch.future = self._threads.submit(run, fan_out, whole.queries_QD, whole.k, whole.shards, whole.deadline)
         for search in together:
             search.sent.set()
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))
