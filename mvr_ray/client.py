@@ -237,7 +237,7 @@ class _Endpoints:
             follow_s = run.serve.follow_s or None
             router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
             catalog = VersionCatalog(Store(run.store.path), run.index.name)
-            service = SearchService(router, run.serve, catalog, router)
+            service = SearchService(router, run.serve, catalog, router, hybrid=run.search.hybrid)
             client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 
@@ -268,9 +268,11 @@ class _Endpoints:
         min_coverage: float = 1.0,
         version: int | None = None,
         encoder_fingerprint: str | None = None,
+        hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
     ) -> EndpointRequest[SearchResponse]:
-        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder."""
+        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder. `hybrid` w scores by BM25 +
+        w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             SearchRequest,
             queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
@@ -279,6 +281,7 @@ class _Endpoints:
             min_coverage=min_coverage,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
+            hybrid=hybrid,
         )
         return EndpointRequest(
             "POST", "/v1/search", SearchResponse, lambda s, deadline: s.search(body, deadline), body, timeout_s
@@ -293,9 +296,11 @@ class _Endpoints:
         *,
         version: int | None = None,
         encoder_fingerprint: str | None = None,
+        hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
     ) -> EndpointRequest[Explanation]:
-        """Every view of the named passages, or of each question's best `k`, with every question."""
+        """Every view of the named passages, or of each question's best `k`, with every question; `hybrid` as in
+        `search`: with the words of each passage, too."""
         body = schemas.validate(
             ExplainRequest,
             questions=questions,
@@ -303,6 +308,7 @@ class _Endpoints:
             k=k,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
+            hybrid=hybrid,
         )
         return EndpointRequest(
             "POST", "/v1/explain", Explanation, lambda s, deadline: s.explain(body, deadline), body, timeout_s

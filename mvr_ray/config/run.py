@@ -203,6 +203,23 @@ class RefineConfig(Section):
     seed: int = 0
 
 
+class SearchConfig(Section):
+    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Rank by BM25 + so much times the dense score, wherever questions are searched: `search`, `explain`, `retrieve`,
+    `evaluate` and `serve`; absent: by the dense score alone. Needs `index.lexical`; `tune` finds it."""
+
+
+class TuneConfig(Section):
+    questions: Name | None = None
+    """Question set with gold passages that the weight is chosen on; none of `evaluate.questions`."""
+    max_questions: Annotated[int, Field(ge=0)] = 1000
+    """Take at most so many of them, drawn by a stable hash; 0: all."""
+    weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        default_factory=lambda: [0, 1, 2, 5, 10, 15, 20, 30, 40, 60, 80, 120, 200], min_length=1
+    )
+    """Tried for `search.hybrid`."""
+
+
 class RetrieveConfig(Section):
     k: Count = 100
     batch: Count = 64
@@ -211,9 +228,6 @@ class RetrieveConfig(Section):
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
     """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
-    dense_weight: Annotated[float, Field(ge=0)] | None = None
-    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
-    dense score alone. `evaluate.hybrid` finds it."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
@@ -335,6 +349,8 @@ class RunConfig(Section):
     mine: MineConfig = Field(default_factory=MineConfig)
     index: IndexConfig = Field(default_factory=IndexConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
+    tune: TuneConfig = Field(default_factory=TuneConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

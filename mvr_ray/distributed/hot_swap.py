@@ -341,6 +341,10 @@ class HotSwapRouter:
         with self.pin() as router:
             return router.explain(queries_QD, passage_ids)
 
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        with self.pin() as router:
+            return router.lexical_scores(texts, passages)
+
     def ready(self) -> None:
         with self.pin() as router:
             router.ready()

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
-from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MissingInputError
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RetrieveReport(NamedTuple):
-    """What was written, and what it was found in. `exact`: it is the best k of all passages by the dense score."""
+    """What was written, and what it was found in. `exact`: it is the best k of all passages."""
 
     output: str
     format: str
@@ -58,14 +57,10 @@ def retrieve(
         texts=format not in ("trec", "msmarco"),
         snippets=snippets,
         refined_queries=run.retrieve.refined_queries,
+        hybrid=run.search.hybrid,
     )
     with open_router(run, version) as router:
-        weight = run.retrieve.dense_weight
-        ranked = (
-            rank_questions(run, router, [asked], settings, progress)
-            if weight is None
-            else rank_hybrid(run, router, asked, settings, weight, progress)
-        )
+        ranked = rank_questions(run, router, [asked], settings, progress)
         count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
         manifest = router.manifest
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
@@ -78,7 +73,7 @@ def retrieve(
         manifest.version,
         manifest.encoder_fingerprint,
         manifest.num_passages,
-        manifest.index_params["kind"] == "flat" and weight is None,
+        manifest.index_params["kind"] == "flat",
     )
 
 

@@ -30,11 +30,13 @@ from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, ShardIndexError, UnknownPassageError
+from mvr_ray.index.lexical import tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -272,6 +274,15 @@ class Router:
                     passage_id,
                 )
         return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
+
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        """By passage id, the BM25 score with each text, as a hybrid search counts it.
+
+        Raises ShardIndexError for a version without words, DigestError where the statistics are damaged.
+        """
+        self._check_hybrid(HybridQueries((), 0.0), 0)
+        statistics, words = open_statistics(self.store, self.manifest), tokenize(texts)
+        return {one.id: np.array([statistics.score(own, one) for own in words], np.float32) for one in passages}
 
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""

@@ -38,7 +38,13 @@ class InMemoryIndex:
         self.gate.set()
 
     def search(
-        self, queries_QD: FloatArray, k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: object = None,
     ) -> Answer:
         if len(queries_QD):  # a search without queries asks for the version alone
             self.gate.wait(10)
@@ -60,7 +66,13 @@ class InMemoryIndex:
         return answer
 
     def search_text(
-        self, texts: Sequence[str], k: int, *, deadline: Deadline | None = None, min_coverage: float = 1.0
+        self,
+        texts: Sequence[str],
+        k: int,
+        *,
+        deadline: Deadline | None = None,
+        min_coverage: float = 1.0,
+        hybrid: object = None,
     ) -> Answer:
         return self.search(self.embed(texts), k, deadline=deadline, min_coverage=min_coverage)
 
