@@ -205,19 +205,8 @@ class RefineConfig(Section):
 
 class SearchConfig(Section):
     hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Rank by BM25 + so much times the dense score, wherever questions are searched: `search`, `explain`, `retrieve`,
-    `evaluate` and `serve`; absent: by the dense score alone. Needs `index.lexical`; `tune` finds it."""
-
-
-class TuneConfig(Section):
-    questions: Name | None = None
-    """Question set with gold passages that the weight is chosen on; none of `evaluate.questions`."""
-    max_questions: Annotated[int, Field(ge=0)] = 1000
-    """Take at most so many of them, drawn by a stable hash; 0: all."""
-    weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
-        default_factory=lambda: [0, 1, 2, 5, 10, 15, 20, 30, 40, 60, 80, 120, 200], min_length=1
-    )
-    """Tried for `search.hybrid`."""
+    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve` and `serve`; absent: by the dense
+    score alone. Needs `index.lexical`; `evaluate.hybrid` finds it."""
 
 
 class RetrieveConfig(Section):
@@ -350,7 +339,6 @@ class RunConfig(Section):
     index: IndexConfig = Field(default_factory=IndexConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
     search: SearchConfig = Field(default_factory=SearchConfig)
-    tune: TuneConfig = Field(default_factory=TuneConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

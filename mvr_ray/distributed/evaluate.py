@@ -85,7 +85,6 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         match=settings.match,
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
-        hybrid=run.search.hybrid,
     )
     results: list[SystemResult] = []
     with open_router(run, version) as router:

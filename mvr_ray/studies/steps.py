@@ -205,8 +205,7 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    searches = {"evaluate", "reading", "entity_frequency"}
-    hybrid = [run.search.hybrid] if stage in searches and run.search.hybrid is not None else []
+    hybrid = [run.search.hybrid] if stage == "reading" and run.search.hybrid is not None else []
     return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
 
 
