@@ -206,7 +206,7 @@ class RefineConfig(Section):
 class SearchConfig(Section):
     hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve` and `serve`; absent: by the dense
-    score alone. Needs `index.lexical`; `evaluate.hybrid` finds it."""
+    score alone. Needs `index.lexical`; `mvr-ray tune` finds it."""
 
 
 class RetrieveConfig(Section):
