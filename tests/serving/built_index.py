@@ -94,7 +94,7 @@ def refine(root: Path) -> Manifest:
     with store.scratch() as scratch:
         folder = scratch / "shard"
         folder.mkdir()
-        assert write_changed(embeddings, folder, {first: now}), "the first file was written anew"
+        assert write_changed(embeddings, folder, {first: now}, most_share=1.0), "the first file was written anew"
         meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
         laid_over = manifest.add_shard(store, "library", folder, meta)
     return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))

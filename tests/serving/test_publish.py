@@ -17,7 +17,7 @@ from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.service import SearchService
-from mvr_ray.store import delta, manifest, paths
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -58,8 +58,7 @@ def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_ther
     manifest.verify(elsewhere.store, published).require()
 
 
-def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(delta, "MOST_SHARE", 1.0)
+def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path) -> None:
     one = Elsewhere(tmp_path)
     version = refine(one.source)
     copy_files(one.source, one.root)
