@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 from random_index import D, V, Views, block_of, brute_force
-from simulation import Actor, Killed, Schedule, scheduled
+from simulation import Actor, ActorKill, Schedule, run_in_turn
 
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed.compact import compact_one
@@ -169,12 +169,12 @@ class History:
 
     def _write_beside(self, store: Store, entry: manifest.ShardEntry, own: Views, folder: Path) -> bool:
         embedded = open_embeddings(manifest.open_shard(store, INDEX, entry), entry.files)
-        held = {
+        stored = {
             i: {int(n): vector for n, vector in zip(view.view_numbers_N, view.vectors_ND)}
             for i, view in views_by_id(embedded.blocks()).items()
         }
-        upserts = {i: one for i, one in own.items() if i not in held or not _same(held[i], one)}
-        deleted = sorted(set(held) - set(own))
+        upserts = {i: one for i, one in own.items() if i not in stored or not _same(stored[i], one)}
+        deleted = sorted(set(stored) - set(own))
         if not upserts and not deleted:
             return False
         stacked = {
@@ -239,10 +239,10 @@ class History:
             roles.append(role)
         for number in range(self.draw.randint(1, 3)):
             roles.append(self._actor(f"reader {number}", 4, self.read))
-        with scheduled(self.schedule):
+        with run_in_turn(self.schedule):
             self.schedule.run(roles)
         for role in roles:
-            assert role.error is None or isinstance(role.error, Killed), f"{role.name} raised {role.error!r}"
+            assert role.error is None or isinstance(role.error, ActorKill), f"{role.name} raised {role.error!r}"
         self._judge_answers()
         self._judge_end()
 
@@ -287,5 +287,5 @@ class History:
         self._judge_answers()
 
 
-def _same(held: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:
-    return list(held) == list(own) and all(np.array_equal(held[view], own[view]) for view in own)
+def _same(stored: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:
+    return list(stored) == list(own) and all(np.array_equal(stored[view], own[view]) for view in own)

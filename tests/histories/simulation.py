@@ -30,7 +30,7 @@ FAULTS = {"killed": 0.004, "refused": 0.006, "unanswered": 0.02, "cut off": 0.00
 """How likely each fault is at a call, where a history has it at all."""
 
 
-class Killed(BaseException):
+class ActorKill(BaseException):
     """Ends an actor as a kill does: it is not to be caught, and the actor's later calls have no effect."""
 
 
@@ -96,7 +96,7 @@ class Schedule:
         if actor is None:
             return effect()
         if actor.is_killed:
-            raise Killed
+            raise ActorKill
         self._waiting.release()
         actor.turn.acquire()
         fate = self._fate(actor, name)
@@ -108,7 +108,7 @@ class Schedule:
                 if self.draw.random() < 0.5 and name in WRITES:
                     effect()
                 actor.is_killed = True
-                raise Killed
+                raise ActorKill
             case "unanswered":
                 effect()
                 raise StorageError(f"{name} {path}: the answer is lost")
@@ -137,7 +137,7 @@ class Schedule:
 
 
 @contextmanager
-def scheduled(schedule: Schedule) -> Iterator[None]:
+def run_in_turn(schedule: Schedule) -> Iterator[None]:
     """Let every store of this process make its calls in turn, those too that the package opens by an address."""
     plain: Mapping[str, Any] = {name: getattr(Store, name) for name in (*READS, *WRITES)}
 
