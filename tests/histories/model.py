@@ -169,12 +169,12 @@ class History:
 
     def _write_beside(self, store: Store, entry: manifest.ShardEntry, own: Views, folder: Path) -> bool:
         embedded = open_embeddings(manifest.open_shard(store, INDEX, entry), entry.files)
-        stored = {
+        earlier = {
             i: {int(n): vector for n, vector in zip(view.view_numbers_N, view.vectors_ND)}
             for i, view in views_by_id(embedded.blocks()).items()
         }
-        upserts = {i: one for i, one in own.items() if i not in stored or not _same(stored[i], one)}
-        deleted = sorted(set(stored) - set(own))
+        upserts = {i: one for i, one in own.items() if i not in earlier or not _same(earlier[i], one)}
+        deleted = sorted(set(earlier) - set(own))
         if not upserts and not deleted:
             return False
         stacked = {
@@ -287,5 +287,5 @@ class History:
         self._judge_answers()
 
 
-def _same(stored: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:
-    return list(stored) == list(own) and all(np.array_equal(stored[view], own[view]) for view in own)
+def _same(earlier: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:
+    return list(earlier) == list(own) and all(np.array_equal(earlier[view], own[view]) for view in own)
