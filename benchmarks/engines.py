@@ -37,8 +37,8 @@ from mvr_ray.store.formats import PassageRecord, read_source
 
 VIEWS, DIMENSION = 8, 384
 PASSAGES = 20_000
-QUESTIONS, AT_ONCE, ROUNDS = 240, 12, 9
-LONG_QUESTIONS, LONG_ROUNDS = 4, 5
+QUESTIONS, AT_ONCE, ROUNDS = 240, 12, 7
+LONG_QUESTIONS, LONG_ROUNDS = 2, 3
 """For what takes seconds."""
 BATCH, BATCH_TITLE = 32, "batch of 32, k 10"
 SHARES = (1, 10, 50)

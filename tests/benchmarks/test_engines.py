@@ -1,4 +1,4 @@
-"""What is compared with other engines is right: the check of answers, and our own side of it."""
+"""Checks that answers of other engines are checked, and that our own side of the comparison is exact."""
 
 import json
 from pathlib import Path

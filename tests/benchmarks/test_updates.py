@@ -1,4 +1,4 @@
-"""What is measured of updates is what they do: bytes of new files alone, and changes that lie everywhere."""
+"""Checks that the benchmark of updates counts bytes of new files alone, and makes changes that lie everywhere."""
 
 import time
 from collections import Counter
