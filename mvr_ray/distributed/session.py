@@ -6,7 +6,7 @@ it starts: `require` raises where Ray would hang. One CPU always stays free, bec
 a pool of actors.
 """
 
-import importlib
+import importlib.util
 import logging
 import os
 import platform
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
 from mvr_ray.errors import ResourceError
 
 log = logging.getLogger(__name__)
@@ -317,6 +318,7 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
     """
     checks = [Check("python", True, platform.python_version()), _ray()]
     checks += [_library(name) for name in _LIBRARIES]
+    checks += [_compiled_loops(), _default_model()]
     checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]
     if address := cluster_address(resources or ResourcesConfig()):
         checks.append(_reachable(address))
@@ -339,6 +341,25 @@ def _library(name: str) -> Check:
         extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
         return Check(name, False, f"cannot be imported: {error}{extra}")
     return Check(name, True, str(getattr(module, "__version__", "installed")))
+
+
+def _compiled_loops() -> Check:
+    from mvr_ray.core.refining import native_step
+    from mvr_ray.core.searching import native
+
+    lacking = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
+    if lacking:
+        detail = f"{', '.join(lacking)} missing, torch does their work more slowly; install again where a C compiler is"
+        return Check("compiled loops", False, detail)
+    return Check("compiled loops", True, "search and refinement, compiled from C")
+
+
+def _default_model() -> Check:
+    folder = Path(resolve_model(PACKAGED_MODEL))
+    if folder.is_dir():
+        return Check("default model", True, f"{PACKAGED_MODEL} in {folder}")
+    detail = f"{PACKAGED_MODEL} is not installed (pip install mvr-ray brings it); the first use fetches it, 91 MB"
+    return Check("default model", False, detail)
 
 
 def _processors() -> Check:
