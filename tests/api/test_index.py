@@ -138,7 +138,7 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     run_file = tmp_path / "run.yaml"
     sections = {
         "store": {"path": str(store)},
-        "prepare": {**SMALL["prepare"], "fields": {"year": "int", "opened": "date"}, "sources": [str(source)]},
+        "prepare": {**SMALL["prepare"], "fields": {"opened": "date", "year": "int"}, "sources": [str(source)]},
         "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
     }
     run_file.write_text(json.dumps(sections))
