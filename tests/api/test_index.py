@@ -232,7 +232,16 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
 
 
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
-    strange = ["purple clouds", "green rain", "seven moons", "loud silence", "cold fire", "dry water", "old news"]
+    strange = [
+        "purple clouds",
+        "green rain",
+        "seven moons",
+        "loud silence",
+        "cold fire",
+        "warm ice",
+        "blue sand",
+        "tall valley",
+    ]
     judgements = [(text, f"p{at}", 1) for at, text in enumerate(strange)]
     assert index.add_feedback(judgements[:3]) == 3
     assert index.add_feedback(judgements) == len(strange)

@@ -42,6 +42,7 @@ def prepared(store: Path, run_over) -> RunConfig:
         index={"compact_share": 1.0},
         refine={"questions": "dev", "rounds": 2, "depth": 20, "max_heldout_loss": 100.0},
         analyze={"questions": "dev", "attention_passages": 4},
+        resources={"local_passages": 1000},
     )
 
 
