@@ -7,9 +7,9 @@ The passages are SQuAD's paragraphs and 10,033 summaries, as far as they go, the
 would take half an hour to encode them, so made-up views (`made_up`) are put where its own would go; what the updates
 change, it encodes. New contents are paragraphs of SQuAD without their first sentence, for passages that lie everywhere
 in the corpus. Each update is done twice, on other passages: by the commands `mvr-ray update` and `mvr-ray index` and a
-router opened after them, and by the same functions in a process that is connected to Ray. Beside it stand the encoding
-of the same number of contents alone, the build of the whole index, and upserts of as many vectors in LanceDB and Milvus
-Lite, in environments of their own.
+router opened after them, and by the same functions in a process that has imported everything. Beside it stand the
+encoding of the same number of contents alone, the build of the whole index, and upserts of as many vectors in LanceDB
+and Milvus Lite, in environments of their own.
 
 Bytes written are those of all files that appeared in the store while the update ran, the scratch ones too, by a look
 twenty times a second: a file that is linked under another name has no new bytes.
@@ -38,7 +38,7 @@ from peers import PEERS, Peer, environment
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed import build_index
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import open_encoder, resolve_encoder
 from mvr_ray.distributed.router import Router, open_router
@@ -182,8 +182,9 @@ class Corpora:
         with timed(seconds, "prepare"):
             prepare(self.run.prepare, self.store)
         made_up.stage(self.run, Corpus.open(self.store, "updated"))
+        resources = self.run.resources.model_copy(update={"local_passages": self.passages})
         with timed(seconds, "index without encoding"):
-            build_index.index(self.run)
+            build_index.index(self.run.model_copy(update={"resources": resources}))
         return seconds
 
     def changes(self, count: int) -> tuple[Path, list[Passage]]:
@@ -238,7 +239,7 @@ def environ() -> dict[str, str]:
 
 
 def in_process(corpora: Corpora, count: int) -> Cost:
-    """The same in a process that is connected to Ray already."""
+    """The same by function calls."""
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
     with Written(corpora.store_folder) as written:
@@ -351,13 +352,12 @@ def measure(passages: int) -> None:
         folder = Path(scratch)
         corpora = Corpora(folder, passages)
         counts = [max(1, round(passages * share)) for share in SHARES]
-        with session.connect(corpora.run.resources):
-            build = corpora.build()
-            encoding = Encoding(corpora)
-            within = {}
-            for count in counts[:-1]:
-                within[count] = in_process(corpora, count), alone(encoding, corpora, count)
-                print(count, within[count], flush=True)
+        build = corpora.build()
+        encoding = Encoding(corpora)
+        within = {}
+        for count in counts[:-1]:
+            within[count] = in_process(corpora, count), alone(encoding, corpora, count)
+            print(count, within[count], flush=True)
         for count in counts:
             ways = {"commands": by_commands(corpora, count)}
             print(count, ways, flush=True)
@@ -399,8 +399,7 @@ def measure_sizes(sizes: Sequence[int]) -> None:
             folder = Path(scratch) / str(size)
             folder.mkdir()
             made[size] = Corpora(folder, size)
-            with session.connect(made[size].run.resources):
-                made[size].build()
+            made[size].build()
         costs: dict[int, list[Cost]] = {size: [] for size in sizes}
         for _ in range(SIZE_ROUNDS):
             for size in sizes:

@@ -42,7 +42,8 @@ from mvr_ray.distributed.shards import (
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StorageError
-from mvr_ray.index.kinds import check_params
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -79,14 +80,25 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
-    with session.connect(run.resources, corpus.num_passages) as info:
-        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+    decides_by_work = not session.needs_ray(run.resources, 1)
+    if decides_by_work:  # an update of few passages starts no cluster, however many others there are
         carry_over(task, corpus, plan.missing, progress)
+    with session.connect(run.resources, _num_to_work_on(task, draft, corpus, plan)) as info:
+        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        if not decides_by_work:
+            carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
         shards = _build(task, draft, corpus, plan.kept, run.index, progress)
     counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(plan.kept))
     counts["carried_over"] += sum(entry.num_passages for entry in plan.kept.values())
     return _publish(store, corpus, _complete_draft(draft, shards, counts), task, progress)
+
+
+def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, plan: ShardPlan) -> int:
+    """Count the passages to encode; where an index file is built of a whole shard, those of the shards that changed."""
+    if searches_embeddings(IndexParams(**draft.index_params)):
+        return count_passages(task, corpus, plan.missing)["encoded"]
+    return sum(corpus.info.parts[shard].num_passages for shard in plan.missing)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
