@@ -130,9 +130,11 @@ def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | N
 def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel) -> str:
     """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays."""
     fingerprint = model.fingerprint
-    with store.scratch() as folder:
-        model.save(folder / fingerprint)
-        store.upload_dir(folder / fingerprint, paths.model_dir(kind.room, name, fingerprint))
+    path = paths.model_dir(kind.room, name, fingerprint)
+    if not store.exists(path):
+        with store.scratch() as folder:
+            model.save(folder / fingerprint)
+            store.upload_dir(folder / fingerprint, path)
     return fingerprint
 
 
