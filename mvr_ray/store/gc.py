@@ -4,7 +4,7 @@ import logging
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, question_set, question_sets
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,18 @@ def collect_corpus(store: Store, name: str, before: str | None = None, grace_s: 
             removals.append(path)
     remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
     corpora = [Corpus.open(store, name), *remaining]
-    parts = {file.file for corpus in corpora for part in corpus.info.parts for file in part.files}
-    for file in store.list(paths.corpus_dir(name)):
+    files = {file.file for corpus in corpora for part in corpus.info.parts for file in part.files}
+    try:
+        sets = [question_set(corpus, own) for corpus in corpora for own in question_sets(corpus)]
+    except StorageError as error:
+        log.warning("old files stay: corpus=%s (%s)", name, error)
+        return removals
+    files |= {info.file for info in sets if info}
+    questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
+    there = [*store.list(paths.corpus_dir(name)), *questions]
+    for file in there:
         path = f"{paths.corpus_dir(name)}/{file}"
-        if file.endswith(".arrow") and file not in parts and store.age_s(path) >= grace_s:
+        if file.endswith(".arrow") and file not in files and store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     return removals

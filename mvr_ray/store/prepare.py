@@ -23,6 +23,7 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    put_questions,
     question_sets,
     read_questions,
     write_passages,
@@ -345,8 +346,6 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
     before = _digest_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
-    for name in report.questions:
-        store.put_file(files / f"{name}.arrow", paths.questions(cfg.corpus, report.digest, name))
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
     info = CorpusInfo(
         name=cfg.corpus,
@@ -358,7 +357,10 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
     )
-    Corpus(store, info).publish()
+    corpus = Corpus(store, info)
+    for name, count in report.questions.items():
+        put_questions(corpus, name, files / f"{name}.arrow", count)
+    corpus.publish()
     # The corpus before this one stays for readers that have it open, and every one that an index version names.
     collect_corpus(store, cfg.corpus, before)
 
