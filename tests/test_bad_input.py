@@ -233,7 +233,12 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
 def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     file = folder / paths.ENCODER_JSON
-    file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": "0" * 16}))
+    described = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
+    file.write_text(json.dumps(described))
+    status, _, message = command("search", config, "which river?")
+    assert status == 1 and "encoder.json is damaged (its checksum is not" in message
+    del described["checksum"]  # as programs before checksums wrote it
+    file.write_text(json.dumps(described))
     assert command("search", config, "which river?") == (
         1,
         "",
