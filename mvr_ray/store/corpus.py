@@ -3,8 +3,9 @@
 A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; after
 an update it may be the earlier part's file and beside it a file of changes: passages that are new or differ, and in its
 metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
-version finds the corpus that it was made from whatever was prepared since. `corpus.json` is a copy of the one that was
-prepared last: replacing that file replaces the corpus. A passage's shard is a hash of its id. A question set belongs
+version finds the corpus that it was made from whatever was prepared since. The corpora of a name are numbered, and a
+number is created once, so of two publishers that follow the same corpus one wins. `corpus.json` is a copy of the one
+that was prepared last. A passage's shard is a hash of its id. A question set belongs
 to the corpus of one digest, and is described by a JSON file beside its others; the questions themselves lie in a file
 that is named by its content. No file is parsed before its digest matches the description, nor a description before its
 own checksum.
@@ -15,7 +16,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
+from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, sha256_of
@@ -118,6 +119,8 @@ class CorpusInfo:
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
+    number: int = 0
+    """Its place among the corpora of the name; 0 where an earlier program wrote it."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
@@ -253,6 +256,32 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
 
 
+def corpus_numbers(store: Store, name: str) -> list[int]:
+    """List the numbers of the corpora of a name that are on file, ascending."""
+    stems = (file.removesuffix(".json") for file in store.list(paths.corpus_sequence(name)))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def _last_info(store: Store, name: str) -> CorpusInfo:
+    """The corpus of the highest number, whose creation decided; its copy may be missing after a crash. A copy without a
+    number is by an earlier program, and is the last."""
+    numbers, path = corpus_numbers(store, name), paths.corpus_json(name)
+    if not numbers and not store.exists(path):
+        raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
+    if not store.exists(path):
+        return _read_info(store, paths.corpus_number(name, numbers[-1]))
+    info = _read_info(store, path)
+    if not numbers or info.number >= numbers[-1]:
+        return info
+    return (
+        _read_info(store, paths.corpus_number(name, numbers[-1])) if info.number else replace(info, number=numbers[-1])
+    )
+
+
+def _read_info(store: Store, path: str) -> CorpusInfo:
+    return CorpusInfo.from_json(store.read_bytes(path), store.where(path))
+
+
 class Corpus:
     """A prepared corpus: `Corpus.open(store, name)`."""
 
@@ -267,12 +296,10 @@ class Corpus:
 
         Raises MissingInputError where it is not there, StorageError for a description that is damaged.
         """
-        path = paths.corpus_json(name)
         if digest and store.exists(paths.corpus_version(name, digest)):
-            path = paths.corpus_version(name, digest)
-        if not store.exists(path):
-            raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
-        info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
+            info = _read_info(store, paths.corpus_version(name, digest))
+        else:
+            info = _last_info(store, name)
         if digest and info.digest != digest:
             raise MissingInputError(
                 f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "
@@ -282,9 +309,25 @@ class Corpus:
         return cls(store, info)
 
     def publish(self) -> None:
-        """Make this the corpus of its name, and keep its description under its digest. Its parts must be there."""
-        data = self.info.to_json()
+        """Make this the corpus of its name, and keep its description under its digest. Its parts must be there.
+
+        Raises PublishConflictError where another corpus has its number; then that one stays.
+        """
+        data, path = self.info.to_json(), paths.corpus_number(self.name, self.info.number)
         self.store.write_bytes(paths.corpus_version(self.name, self.digest), data)
+        try:
+            if max(corpus_numbers(self.store, self.name), default=0) >= self.info.number:
+                raise FileExistsError
+            self.store.create_once(path, data)
+        except FileExistsError:
+            # The same bytes are one's own doing, by a try whose answer was lost, or another's who did just the same.
+            if not self.store.exists(path) or self.store.read_bytes(path) != data:
+                last = _last_info(self.store, self.name)
+                raise PublishConflictError(
+                    f"corpus {self.name!r}: number {self.info.number} was taken meanwhile, {last.digest} is the last "
+                    f"(number {last.number}), from another update or prepare; nothing was lost: run the same command "
+                    f"again"
+                ) from None
         self.store.write_bytes(paths.corpus_json(self.name), data)
 
     @property

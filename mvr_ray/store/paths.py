@@ -1,6 +1,7 @@
 """Define every file and folder name of a store.
 
-    <store>/corpora/<name>/corpus.json             the corpus that was prepared last
+    <store>/corpora/<name>/corpus.json             the corpus that was prepared or updated last: a copy, for readers
+    <store>/corpora/<name>/sequence/<n>.json       the n-th corpus of the name, created once; the highest is the last
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
     <store>/corpora/<name>/questions/<digest>/<set>.json   describes a question set of the corpus of this digest
@@ -46,6 +47,14 @@ def corpus_part(shard: int, digest: str) -> str:
 def corpus_changes(shard: int, digest: str) -> str:
     """Name the file of changes of a part, which lies beside the part that it changes."""
     return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
+
+
+def corpus_sequence(name: str) -> str:
+    return f"corpora/{name}/sequence"
+
+
+def corpus_number(name: str, number: int) -> str:
+    return f"corpora/{name}/sequence/{number}.json"
 
 
 def corpora_dir() -> str:

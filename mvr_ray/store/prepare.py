@@ -2,7 +2,8 @@
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-replaced is corpus.json, which names the parts. Corpora that index versions name stay.
+replaced is corpus.json, which names the parts. Corpora that index versions name stay. Raises PublishConflictError
+where another corpus of the name was published while the files were put in place.
 """
 
 import logging
@@ -23,6 +24,7 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    corpus_numbers,
     put_questions,
     question_sets,
     read_questions,
@@ -342,8 +344,8 @@ def _write_parts(
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
-    """Move parts to the store under names of their content, then question sets, and corpus.json last."""
-    before = _digest_before(cfg, store)
+    """Move parts to the store under names of their content, then question sets, and the description last."""
+    before = _corpus_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
@@ -356,17 +358,19 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
+        number=1 + (before.number if before else max(corpus_numbers(store, cfg.corpus), default=0)),
     )
     corpus = Corpus(store, info)
     for name, count in report.questions.items():
         put_questions(corpus, name, files / f"{name}.arrow", count)
     corpus.publish()
     # The corpus before this one stays for readers that have it open, and every one that an index version names.
-    collect_corpus(store, cfg.corpus, before)
+    collect_corpus(store, cfg.corpus, before.digest if before else None)
 
 
-def _digest_before(cfg: PrepareConfig, store: Store) -> str | None:
-    """The digest of the corpus that this one replaces. What an earlier program prepared is kept under its digest."""
+def _corpus_before(cfg: PrepareConfig, store: Store) -> CorpusInfo | None:
+    """The corpus that this one replaces, None where there is none that can be read. What an earlier program prepared
+    is kept under its digest."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
@@ -377,7 +381,7 @@ def _digest_before(cfg: PrepareConfig, store: Store) -> str | None:
             if name in before.info.questions:
                 write_questions(before, name, read_questions(before, name))
         store.write_bytes(path, before.info.to_json())
-    return before.digest
+    return before.info
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:

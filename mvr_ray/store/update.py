@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
     ChangesInfo,
@@ -210,6 +210,7 @@ def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
         parts=tuple(parts),
         sources=(*parent.info.sources, source),
         parent=parent.digest,
+        number=parent.info.number + 1,
     )
     return Corpus(parent.store, info)
 
@@ -232,18 +233,12 @@ def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletion
 
 
 def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
-    """Store the question sets of the new corpus, and then the corpus, unless another one came between."""
+    """Store the question sets of the new corpus, and then the corpus, which fails where another one came between."""
     counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
     for name in question_sets(parent):
         if name in changed_sets:
             write_questions(corpus, name, changed_sets[name])
         else:
             copy_questions(parent, corpus, name)
-    corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
-    if (last := Corpus.open(parent.store, parent.name)).digest != parent.digest:
-        raise PublishConflictError(
-            f"update: corpus {parent.name!r} of digest {parent.digest} was replaced by {last.digest} meanwhile; "
-            f"nothing was lost: run the same command again"
-        )
-    corpus.publish()
+    Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts)).publish()
     collect_corpus(parent.store, parent.name, parent.digest)

@@ -422,6 +422,7 @@ class StopError(Exception):
     """Ends a refinement from its progress callable, as a kill of its driver would."""
 
 
+@pytest.mark.slow
 @pytest.mark.chaos(
     "a byte flipped in, or bytes cut off, any file of an unfinished refinement",
     "the refinement begins anew, and the version has the same bytes",

@@ -4,8 +4,12 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, read_questions, shard_of, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -196,3 +201,78 @@ def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_pat
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "other"}
     update(CONFIG, store, str(mine))
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+
+
+def test_of_two_updaters_at_the_same_moment_exactly_one_wins_on_every_kind_of_store(
+    store: Store, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    make_corpus(store, write, {"a": "one"})
+    files = [str(write(f"{name}.jsonl", lines(row(name, "x")))) for name in ("mine", "other")]
+    together, create = Barrier(2), Store.create_once
+
+    def create_together(self: Store, path: str, data: bytes) -> None:
+        together.wait()
+        create(self, path, data)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(Store, "create_once", create_together)
+        tries = [pool.submit(update, CONFIG, Store(store.root), file) for file in files]
+        errors = [one.exception() for one in tries]
+    [winner] = [at for at, error in enumerate(errors) if error is None]
+    assert isinstance(errors[1 - winner], PublishConflictError)
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", ("mine", "other")[winner]}
+    update(CONFIG, store, files[1 - winner])
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+
+
+UPDATER = """
+import os, sys, time
+from pathlib import Path
+from mvr_ray.config import PrepareConfig
+from mvr_ray.errors import PublishConflictError
+from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
+
+create, ready = Store.create_once, Path(sys.argv[2]).parent
+def create_together(self, path, data):
+    (ready / f"{os.getpid()}.ready").touch()
+    while len(list(ready.glob("*.ready"))) < 2:
+        time.sleep(0.001)
+    create(self, path, data)
+Store.create_once = create_together
+try:
+    update(PrepareConfig(corpus="corpus", num_shards=3), Store(sys.argv[1]), sys.argv[2])
+except PublishConflictError:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.chaos("two updaters publish at the same moment", "exactly one wins, the other is told; nothing is lost")
+def test_of_two_processes_that_update_at_the_same_moment_exactly_one_wins(tmp_path: Path, write: Write):
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"a": "one"})
+    files = [write(f"{name}.jsonl", lines(row(name, "x"))) for name in ("mine", "other")]
+    processes = [subprocess.Popen([sys.executable, "-c", UPDATER, store.root, str(file)]) for file in files]
+    ends = [process.wait() for process in processes]
+    assert sorted(ends) == [0, 3]
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", ("mine", "other")[ends.index(0)]}
+    update(CONFIG, store, str(files[ends.index(3)]))
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+    assert Corpus.open(store, "corpus").find_damage() == []
+
+
+def test_a_number_that_was_created_decides_though_its_copy_was_not_written(tmp_path: Path, write: Write):
+    """As after a kill between the two; and a copy of an earlier program, which knows no numbers, is the last corpus."""
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"a": "one"})
+    copy = store.read_bytes(paths.corpus_json("corpus"))
+    update(CONFIG, store, str(write("c.jsonl", lines(row("b", "two")))))
+    store.write_bytes(paths.corpus_json("corpus"), copy)
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "b"}
+    store.delete(paths.corpus_json("corpus"))
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "b"}
+    plain = {name: value for name, value in json.loads(copy).items() if name not in ("number", "checksum")}
+    store.write_bytes(paths.corpus_json("corpus"), json.dumps(plain).encode())
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a"}
+    update(CONFIG, store, str(write("c.jsonl", lines(row("c", "three")))))
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "c"}
