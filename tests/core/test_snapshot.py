@@ -31,7 +31,7 @@ def snapshot(tiny, tmp_path) -> Path:
 def edit(folder: Path, change) -> None:
     file = folder / "encoder.json"
     data = json.loads(file.read_text())
-    del data["checksum"]
+    data.pop("checksum", None)
     change(data)
     file.write_text(json.dumps(data))
 
