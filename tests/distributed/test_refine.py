@@ -434,7 +434,7 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
     expected = refining.refine(config(shutil.copytree(base_store, tmp_path / "whole"), **settings)).published
     cut = shutil.copytree(base_store, tmp_path / "cut")
 
-    def stop(what: str, done: int, total: int) -> None:
+    def stop(what: str, number: int, total: int) -> None:
         if what.startswith("refine round 2"):
             raise StopError
 
