@@ -1,7 +1,7 @@
 """Opens or makes the corpus that a test reads or writes question sets of."""
 
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusInfo, corpus_numbers
+from mvr_ray.store.corpus import Corpus, CorpusInfo, publications
 from mvr_ray.store.files import Store
 
 
@@ -13,7 +13,6 @@ def only_corpus(store: Store) -> Corpus:
 
 def empty_corpus(store: Store, name: str = "corpus") -> Corpus:
     """A corpus without passages, as `prepare` leaves one, so that question sets can belong to it."""
-    number = 1 + max(corpus_numbers(store, name), default=0)
-    corpus = Corpus(store, CorpusInfo(name, "0" * 32, 0, (), (), {}, {}, number=number))
-    corpus.publish()
+    corpus = Corpus(store, CorpusInfo(name, "0" * 32, 0, (), (), {}, {}))
+    corpus.publish(after=max(publications(store, name), default=0))
     return corpus

@@ -4,10 +4,14 @@ import logging
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, corpus_numbers, question_set, question_sets
+from mvr_ray.store.corpus import Corpus, publications, question_set, question_sets
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
+
+GRACE_S = 3600.0
+KEPT_PUBLICATIONS = 100
+"""So that a publisher that stood still for an hour does not find the number free that another one had taken."""
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
@@ -36,55 +40,55 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removals.append(path)
     for name in sorted(corpora):
-        removals += collect_corpus(store, name, grace_s=grace_s, strays=True)
+        removals += collect_corpus(store, name, grace_s=grace_s)
     return removals
 
 
-def collect_corpus(
-    store: Store, name: str, before: str | None = None, grace_s: float = 0.0, strays: bool = False
-) -> list[str]:
-    """Remove corpora of a name, at least `grace_s` old, but the last one, the one of digest `before`, and those that an
-    index version names; nothing where a version cannot be read. Returns the removed paths.
+def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[str]:
+    """Remove corpora of a name, at least `grace_s` old, but the last one, and those that an index version names;
+    nothing where a version cannot be read. Returns the removed paths.
 
-    With `strays` files go, too, that no corpus names, and numbers of corpora before the last. Without, as beside
-    another publisher that is about to name some, only files that a removed corpus named.
+    A younger file may belong to an update or to an index version that is on its way.
     """
     try:
+        numbers = publications(store, name)
         corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-        last = Corpus.open(store, name)
-        needed = {last.digest, before, *_digests_named(store, name)}
-        ages = {corpus.digest: store.age_s(paths.corpus_version(name, corpus.digest)) for corpus in corpora}
-        old = [corpus for corpus in corpora if corpus.digest not in needed and ages[corpus.digest] >= grace_s]
-        files_needed = {file for corpus in [last, *corpora] if corpus not in old for file in _file_names(corpus)}
-        files = {file for corpus in old for file in _file_names(corpus)}
+        kept = {Corpus.open(store, name).digest, *_digests_named(store, name)}
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora stay: corpus=%s (%s)", name, error)
         return []
     removals: list[str] = []
-    for corpus in old:
-        removals.append(paths.corpus_version(name, corpus.digest))
-        store.delete(removals[-1])
-        store.delete_dir(paths.questions_dir(name, corpus.digest))
-    if strays:
-        there = [
-            *store.list(paths.corpus_dir(name)),
-            *(f"sets/{n}" for n in store.list(paths.question_files_dir(name))),
-        ]
-        files |= {file for file in there if file.endswith(".arrow")}
-    candidates = [f"{paths.corpus_dir(name)}/{file}" for file in sorted(files - files_needed)]
-    if strays:
-        candidates += [paths.corpus_number(name, number) for number in corpus_numbers(store, name)[:-1]]
-    for path in candidates:
-        if store.exists(path) and store.age_s(path) >= grace_s:
+    for corpus in corpora:
+        path = paths.corpus_version(name, corpus.digest)
+        if corpus.digest not in kept and store.age_s(path) >= grace_s:
+            store.delete(path)
+            store.delete_dir(paths.questions_dir(name, corpus.digest))
+            removals.append(path)
+    remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
+    corpora = [Corpus.open(store, name), *remaining]
+    try:
+        needed = {file for corpus in corpora for file in _file_names(corpus)}
+    except StorageError as error:
+        log.warning("old files stay: corpus=%s (%s)", name, error)
+        return removals
+    questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
+    for file in (*store.list(paths.corpus_dir(name)), *questions):
+        path = f"{paths.corpus_dir(name)}/{file}"
+        if file.endswith(".arrow") and file not in needed and store.age_s(path) >= grace_s:
+            store.delete(path)
+            removals.append(path)
+    for number in numbers[:-KEPT_PUBLICATIONS]:
+        path = paths.corpus_publication(name, number)
+        if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     return removals
 
 
 def _file_names(corpus: Corpus) -> set[str]:
+    """The files of the parts and question sets of a corpus. Raises StorageError for a damaged description of a set."""
     sets = (question_set(corpus, name) for name in question_sets(corpus))
-    parts = {file.file for part in corpus.info.parts for file in part.files}
-    return parts | {info.file for info in sets if info}
+    return {file.file for part in corpus.info.parts for file in part.files} | {info.file for info in sets if info}
 
 
 def _digests(store: Store, name: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Define every file and folder name of a store.
 
-    <store>/corpora/<name>/corpus.json             the corpus that was prepared or updated last: a copy, for readers
-    <store>/corpora/<name>/sequence/<n>.json       the n-th corpus of the name, created once; the highest is the last
+    <store>/corpora/<name>/publications/<n>.json   the corpora of the name in order; the highest is the last one
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
     <store>/corpora/<name>/questions/<digest>/<set>.json   describes a question set of the corpus of this digest
@@ -36,7 +35,17 @@ def corpus_dir(name: str) -> str:
 
 
 def corpus_json(name: str) -> str:
+    """Description of the last corpus as programs before publications stored it."""
     return f"corpora/{name}/{CORPUS_JSON}"
+
+
+def corpus_publications(name: str) -> str:
+    return f"corpora/{name}/publications"
+
+
+def corpus_publication(name: str, number: int) -> str:
+    """Description of the corpus that was published under a name as the `number`-th. The highest is the last one."""
+    return f"corpora/{name}/publications/{number}.json"
 
 
 def corpus_part(shard: int, digest: str) -> str:
@@ -47,14 +56,6 @@ def corpus_part(shard: int, digest: str) -> str:
 def corpus_changes(shard: int, digest: str) -> str:
     """Name the file of changes of a part, which lies beside the part that it changes."""
     return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
-
-
-def corpus_sequence(name: str) -> str:
-    return f"corpora/{name}/sequence"
-
-
-def corpus_number(name: str, number: int) -> str:
-    return f"corpora/{name}/sequence/{number}.json"
 
 
 def corpora_dir() -> str:

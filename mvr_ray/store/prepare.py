@@ -2,8 +2,7 @@
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-replaced is corpus.json, which names the parts. Corpora that index versions name stay. Raises PublishConflictError
-where another corpus of the name was published while the files were put in place.
+changed is the next publication, which names the parts. Corpora that index versions name stay.
 """
 
 import logging
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, RowsLostError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
@@ -24,7 +23,7 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
-    corpus_numbers,
+    publications,
     put_questions,
     question_sets,
     read_questions,
@@ -344,8 +343,8 @@ def _write_parts(
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
-    """Move parts to the store under names of their content, then question sets, and the description last."""
-    before = _corpus_before(cfg, store)
+    """Move parts to the store under names of their content, then question sets, and publish the corpus last."""
+    _keep_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
@@ -358,30 +357,36 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
-        number=1 + (before.number if before else max(corpus_numbers(store, cfg.corpus), default=0)),
     )
     corpus = Corpus(store, info)
     for name, count in report.questions.items():
         put_questions(corpus, name, files / f"{name}.arrow", count)
-    corpus.publish()
-    # The corpus before this one stays for readers that have it open, and every one that an index version names.
-    collect_corpus(store, cfg.corpus, before.digest if before else None)
+    _publish(corpus)
+    collect_corpus(store, cfg.corpus)
 
 
-def _corpus_before(cfg: PrepareConfig, store: Store) -> CorpusInfo | None:
-    """The corpus that this one replaces, None where there is none that can be read. What an earlier program prepared
-    is kept under its digest."""
+def _publish(corpus: Corpus) -> None:
+    """Publish after whatever was published meanwhile: the sources say all that the corpus holds."""
+    while True:
+        after = max(publications(corpus.store, corpus.name), default=0)
+        try:
+            return corpus.publish(after)
+        except PublishConflictError as error:
+            log.info("published once more: %s", error)
+
+
+def _keep_before(cfg: PrepareConfig, store: Store) -> None:
+    """Keep the corpus that this one replaces under its digest, where an earlier program prepared it."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
-        return None
+        return
     path = paths.corpus_version(before.name, before.digest)
     if not store.exists(path):
         for name in question_sets(before):
             if name in before.info.questions:
                 write_questions(before, name, read_questions(before, name))
         store.write_bytes(path, before.info.to_json())
-    return before.info
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:

@@ -210,7 +210,6 @@ def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
         parts=tuple(parts),
         sources=(*parent.info.sources, source),
         parent=parent.digest,
-        number=parent.info.number + 1,
     )
     return Corpus(parent.store, info)
 
@@ -240,5 +239,6 @@ def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Questi
             write_questions(corpus, name, changed_sets[name])
         else:
             copy_questions(parent, corpus, name)
-    Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts)).publish()
-    collect_corpus(parent.store, parent.name, parent.digest)
+    corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
+    corpus.publish(after=parent.number)
+    collect_corpus(parent.store, parent.name)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError
-from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, read_questions, shard_of, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -259,20 +258,3 @@ def test_of_two_processes_that_update_at_the_same_moment_exactly_one_wins(tmp_pa
     update(CONFIG, store, str(files[ends.index(3)]))
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
     assert Corpus.open(store, "corpus").find_damage() == []
-
-
-def test_a_number_that_was_created_decides_though_its_copy_was_not_written(tmp_path: Path, write: Write):
-    """As after a kill between the two; and a copy of an earlier program, which knows no numbers, is the last corpus."""
-    store = Store(tmp_path / "store")
-    make_corpus(store, write, {"a": "one"})
-    copy = store.read_bytes(paths.corpus_json("corpus"))
-    update(CONFIG, store, str(write("c.jsonl", lines(row("b", "two")))))
-    store.write_bytes(paths.corpus_json("corpus"), copy)
-    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "b"}
-    store.delete(paths.corpus_json("corpus"))
-    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "b"}
-    plain = {name: value for name, value in json.loads(copy).items() if name not in ("number", "checksum")}
-    store.write_bytes(paths.corpus_json("corpus"), json.dumps(plain).encode())
-    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a"}
-    update(CONFIG, store, str(write("c.jsonl", lines(row("c", "three")))))
-    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "c"}
