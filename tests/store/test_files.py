@@ -16,19 +16,6 @@ from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store.files import Store
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path):
-    """A file system of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        yield None
-        return
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
     for data in (b"", b"first", b"second" * 100_000):
         store.write_bytes("a/b/file.bin", data)
