@@ -144,10 +144,7 @@ def files(limits: ServeConfig, tokens: TokenStore, serve_port: int, listener: in
     refusals = [
         ("long_headers", RequestError(431, "headers_too_large", "", f"the headers have over {header} bytes", _HEADERS)),
         ("websocket", RequestError(400, "no_websocket", "", "this server speaks no WebSocket", "send HTTP requests")),
-        (
-            "has_body !post or has_body !below_v1",
-            RequestError(413, "body_too_large", "", "this takes none", _ROUTES),
-        ),
+        ("has_body !post or has_body !below_v1", RequestError(413, "body_too_large", "", "no body is due", _ROUTES)),
     ]
     if tokens:
         refusals += [("has_body !any_token", no_token()), ("has_body !known_token", wrong_token())]
