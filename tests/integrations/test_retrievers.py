@@ -45,7 +45,7 @@ def test_documents_of_langchain_are_the_hits_in_their_order(client) -> None:
     assert [one.metadata["title"] for one in documents] == ["Rivers", "Hills"]
     assert documents[0].metadata["snippet"] == "The Nile is long." and documents[0].metadata["version"] == 3
     assert asyncio.run(retriever.ainvoke(QUESTION)) == documents
-    chain = retriever | RunnableLambda(lambda found: " ".join(one.page_content for one in found))
+    chain = retriever | RunnableLambda(lambda hits: " ".join(one.page_content for one in hits))
     assert chain.invoke(QUESTION) == " ".join(hit.text for hit in hits)
     filtered = LangChainRetriever(client=client, filter={"title": "Seas"}).invoke(QUESTION)
     assert [one.id for one in filtered] == ["p3"]

@@ -126,7 +126,7 @@ def wait_for(condition: Callable[[], bool], within_s: float) -> float:
     return time.monotonic() - began
 
 
-class Fault(NamedTuple):
+class ProcessFault(NamedTuple):
     """A process that a signal is sent to, the errors that requests may get from it, and the promise in words."""
 
     kind: str
@@ -136,15 +136,21 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "replica killed": Fault("ServeReplica", signal.SIGKILL, {"503 unavailable"}, "503 for what it held, no more"),
-    "replica stopped": Fault("ServeReplica", signal.SIGSTOP, {"504 timeout", "503 unavailable"}, "504; then replaced"),
-    "proxy killed": Fault(
+    "replica killed": ProcessFault(
+        "ServeReplica", signal.SIGKILL, {"503 unavailable"}, "503 for what it held, no more"
+    ),
+    "replica stopped": ProcessFault(
+        "ServeReplica", signal.SIGSTOP, {"504 timeout", "503 unavailable"}, "504; then replaced"
+    ),
+    "proxy killed": ProcessFault(
         "ProxyActor", signal.SIGKILL, {"502 unavailable", "503 unavailable", "504 timeout"}, "502 or 503; started again"
     ),
-    "proxy stopped for 5 s": Fault("ProxyActor", signal.SIGSTOP, {"504 timeout"}, "504 from HAProxy; then served"),
-    "controller killed": Fault("ServeController", signal.SIGKILL, set(), "nothing is seen"),
-    "controller stopped for 5 s": Fault("ServeController", signal.SIGSTOP, set(), "nothing is seen"),
-    "haproxy killed": Fault(
+    "proxy stopped for 5 s": ProcessFault(
+        "ProxyActor", signal.SIGSTOP, {"504 timeout"}, "504 from HAProxy; then served"
+    ),
+    "controller killed": ProcessFault("ServeController", signal.SIGKILL, set(), "nothing is seen"),
+    "controller stopped for 5 s": ProcessFault("ServeController", signal.SIGSTOP, set(), "nothing is seen"),
+    "haproxy killed": ProcessFault(
         "haproxy", signal.SIGKILL, {"RemoteDisconnected", "ConnectionResetError"}, "connections break; started again"
     ),
 }
