@@ -162,6 +162,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
         f"tune.bufsize {body + header + _ROOM_BYTES}",
         "defaults",
         "mode http",
+        "retries 0",  # one costs a second, and the sender has a deadline
         f"timeout connect {_CONNECT_MS}ms",
         f"timeout client {ms}ms",
         f"timeout server {ms + _GRACE_MS}ms",

@@ -248,7 +248,10 @@ def test_odd_requests_get_the_same_answers_as_without_proxies(server):
     assert exchange(server.port, "POST", "/v1/search", QUERY, x_timeout_ms="1") == "504 timeout"
     assert exchange(server.port, "GET", "/v1/passages/a%0Ab%0D") == "404 unknown_passage"
     upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
-    assert exchange(server.port, "GET", "/v1/search", **upgrade, sec_websocket_key="eA==") == "400 no_websocket"
+    assert (
+        exchange(server.port, "GET", "/v1/search", **upgrade, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==")
+        == "400 no_websocket"
+    )
     assert send(server.port, [GET + b"\r\n"]).status == 200
     with Client(f"http://127.0.0.1:{server.port}", token=ADMIN, timeout_s=60) as client:
         assert client.search(["What was the oil crisis?"], k=3).coverage.share == 1
