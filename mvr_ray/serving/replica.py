@@ -43,6 +43,7 @@ SERVE_GRACE_S = 1.0
 """Serve itself ends a request so long after `serve.timeout_ms`, where its proxies run without our limiter."""
 ANYWHERE = "0.0.0.0"
 _LOOPBACK = "127.0.0.1"
+_CONNECT_S = 5.0
 _HEALTH_S = 10
 """A replica answers a probe query so often, and within the same time, or is replaced."""
 _REFUSALS = 1024
@@ -173,6 +174,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         try:
             port = _free_port()
             deploy(run, version, port)
+            _require_serve_proxy(port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
             say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
@@ -187,6 +189,17 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
             serve.shutdown()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _require_serve_proxy(port: int) -> None:
+    """Raises ConfigError where Serve has no proxy on this machine: it has one on the head, and where replicas are."""
+    try:
+        socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
+            f"submit it as a job"
+        ) from None
 
 
 def _free_port() -> int:
