@@ -32,6 +32,8 @@ from mvr_ray.store.prepare import prepare
 K = 5
 SWAPS = 0.1
 NEW = "new"
+WITHOUT_DIGEST = {"questions years.arrow", "corpus new questions", "corpus new json", "corpus new version"}
+"""Kinds that nothing gives a digest: question sets, and descriptions of corpora."""
 ARTICLE = "Towers are high. They are built of stone, and some of them lean. A bridge is long, and crosses a river."
 
 
@@ -43,7 +45,8 @@ def main(fixture: Path, folder: Path, seed: int, cases: int) -> None:
     files = sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file())
     kinds: dict[str, list[Path]] = {}
     for file in files:
-        kinds.setdefault(kind_of(file), []).append(file)
+        if kind_of(file) not in WITHOUT_DIGEST:
+            kinds.setdefault(kind_of(file), []).append(file)
     expected: dict[str, Any] = {}
     rng = random.Random(seed)
     for number in range(cases):
