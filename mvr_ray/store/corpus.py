@@ -35,6 +35,7 @@ FORMAT_VERSION = 1
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
 DELETED_IDS = b"deleted_ids"
+_TITLES_READ = 8192
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 """sha256 of the part files that this process has read: encoding opens a corpus anew for every chunk of a part."""
 _READING = threading.Lock()
@@ -552,15 +553,18 @@ def read_questions(corpus: Corpus, name: str) -> list[Question]:
 
     Raises MissingInputError that names the sets that the corpus has, StorageError for a set that is damaged.
     """
-    if info := question_set(corpus, name):
-        batches = _map_batches(corpus.open_file(f"question set {name!r}", info))
-    else:
-        batches = _map_undescribed(corpus.store.local_path(_undescribed_path(corpus, name)))
     rows: list[Question] = []
-    for batch in batches:
+    for batch in _question_batches(corpus, name):
         lists = [column.to_pylist() for column in batch.columns]
         rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
     return rows
+
+
+def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
+    """Map the questions of a set as they lie in its file. Raises as `read_questions` does."""
+    if info := question_set(corpus, name):
+        return _map_batches(corpus.open_file(f"question set {name!r}", info))
+    return _map_undescribed(corpus.store.local_path(_undescribed_path(corpus, name)))
 
 
 def question_set(corpus: Corpus, name: str) -> SetInfo | None:
@@ -603,6 +607,22 @@ def _undescribed_dir(corpus: Corpus) -> str:
 
 def _undescribed_path(corpus: Corpus, name: str) -> str:
     return f"{_undescribed_dir(corpus)}/{name}.arrow"
+
+
+def example_queries(corpus: Corpus, num: int) -> list[str]:
+    """Up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at even
+    distances, so that they are of several articles."""
+    for name in question_sets(corpus):
+        batches = _question_batches(corpus, name)
+        if texts := _spread(pa.chunked_array([batch.column(1) for batch in batches], pa.string()), num):
+            return texts
+    titles = dict.fromkeys(passage.title for passage in corpus.part(0).passages(0, _TITLES_READ) if passage.title)
+    return _spread(pa.chunked_array([list(titles)], pa.string()), num)
+
+
+def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
+    step = max(1, len(texts) // num)
+    return texts.take(pa.array(range(0, len(texts), step)[:num], pa.int64())).to_pylist()
 
 
 def _checked_question(question: Question, name: str) -> Question:
