@@ -24,8 +24,10 @@ from mvr_ray.distributed.ray_internals import (
     READ_FROM,
     accepts_without_token,
     listens_on_loopback_alone,
+    log_worker_messages,
     loopback_node,
     reread_authentication,
+    silent_stderr,
 )
 from mvr_ray.errors import ResourceError
 
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 # Training workers stay in the driver's folder, so that a relative store path means the same to all.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ side writes errors to the terminal that no user can act on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
@@ -104,6 +107,7 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
     if ray.is_initialized():
         yield describe(private=False, can_grow=resources.autoscaling)
         return
+    log_worker_messages()
     with _join_cluster(address) if address else _private(resources, dashboard):
         yield describe(private=not address, can_grow=resources.autoscaling)
 
@@ -118,7 +122,8 @@ def _join_cluster(address: str) -> Iterator[None]:
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
         reread_authentication()
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            with silent_stderr():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ResourceError(
                 f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
@@ -149,7 +154,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     os.environ.update(secret)
     reread_authentication()
     try:
-        with loopback_node():
+        with loopback_node(), silent_stderr():
             ray.init(
                 address="local",
                 num_cpus=cpus,
