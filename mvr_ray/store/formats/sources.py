@@ -150,8 +150,11 @@ def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Reco
         yield partial(read, path, source.id_prefix, source.split, source.passages, wants_questions)
         return
     if source.format in ("beir", "huggingface"):
-        expected = "with corpus.jsonl and queries.jsonl" if source.format == "beir" else "of a data set, or hf:NAME"
-        raise DataError(f"source {source.path} is a file, but {source.format} is a folder {expected}")
+        expected = {
+            "beir": "BEIR is a folder with corpus.jsonl and queries.jsonl",
+            "huggingface": "a data set is a folder",
+        }
+        raise DataError(f"source {source.path} is a file, but {expected[source.format]}")
     for file in files:
         format = whole or (source.format if source.format != "auto" else _tell_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
