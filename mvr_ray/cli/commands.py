@@ -507,35 +507,6 @@ def versions(
 
 @app.command()
 @exit_on_error
-def export(
-    config: Config,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet.")],
-    overrides: Overrides = None,
-    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
-) -> None:
-    """Write the encoder as a folder that sentence-transformers loads.
-
-    It is the encoder of the index's version. What such a folder cannot carry is said.
-    """
-    run = load_run(config, overrides or ())
-    if folder.exists() or not folder.absolute().parent.is_dir():
-        raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
-    from mvr_ray.store import manifest
-    from mvr_ray.store.files import Store
-
-    store = Store(run.store.path)
-    live = manifest.read(store, run.index.name, version)
-    from mvr_ray.distributed.encoders import open_encoder
-
-    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint).export(folder)
-    for loss in losses:
-        print_result(f"not carried: {loss}")
-    print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")
-    _err(f"load it by: SentenceTransformer({str(folder)!r})")
-
-
-@app.command()
-@exit_on_error
 def plan(
     config: Config,
     overrides: Overrides = None,
