@@ -42,10 +42,10 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _facts(rows: Mapping[str, Any]) -> list[Table]:
+def _facts(rows: Mapping[str, Any], title: str = "") -> list[Table]:
     """A table of labels and values without those that are zero or empty; no table where none is left."""
     lines = [(label, cell(value)) for label, value in rows.items() if value not in (None, 0, "", [], {})]
-    return [table("", ("", ""), lines)] if lines else []
+    return [table(title, ("", ""), lines)] if lines else []
 
 
 def _prepare(report: Report, words: str) -> Summary:
@@ -93,11 +93,11 @@ def _mine(report: Report, words: str) -> Summary:
     return Summary(_facts(facts), verdict, f"train {words} train.hard_negatives={report['output']}")
 
 
-def _index(report: Report, words: str) -> Summary:
+def _index_facts(report: Report) -> dict[str, Any]:
     shards, metrics = report["shards"], report["metrics"]
     vectors = sum(shard["num_vectors"] for shard in shards)
     num_bytes = sum(file["num_bytes"] for shard in shards for file in shard["files"].values())
-    facts = {
+    return {
         "encoder": report["encoder_name"],
         "kind": report["index_params"].get("kind"),
         "shards": len(shards),
@@ -108,11 +108,14 @@ def _index(report: Report, words: str) -> Summary:
         "recall": report["recall"],
         "view pair cosine": metrics.get("view_pair_cosine"),
     }
-    passages = sum(shard["num_passages"] for shard in shards)
+
+
+def _index(report: Report, words: str) -> Summary:
+    passages = sum(shard["num_passages"] for shard in report["shards"])
     verdict = f"live: version {report['version']} of index {report['index']}, {count(passages, 'passage')}"
-    if metrics.get("collapsed"):
+    if report["metrics"].get("collapsed"):
         verdict += "; its views are all alike (collapsed): see docs/math.md"
-    return Summary(_facts(facts), verdict, f'search {words} "your question"')
+    return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 
 def _refine(report: Report, words: str) -> Summary:
@@ -243,7 +246,8 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
     if verbose or action not in ("list", "show", "rollback"):
         return report_tables(f"index {index}", {"versions": report} if isinstance(report, list) else report)
     if action == "show":
-        return _index(report, "").tables
+        title = f"version {report['version']} of index {index}, by {report['operation']}, {report['created'][:16]}"
+        return _facts(_index_facts(report), title)
     names = ("version", "parent", "operation")
     rows = [
         (*(row[name] for name in names), row["created"][:16].replace("T", " "), row["passages"], "live" * row["live"])

@@ -134,7 +134,8 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: st
 
 def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
     """The row with the parts of a passage or question under their own names. A lone answer or id becomes a list."""
-    result = {key: value for key, value in row.items() if key not in names.values()}
+    taken = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
+    result = {key: value for key, value in row.items() if key not in taken}
     for part, name in names.items():
         value = question_id(path, number) if name is None else _lookup(row, name)
         result[part] = [value] if part in _LISTS and isinstance(value, str) else value
