@@ -246,7 +246,7 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
     if verbose or action not in ("list", "show", "rollback"):
         return report_tables(f"index {index}", {"versions": report} if isinstance(report, list) else report)
     if action == "show":
-        title = f"version {report['version']} of index {index}, by {report['operation']}, {report['created'][:16]}"
+        title = f"version {report['version']} of index {index}, by {report['operation']}"
         return _facts(_index_facts(report), title)
     names = ("version", "parent", "operation")
     rows = [
