@@ -227,7 +227,7 @@ def small_run(store: Path, **sections) -> RunConfig:
         "index": {"encoder": "untrained", "sort_window": 6, "tokens_per_batch": 512},
         "retrieve": {"k": 10, "batch": 16},
         "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
-        "resources": {"encoders_max": 1},
+        "resources": {"encoders_max": 1, "local_passages": 0},
     }
     for name, values in sections.items():
         small[name] = {**small.get(name, {}), **values}

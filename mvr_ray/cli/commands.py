@@ -17,7 +17,7 @@ import typer
 
 from mvr_ray import __version__
 from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
-from mvr_ray.cli.inputs import check_inputs, ray_line, starts_ray
+from mvr_ray.cli.inputs import check_inputs, ray_line
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import (
     exactness,
@@ -127,8 +127,8 @@ def run_stage(
     with Reporter() as progress, record(run, name) as run_record:
         if words:
             check_inputs(name, run, arguments)
-            if starts_ray(name, run):
-                progress.say(ray_line(run))
+            if line := ray_line(name, run):
+                progress.say(line)
         report = work(run, progress)
         ranks = getattr(report, "ranks", None)
         if ranks:

@@ -4,25 +4,38 @@ The store's own functions read manifests, corpora and question sets, so a refusa
 would use, some seconds earlier and without a cluster.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 
 WITHOUT_RAY = frozenset({"prepare", "update"})
+BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "compact", "reshard"})
+"""Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
 
 
-def starts_ray(stage: str, run: RunConfig) -> bool:
-    """Whether a stage joins or starts a Ray cluster."""
-    return stage not in WITHOUT_RAY and not (stage == "train" and run.resources.train_workers == 0)
-
-
-def ray_line(run: RunConfig) -> str:
-    """What is said while Ray starts."""
-    address = run.resources.address or os.environ.get("RAY_ADDRESS")
+def ray_line(stage: str, run: RunConfig) -> str | None:
+    """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
+    if stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
+        return None
+    if stage in BY_SIZE and not session.needs_ray(run.resources, _num_passages(stage, run)):
+        return None
+    address = session.cluster_address(run.resources)
     return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"
+
+
+def _num_passages(stage: str, run: RunConfig) -> int:
+    """Passages that a stage works over: those of the corpus, or of the live version."""
+    from mvr_ray.store import manifest
+    from mvr_ray.store.corpus import Corpus
+    from mvr_ray.store.files import Store
+
+    store = Store(run.store.path)
+    if stage == "index":
+        return Corpus.open(store, run.prepare.corpus).num_passages
+    return manifest.read(store, run.index.name).num_passages
 
 
 def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None = None) -> None:

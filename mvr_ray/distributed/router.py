@@ -30,7 +30,6 @@ from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
@@ -342,24 +341,28 @@ def open_router(
     run: RunConfig,
     version: int | None = None,
     *,
-    local: bool = False,
+    local: bool | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Router]:
     """A version of `index.name` (the live one when none is named), every shard open.
 
-    `local` holds the shards in this process and needs no Ray. Else `resources.searchers` actors hold them until the
-    end; an answer is given `timeout_s`, where a search does not say otherwise.
+    `local` holds the shards in this process and needs no Ray; None: as `session.needs_ray` says. Else
+    `resources.searchers` actors hold them until the end; an answer is given `timeout_s`, where a search does not say
+    otherwise.
 
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     resources = run.resources
+    local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
     task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
             fleet: Fleet = LocalFleet(task)
         else:
+            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+
             info = stack.enter_context(session.connect(resources))
             searchers = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)

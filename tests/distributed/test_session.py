@@ -54,7 +54,17 @@ def test_a_shape_with_room_passes(info, needs):
 
 def test_doctor_finds_what_the_package_needs():
     checks = {check.name: check for check in doctor()}
-    for name in ("ray", "torch", "pyarrow", "faiss", "bm25s", "Stemmer", "temporary folder"):
+    for name in (
+        "ray",
+        "torch",
+        "pyarrow",
+        "faiss",
+        "bm25s",
+        "Stemmer",
+        "compiled loops",
+        "default model",
+        "temporary folder",
+    ):
         assert checks[name].ok, checks[name]
 
 

@@ -10,26 +10,26 @@ import pytest
 from nbclient import NotebookClient
 from node_ports import free_ports
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
 PASSAGES = "60"
 SCRIPTS = {
-    "quickstart": "certified to be the best of all passages: True",
+    "quickstart": "Tower of Pisa",
     "filters": "filter: None",
     "changing_corpus": "version 2: 1 encoded, 60 kept",
     "refine_from_feedback": "after, unseen: top-1 ",
     "train_an_encoder": "trained: encoder ",
     "serve_and_ask": "exact: True",
 }
-ARGUMENTS = {"train_an_encoder": ["2"], "serve_and_ask": ["PORT"]}
-STARTS_A_SERVER = {"serve_and_ask"}
+ARGUMENTS = {"quickstart": ["towers"], "train_an_encoder": ["2"], "serve_and_ask": ["PORT"]}
 
 
 def run(script: str, folder: Path) -> str:
     words = [str(free_ports(1)[0]) if word == "PORT" else word for word in ARGUMENTS.get(script, [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{script}.py", PASSAGES, *words],
+        [sys.executable, EXAMPLES / f"{script}.py", *([] if script == "quickstart" else [PASSAGES]), *words],
         cwd=folder,
         env=environment,
         capture_output=True,
