@@ -20,7 +20,10 @@ def ray_line(stage: str, run: RunConfig) -> str | None:
     """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
     if stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
         return None
-    if stage in BY_SIZE and not session.needs_ray(run.resources, _num_passages(stage, run)):
+    if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
+        return None
+    by_size = stage in BY_SIZE or (stage == "mine" and not run.mine.cross_encoder)
+    if by_size and not session.needs_ray(run.resources, _num_passages(stage, run)):
         return None
     address = session.cluster_address(run.resources)
     return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"

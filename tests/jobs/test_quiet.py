@@ -35,7 +35,7 @@ def run_file(tmp_path: Path, tiny_backbone: Path) -> str:
         "prepare": {"sources": [str(tmp_path / "rows.jsonl")], "num_shards": 2},
         "encoder": {"backbone": str(tiny_backbone)},
         "index": {"sort_window": 4, "tokens_per_batch": 64},
-        "resources": {"encoders_max": 1},
+        "resources": {"encoders_max": 1, "local_passages": 0},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     with pytest.raises(SystemExit) as ended:
