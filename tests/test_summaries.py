@@ -63,7 +63,7 @@ COMPACTED = {"index": "wiki", "base_version": 4, "version": 5, "shards_written":
 RETRIEVED = {"output": "my dev.json", "format": "dpr", "questions": 20, "k": 100, "index": "wiki", "version": 4}
 
 
-def drawn(summary: Summary) -> str:
+def draw(summary: Summary) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=80)
     for table in summary.tables:
@@ -112,26 +112,26 @@ def test_a_stage_ends_with_a_verdict_and_the_next_command(
     assert summary.next.split()[:2] == [following, "run.yaml"]
     if following not in ("versions",):
         assert "index.kind=flat 'prepare.corpus=two words'" in summary.next
-    text = drawn(summary)
+    text = draw(summary)
     assert all(len(line) <= 80 for line in (*text.splitlines(), *summary.verdict.splitlines()))
     assert "afb6c4a3e008652b" not in text
 
 
 def test_a_summary_shows_what_counts_and_no_zero() -> None:
-    text = drawn(summarize("prepare", PREPARED, WORDS))
+    text = draw(summarize("prepare", PREPARED, WORDS))
     for part in ("10,033", "9,733", "1, first: a.jsonl:3: text is missing", "2 (redirect)", "year (int)", "dev 20"):
         assert part in text
     assert "duplicates" not in text
-    text = drawn(summarize("evaluate", EVALUATED, WORDS))
+    text = draw(summarize("evaluate", EVALUATED, WORDS))
     assert "dev: 20 questions, in percent, by gold" in text
     assert all(metric in text for metric in METRICS)
-    assert "descriptions_of_all_articles_known"[:12] in drawn(summarize("refine", REFINED, WORDS))
+    assert "descriptions_of_all_articles_known"[:12] in draw(summarize("refine", REFINED, WORDS))
 
 
 def test_a_list_of_versions_fits_and_verbose_has_every_column() -> None:
     line = {"version": 2, "parent": 1, "operation": "refine:feedback_views", "created": "2026-01-31T12:00:00+00:00"}
     line |= {"passages": 21_015_324, "vectors": 9, "shards": 4, "encoder": "e/ab", "content": "cd", "live": True}
-    text = drawn(Summary(versions_tables("wiki", "list", [line], verbose=False), "", ""))
+    text = draw(Summary(versions_tables("wiki", "list", [line], verbose=False), "", ""))
     assert max(map(len, text.splitlines())) <= 80
     assert "refine:feedback_views   2026-01-31 12:00   21,015,324   live" in text
     [table] = versions_tables("wiki", "list", [line], verbose=True)

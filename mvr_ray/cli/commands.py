@@ -17,7 +17,7 @@ import typer
 
 from mvr_ray import __version__
 from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
-from mvr_ray.cli.inputs import check_inputs, ray_line
+from mvr_ray.cli.inputs import check_inputs, check_version, ray_line
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import (
     exactness,
@@ -469,6 +469,8 @@ def serve(
     if print_config:
         _print_config(run, as_json)
         return
+    check_version(run, version)
+    _err("starting Ray Serve, which takes half a minute")
     from mvr_ray.serving.replica import serve_until_interrupted
 
     serve_until_interrupted(run, version, _err)

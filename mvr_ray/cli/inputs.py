@@ -73,7 +73,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None
                 raise MissingInputError(
                     f"ranking {given['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
-        case "compact" | "reshard" | "serve":
+        case "compact" | "reshard":
             _check_version(run, ())
 
 
@@ -84,6 +84,14 @@ def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     for name in filter(None, sets):
         questions_path(corpus, name)
+
+
+def check_version(run: RunConfig, version: int | None) -> None:
+    """Raise MissingInputError where the index has no such version; None: no version at all."""
+    from mvr_ray.store import manifest
+    from mvr_ray.store.files import Store
+
+    manifest.read(Store(run.store.path), run.index.name, version)
 
 
 def _check_version(run: RunConfig, sets: Iterable[str | None]) -> None:

@@ -1,4 +1,4 @@
-"""docs/cluster.md followed line by line: two nodes on one machine, with ports and folders of the test's own.
+"""Follows docs/cluster.md line by line: two nodes on one machine, with ports and folders of the test's own.
 
 Also the steps of deploy/Dockerfile, as far as they go without Docker.
 """
