@@ -194,27 +194,26 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     os.environ.update(secret)
     reread_authentication()
     try:
-        with loopback_node(), silent_stderr():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=dashboard,
-                dashboard_host="127.0.0.1",
-                labels={PRIVATE_LABEL: "true"},
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
+        try:
+            with loopback_node(), silent_stderr():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=dashboard,
+                    dashboard_host="127.0.0.1",
+                    labels={PRIVATE_LABEL: "true"},
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
+        except Exception as error:  # Ray raises its own, the system's, and plain ones
+            raise ResourceError(
+                f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: "
+                f"{str(error).strip() or type(error).__name__}; `mvr-ray doctor` names what this machine lacks"
+            ) from error
         yield
-    except (OSError, ConnectionError) as error:
-        if ray.is_initialized():
-            raise
-        raise ResourceError(
-            f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: {error}; "
-            f"`mvr-ray doctor` names what this machine lacks"
-        ) from error
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
