@@ -1,4 +1,4 @@
-"""What `pip install` gives is the whole package: sdist and wheel are built, and used in an empty folder."""
+"""Builds the sdist and the wheel, and uses what `pip install` gives in an empty folder."""
 
 import os
 import shutil

@@ -46,7 +46,7 @@ def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tiny_backbone: Path, tmp_path_factory) -> Path:
+def index_store(tiny_backbone: Path, tmp_path_factory) -> Path:
     """A store that no test may change; `index` gives a copy."""
     path = tmp_path_factory.mktemp("api") / "store"
     with pytest.MonkeyPatch.context() as patch:
@@ -57,8 +57,8 @@ def built(tiny_backbone: Path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def index(built: Path, tmp_path: Path) -> Iterator[Index]:
-    with Index.open(shutil.copytree(built, tmp_path / "store")) as opened:
+def index(index_store: Path, tmp_path: Path) -> Iterator[Index]:
+    with Index.open(shutil.copytree(index_store, tmp_path / "store")) as opened:
         yield opened
 
 
@@ -132,7 +132,7 @@ def test_passages_are_streamed_and_never_all_held(tmp_path: Path):
 
 
 def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answers(
-    built: Path, tiny_backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    index_store: Path, tiny_backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     store, source = tmp_path / "store", json_file(tmp_path)
     run_file = tmp_path / "run.yaml"
@@ -146,12 +146,12 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
         with pytest.raises(SystemExit) as ended:
             main([stage, str(run_file)])
         assert not ended.value.code, capsys.readouterr().err
-    own, other = Index.open(built), Index.open(store)
+    own, other = Index.open(index_store), Index.open(store)
     assert shard_digests(own) == shard_digests(other) == shard_digests(Index.open(run_file))
     assert own.manifest.corpus_digest == other.manifest.corpus_digest
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        main(["search", str(built / "run.yaml"), "who built tower 7?", "-k", "3", "--json"])
+        main(["search", str(index_store / "run.yaml"), "who built tower 7?", "-k", "3", "--json"])
     shown = json.loads(capsys.readouterr().out)["results"][0]
     for index in (own, other):
         hits = index.search("who built tower 7?", k=3)
@@ -279,9 +279,9 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passages, ")
 
 
-def test_a_run_file_is_left_in_the_store_and_describes_it(built: Path):
-    run = load_run(built / "run.yaml")
-    assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(built), 3, 3)
+def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
+    run = load_run(index_store / "run.yaml")
+    assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
 
 
 def test_the_package_is_imported_without_what_it_imports_when_used():
