@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mvr_ray.checksums import add_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encode import chunks_of, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import build_shard, index_params
@@ -146,6 +147,7 @@ def stage(run: RunConfig, corpus: Corpus) -> int:
             file: Path = folder / "chunk.arrow"
             with EmbeddingWriter(file, D, V, task.dtype) as writer:
                 writer.write(block(ids, chunk.shard * 100_000 + chunk.start // task.sort_window))
+            add_trailer(file)
             num_bytes += file.stat().st_size
             store.put_file(file, path)
     return num_bytes
