@@ -98,9 +98,9 @@ def test_an_update_of_few_passages_needs_no_ray_in_a_corpus_of_any_size(corpus_s
     store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
     run = run_for(store, run_over)
     passages = build_index.index(run).num_passages
-    run.resources.local_passages = 3
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    values, file = run.model_dump(mode="json"), tmp_path / "run.yaml"
+    values["resources"]["local_passages"] = 3
+    file.write_text(yaml.safe_dump(values))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-c", UPDATE, str(file), str(store / "changes.jsonl")]
     ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
