@@ -18,7 +18,7 @@ BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "comp
 
 def ray_line(stage: str, run: RunConfig) -> str | None:
     """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
-    if stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
+    if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
         return None
     if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
         return None
@@ -30,14 +30,16 @@ def ray_line(stage: str, run: RunConfig) -> str | None:
 
 
 def _num_passages(stage: str, run: RunConfig) -> int:
-    """Passages that a stage works over: those of the corpus, or of the live version."""
+    """Passages that a stage works over for certain: those of the live version, or of the corpus for a first one. What
+    `index` has to encode beside an earlier version is known only after it has looked there."""
     from mvr_ray.store import manifest
     from mvr_ray.store.corpus import Corpus
     from mvr_ray.store.files import Store
 
     store = Store(run.store.path)
     if stage == "index":
-        return Corpus.open(store, run.prepare.corpus).num_passages
+        has_version = bool(manifest.list_versions(store, run.index.name))
+        return 0 if has_version else Corpus.open(store, run.prepare.corpus).num_passages
     return manifest.read(store, run.index.name).num_passages
 
 
@@ -78,12 +80,12 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None
 
 
 def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
-    from mvr_ray.store.corpus import Corpus, questions_path
+    from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store
 
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     for name in filter(None, sets):
-        questions_path(corpus, name)
+        question_set(corpus, name)
 
 
 def check_version(run: RunConfig, version: int | None) -> None:
@@ -96,7 +98,7 @@ def check_version(run: RunConfig, version: int | None) -> None:
 
 def _check_version(run: RunConfig, sets: Iterable[str | None]) -> None:
     from mvr_ray.store import manifest
-    from mvr_ray.store.corpus import Corpus, questions_path
+    from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store
 
     store = Store(run.store.path)
@@ -104,7 +106,7 @@ def _check_version(run: RunConfig, sets: Iterable[str | None]) -> None:
     if names := list(filter(None, sets)):
         corpus = Corpus.open(store, live.corpus, live.corpus_digest)
         for name in names:
-            questions_path(corpus, name)
+            question_set(corpus, name)
 
 
 def _check_output(stage: str, output: Path) -> None:
