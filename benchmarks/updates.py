@@ -64,7 +64,7 @@ SIZE_ROUNDS = 3
 REWRITTEN = "a shard has one file of changes, so those of earlier updates are written again, up to index.compact_share"
 REREAD = (
     "what grows: the first file of each changed shard is read whole three times to compare its digest (where changes "
-    "are planned, where they are written, where the version is opened), and opening copies the blocks that hold a change"
+    "are planned, where they are written, where the version is opened), and opening copies blocks that hold a change"
 )
 START = (
     "two commands import torch, transformers, nltk with scipy, and read the encoder and the changed shards whole to "
