@@ -94,6 +94,7 @@ print(int(build_index.index(run).metrics["encoded"]))
 
 
 @pytest.mark.data
+@pytest.mark.slow  # a program of its own imports torch and encodes
 def test_an_update_of_few_passages_needs_no_ray_in_a_corpus_of_any_size(corpus_store, run_over, tmp_path: Path):
     store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
     run = run_for(store, run_over)
