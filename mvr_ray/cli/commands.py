@@ -7,6 +7,7 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,6 +192,39 @@ def update(
     run_stage("update", run, work, print_config=print_config, as_json=as_json)
     if not print_config:
         _err(f"next: mvr-ray index {config}, which encodes what is new")
+
+
+@app.command()
+@exit_on_error
+def follow(
+    config: Config,
+    overrides: Overrides = None,
+    once: Annotated[bool, typer.Option("--once", help="End when no change file waits any more.")] = False,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Apply the change files of `follow.source` as they come, and publish a version of each batch, until Ctrl-C."""
+    run = load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.distributed import follow as stage
+
+    report = stage.FollowReport()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Reporter() as progress:
+        try:
+            stage.follow(run, report, progress.say, progress, once=once)
+        except KeyboardInterrupt:
+            progress.say("follow ended; what was not applied is applied by the same command")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    plain = to_plain(report)
+    if as_json:
+        print_json(plain)
+        return
+    for output in report_tables("follow", plain):
+        print_result(output)
 
 
 @app.command()

@@ -209,6 +209,20 @@ class IndexConfig(Section):
     grace_s: Annotated[float, Field(ge=0)] = 3600
 
 
+class FollowConfig(Section):
+    """Change files that come one by one, each named after the one before it."""
+
+    source: str | None = None
+    """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, also with .gz or .bz2. They are applied in the
+    order of their names; subfolders and names that begin with a dot are not looked at."""
+    batch_bytes: Count = 16_000_000
+    """A version is made as soon as change files of so many bytes wait, of no more than these (or of one file),"""
+    max_age_s: Annotated[float, Field(ge=0)] = 60
+    """or when one of them has waited so long."""
+    poll_s: Annotated[float, Field(gt=0)] = 5
+    """Time between two looks at the source. A file of a folder is taken when two of them saw it alike."""
+
+
 class RefineConfig(Section):
     questions: Name | None = None
     """Labelled questions: their answers (or gold passages) give the pseudo-labels."""
@@ -385,6 +399,7 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     mine: MineConfig = Field(default_factory=MineConfig)
     index: IndexConfig = Field(default_factory=IndexConfig)
+    follow: FollowConfig = Field(default_factory=FollowConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)

@@ -100,6 +100,20 @@ class SourceInfo:
 
 
 @dataclass(frozen=True)
+class ChangeFile:
+    """A change file that `follow` has dealt with: applied, or left out for a `problem`.
+
+    `changed_s` is the Unix time at which the source says that the file was changed last.
+    """
+
+    name: str
+    num_bytes: int
+    changed_s: float
+    sha256: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class CorpusInfo:
     """What corpus.json holds. `digest` is that of the passages, whatever files they came from."""
 
@@ -114,12 +128,15 @@ class CorpusInfo:
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
+    change_files: tuple[ChangeFile, ...] = ()
+    """In the order of their names: those that were in the followed source last, and the one with the last name."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
         plain = asdict(self)
-        if not self.fields:  # as every corpus was before passages had fields
-            del plain["fields"]
+        for name in ("fields", "change_files"):  # as every corpus was before these were known
+            if not plain[name]:
+                del plain[name]
         for part in plain["parts"]:
             if part["changes"] is None:
                 del part["changes"]
@@ -136,7 +153,8 @@ class CorpusInfo:
                 )
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
-            return cls(parts=parts, sources=sources, **fields)
+            change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
+            return cls(parts=parts, sources=sources, change_files=change_files, **fields)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{where} is damaged ({error}); run `mvr-ray prepare CONFIG` again") from error
 

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store.objects import ObjectFiles, open_address
@@ -22,6 +23,14 @@ from mvr_ray.store.objects import ObjectFiles, open_address
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
 STALE_SCRATCH_S = 86_400
+
+
+class StoredFile(NamedTuple):
+    """A file as a listing shows it; `changed_s` is the Unix time of its last change."""
+
+    name: str
+    num_bytes: int
+    changed_s: float
 
 
 class Store:
@@ -154,6 +163,19 @@ class Store:
 
     def exists(self, path: str) -> bool:
         return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
+
+    def stored_files(self) -> list[StoredFile]:
+        """List the files directly under the root, sorted by name, without hidden ones."""
+        with _storage_errors("list", self.name):
+            if self._objects:
+                files = [StoredFile(*file) for file in self._objects.files()]
+            else:
+                files = []
+                for entry in self._folder.iterdir():
+                    with contextlib.suppress(FileNotFoundError):  # it may go while the folder is read
+                        stat = entry.stat()
+                        files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
+        return sorted(file for file in files if not file.name.startswith("."))
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""

@@ -201,6 +201,12 @@ class ObjectFiles:
         return [name.rstrip("/").rpartition("/")[2] for name in names]
 
     @_os_errors()
+    def files(self) -> "Iterator[tuple[str, int, float]]":
+        """List name, size and time of change of the objects directly under the prefix."""
+        listing = obstore.list_with_delimiter(self._objects)["objects"]
+        return ((meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in listing)
+
+    @_os_errors()
     def size_bytes(self, path: str) -> int:
         meta = self._meta(path)
         return meta["size"] if meta else -1

@@ -11,17 +11,20 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 """
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.store import paths
+from mvr_ray.store.chunks import chunk
 from mvr_ray.store.corpus import (
     ChangesInfo,
     Corpus,
+    CorpusInfo,
     CorpusPart,
     PartInfo,
     SourceInfo,
@@ -52,6 +55,18 @@ class Changes(NamedTuple):
     upserts: dict[str, Passage]
     deletions: set[str]
 
+    @classmethod
+    def join(cls, parts: Iterable["Changes"]) -> "Changes":
+        """What several files ask for, one after the other: the last one to name a passage decides."""
+        joined = cls({}, set())
+        for part in parts:
+            for name in part.deletions:
+                joined.upserts.pop(name, None)
+            joined.deletions.update(part.deletions)
+            joined.deletions.difference_update(part.upserts)
+            joined.upserts.update(part.upserts)
+        return joined
+
 
 @dataclasses.dataclass(frozen=True)
 class UpdateReport:
@@ -77,17 +92,73 @@ class UpdateReport:
 def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = no_progress) -> UpdateReport:
     """Make the next corpus of `prepare.corpus` from the last one and a file of changes.
 
-    Raises DataError with file and line for a bad or doubled row, MissingInputError for a missing file or corpus,
-    ConfigError for a corpus of chunks, PublishConflictError where another update or `prepare` was faster.
+    A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
+    bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of chunks that were
+    drawn, PublishConflictError where another update or `prepare` was faster.
     """
-    if cfg.chunk_words:
-        raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words}, so the corpus holds chunks of passages, which no file "
-            f"of changes names; run `mvr-ray prepare CONFIG` on the new sources instead, only new contents are encoded"
-        )
+    require_all_chunks(cfg)
     file = resolve_path(changes)
+    if not file.is_file():
+        raise MissingInputError(
+            f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
+        )
     parent = Corpus.open(store, cfg.corpus)
-    asked = read_changes(file, parent.fields)
+    try:
+        asked = read_changes(file, parent.fields)
+    except DataError as error:
+        raise DataError(
+            f"update: {error}; nothing was changed. Correct the file and run the same command again"
+        ) from None
+    source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
+    described = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
+    return apply_changes(parent, in_chunks(parent, asked, cfg.chunk_words), described, progress)
+
+
+def require_all_chunks(cfg: PrepareConfig) -> None:
+    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change says which."""
+    if cfg.chunk_words and cfg.max_passages:
+        raise ConfigError(
+            f"update: prepare.chunk_words is {cfg.chunk_words} and prepare.max_passages is {cfg.max_passages}, so the "
+            f"corpus holds chunks that were drawn; run `mvr-ray prepare CONFIG` on the new sources instead, only new "
+            f"contents are encoded"
+        )
+
+
+def in_chunks(corpus: Corpus, changes: Changes, chunk_words: int) -> Changes:
+    """Changes to passages as changes to the chunks that the corpus holds of them; 0 words: to the passages themselves.
+
+    Raises ConfigError where the corpus holds one of them whole.
+    """
+    if not chunk_words:
+        return changes
+    if whole := corpus.get([*changes.upserts, *changes.deletions]):
+        raise ConfigError(
+            f"update: prepare.chunk_words is {chunk_words}, but corpus {corpus.name!r} holds passage {min(whole)!r} "
+            f"whole; give the chunk_words that it was prepared with"
+        )
+    pieces = {name: [one.passage for one in chunk(own, chunk_words)] for name, own in changes.upserts.items()}
+    upserts = {piece.id: piece for own in pieces.values() for piece in own}
+    counts = {name: len(own) for name, own in pieces.items()} | dict.fromkeys(changes.deletions, 0)
+    return Changes(upserts, {name for own, count in counts.items() for name in _chunk_ids(corpus, own, count)})
+
+
+def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
+    """The ids of a passage's chunks that the corpus holds, from number `start` on."""
+    for number in itertools.count(start):
+        if not corpus.get([one := f"{name}#{number}"]):
+            return
+        yield one
+
+
+def apply_changes(
+    parent: Corpus, asked: Changes, description: CorpusInfo, progress: Progress = no_progress
+) -> UpdateReport:
+    """Make the next corpus of a name from the last one, `parent`, and changes to it.
+
+    `description` is the parent's, with what else shall become true with the changes, in the same step. Raises
+    PublishConflictError where another update or `prepare` was faster.
+    """
+    store = parent.store
     before = parent.get([*asked.upserts, *asked.deletions])
     upserts = {name: passage for name, passage in asked.upserts.items() if before.get(name) != passage}
     deletions = asked.deletions & set(before)
@@ -97,15 +168,15 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
         for done, shard in enumerate(touched, 1):
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
             progress("parts written", done, len(touched))
-        corpus = _next_corpus(parent, parts, file)
+        corpus = _next_corpus(parent, parts, description)
         sets = {name: read_questions(parent, name) for name in question_sets(parent)}
         changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
         num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
-        if touched:
+        if touched or description.change_files != parent.info.change_files:
             _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
-    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", cfg.corpus, parent.digest, corpus.digest, len(touched))
+    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, corpus.digest, len(touched))
     return UpdateReport(
-        corpus=cfg.corpus,
+        corpus=parent.name,
         parent=parent.digest,
         digest=corpus.digest,
         passages_before=parent.num_passages,
@@ -125,31 +196,21 @@ def read_changes(file: Path, fields: Mapping[str, str]) -> Changes:
 
     Raises DataError that names the line of a row that is bad, or names an id again.
     """
-    if not file.is_file():
-        raise MissingInputError(
-            f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
-        )
     changes = Changes({}, set())
     line_of: dict[str, str] = {}
     for row in json_lines(file):
         if isinstance(row, BadRow):
-            raise DataError(f"update: {row}; nothing was changed. Correct the file and run the same command again")
+            raise DataError(str(row))
         name, where = row.values.get("id"), row.where
         if row.values.get("delete") is True:
             record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
         else:
             record = _with_fields(passage_of(row.values, where), fields)
         if not isinstance(record, PassageRecord):
-            raise DataError(
-                f"update: {record}; nothing was changed. A row is a passage with id, title and text, or an id with "
-                f'"delete": true'
-            )
+            raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
         name = record.passage.id
         if name in line_of:
-            raise DataError(
-                f"update: {where} names passage {name!r}, which {line_of[name]} names already; nothing was changed. "
-                f"Keep one of them"
-            )
+            raise DataError(f"{where} names passage {name!r}, which {line_of[name]} names already; keep one of them")
         line_of[name] = where
         if row.values.get("delete") is True:
             changes.deletions.add(name)
@@ -201,15 +262,14 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
     return new
 
 
-def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
-    source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
+def _next_corpus(parent: Corpus, parts: list[PartInfo], description: CorpusInfo) -> Corpus:
+    digest = corpus_digest(parts)
     info = dataclasses.replace(
-        parent.info,
-        digest=corpus_digest(parts),
+        description,
+        digest=digest,
         num_passages=sum(part.num_passages for part in parts),
         parts=tuple(parts),
-        sources=(*parent.info.sources, source),
-        parent=parent.digest,
+        parent=parent.info.parent if digest == parent.digest else parent.digest,
     )
     return Corpus(parent.store, info)
 
@@ -237,10 +297,10 @@ def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Questi
     for name in question_sets(parent):
         if name in changed_sets:
             write_questions(corpus, name, changed_sets[name])
-        else:
+        elif corpus.digest != parent.digest:
             copy_questions(parent, corpus, name)
     corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
-    if (last := Corpus.open(parent.store, parent.name)).digest != parent.digest:
+    if (last := Corpus.open(parent.store, parent.name)).info != parent.info:
         raise PublishConflictError(
             f"update: corpus {parent.name!r} of digest {parent.digest} was replaced by {last.digest} meanwhile; "
             f"nothing was lost: run the same command again"

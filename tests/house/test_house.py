@@ -21,7 +21,7 @@ STUDIES = ROOT / "configs" / "studies"  # study files are loaded by tests/studie
 RUN_FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent != STUDIES)
 STAGES = (
     *("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study"),
-    *("retrieve", "read", "search", "explain", "serve", "reshard", "update", "compact"),
+    *("retrieve", "read", "search", "explain", "serve", "reshard", "update", "compact", "follow"),
 )
 PAPERS = ROOT / "docs" / "papers.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
