@@ -70,6 +70,8 @@ _SERVER_SHARE = 0.95
 _KEEPALIVE_S = 2.0
 """Shorter than servers keep a connection: it is not used again in the moment in which it is closed."""
 _RETRY_STATUSES = (502, 503, 504)
+_NOT_BEGUN = ("overloaded", "publishing")
+"""Codes of refusals after which the same request may be sent again, whatever it changes."""
 
 
 class ClientError(MvrRayError):
@@ -163,7 +165,7 @@ class HttpTransport:
                 if (answer := _parse(request, response)) is not None:
                     return answer
                 last, retry_after = _response_error(response), response.headers.get("retry-after", "")
-                again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code == "overloaded")
+                again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code in _NOT_BEGUN)
             except TimeoutError:
                 break
             except httpx2.HTTPError as error:
@@ -353,9 +355,9 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
-        """Publish the content of a version as a new one. Needs an admin token."""
+        """Publish the content of a version, once its files were found whole, as a new one. Needs an admin token."""
         path, more = f"/v1/versions/{number}/rollback", {"timeout_s": timeout_s, "repeatable": False}
-        return EndpointRequest("POST", path, VersionInfo, lambda s, _: s.rollback(number), **more)
+        return EndpointRequest("POST", path, VersionInfo, lambda s, deadline: s.rollback(number, deadline), **more)
 
     @Endpoint
     @staticmethod

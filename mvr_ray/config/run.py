@@ -376,6 +376,8 @@ class ResourcesConfig(Section):
     searcher_bytes: Annotated[int, Field(ge=0)] = 0
     """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
     free on its machine."""
+    scrub_bytes_s: Annotated[int, Field(ge=0)] = 16_000_000
+    """Bytes of open shards that a searcher reads again each second, to find what was changed under it; 0: none."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
     routers and searchers then talk over TLS. Empty: as plain as Ray's own calls without TLS."""

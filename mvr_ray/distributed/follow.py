@@ -131,7 +131,9 @@ class Follower:
 
     def _waits_for_operator(self, corpus: Corpus, live: Manifest | None) -> bool:
         was_paused = self._is_paused
-        self._is_paused = live is not None and live.operation == "rollback" and live.corpus_digest != corpus.digest
+        self._is_paused = (
+            live is not None and live.operation == manifests.ROLLBACK and live.corpus_digest != corpus.digest
+        )
         if live is not None and self._is_paused and not was_paused:
             self.say(
                 f"changes wait: version {live.version} was rolled back to other passages than the last corpus has; "

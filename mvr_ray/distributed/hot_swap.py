@@ -35,6 +35,7 @@ from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.fleet import LocalSearchers, RemoteSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.health import HealthMonitor
 from mvr_ray.distributed.searching.node_placement import Rebalancer
+from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MvrRayError, StorageError
@@ -345,6 +346,10 @@ class HotSwapRouter:
         with self.pin() as router:
             router.ready()
 
+    def missing_sources(self) -> list[str]:
+        with self.pin() as router:
+            return router.missing_sources()
+
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         with self.pin() as router:
             return router.passages(ids)
@@ -388,7 +393,9 @@ def open_hot_swap_router(
     resources, task = run.resources, searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
-            searchers: Searchers = LocalSearchers(task, resources.searcher_bytes)
+            own = LocalSearchers(task, resources.searcher_bytes)
+            stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).running())
+            searchers: Searchers = own
         else:
             info = stack.enter_context(session.connect(resources))
             searchers = started = RemoteSearchers.start(task, resources, info)

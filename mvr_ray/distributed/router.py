@@ -29,12 +29,20 @@ from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score
 from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
-from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
+from mvr_ray.errors import (
+    CoverageError,
+    DamagedShardsError,
+    DigestError,
+    EncoderError,
+    MissingInputError,
+    StorageError,
+    UnknownPassageError,
+)
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -61,6 +69,8 @@ TIMEOUT_S = 600.0
 SPANS_KEPT = 16_384
 """Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
 DEPTHS_KEPT = 256
+SOURCES_S = 10.0
+"""What was seen of corpus and encoder in the store holds so long."""
 SECOND_ROUND_SHARE = 0.25
 """Of an answer's time, where a part of the passages is enough: a shard that says nothing does not use it all up."""
 FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it was asked for did not come"
@@ -108,6 +118,9 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
+        self._sources_lock = threading.Lock()
+        self._missing_sources: list[str] = []
+        self._sources_s = -math.inf
         self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @property
@@ -253,6 +266,30 @@ class Router:
                 )
         return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
 
+    def missing_sources(self) -> list[str]:
+        """Say what of the version's corpus and encoder is not in the store or cannot be opened, and what to do.
+
+        Nothing where texts can be embedded and passages shown. What was seen is repeated for some seconds.
+        """
+        with self._sources_lock:
+            if time.monotonic() - self._sources_s > SOURCES_S:
+                self._missing_sources = list(self._find_missing_sources())
+                self._sources_s = time.monotonic()
+            return self._missing_sources
+
+    def _find_missing_sources(self) -> Iterator[str]:
+        try:
+            require_encoder(self.store, self.manifest)
+            _ = self.encoder
+        except (EncoderError, StorageError, MissingInputError) as error:
+            yield str(error)
+        try:
+            corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
+            for path, reason in corpus.find_missing():
+                yield f"{self.store.where(path)} {reason}; roll back, or `mvr-ray prepare CONFIG` on the same sources"
+        except (StorageError, MissingInputError) as error:
+            yield str(error)
+
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""
         with before._lock:
@@ -374,7 +411,8 @@ def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> Searche
     shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
-    return SearcherTask(store, manifest, shards, resources.torch_threads, device, resources.tls_dir)
+    threads, scrub_bytes_s = resources.torch_threads, resources.scrub_bytes_s
+    return SearcherTask(store, manifest, shards, threads, device, resources.tls_dir, scrub_bytes_s)
 
 
 def _rounded_up(num_queries: int) -> int:

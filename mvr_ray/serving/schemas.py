@@ -229,14 +229,29 @@ class PassageResponse(BaseModel):
     fields: dict[str, FieldContent] = Field(default_factory=dict)
 
 
+class Freshness(BaseModel):
+    """How far the version that answers is behind its changes."""
+
+    oldest_change_s: float
+    """Age of the oldest change that no answer knows yet; 0 where there is none."""
+    newest_passage_s: float
+    """Age of the newest change that answers know."""
+    waiting_files: int
+    """Change files of `follow.source` that no answer knows yet."""
+
+
 class Readiness(BaseModel):
-    """`ready`: a real search has just covered every passage of the version."""
+    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there."""
 
     ready: bool
     index: str
     version: int
     coverage: float
     shards: list[Shard] = Field(default_factory=list)
+    problems: list[str] = Field(default_factory=list)
+    """What of corpus and encoder is missing in the store or cannot be opened."""
+    freshness: Freshness | None = None
+    """Absent where it was not measured yet."""
 
 
 class Liveness(BaseModel):

@@ -31,6 +31,7 @@ from mvr_ray.types import Answer, FloatArray, Hit, Passage
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.router import Router
+    from mvr_ray.serving.freshness import FreshnessMonitor
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class SearchService:
     """Opens other versions; without it no other one can be searched."""
     recall_monitor: RecallMonitor | None = None
     """Gets every answer."""
+    freshness: "FreshnessMonitor | None" = None
 
     def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -141,9 +143,9 @@ class SearchService:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
         return self._catalog().publish(request, self._search_deadline(deadline))
 
-    def rollback(self, number: int) -> schemas.VersionInfo:
-        """Publish the content of a version as a new one, and answer from it at once."""
-        version = self._catalog().rollback(number)
+    def rollback(self, number: int, deadline: Deadline | None = None) -> schemas.VersionInfo:
+        """Publish the content of a version as a new one, when every file is whole, and answer from it at once."""
+        version = self._catalog().rollback(number, self._search_deadline(deadline))
         if self.switcher is not None:
             self.switcher.follow()
         return version
@@ -171,10 +173,12 @@ class SearchService:
         return self.router.search(probe_QD, 1, min_coverage=0.0)
 
     def readiness(self) -> schemas.Readiness:
-        """Whether that search covered every passage."""
-        answer = self.ready()
+        """Whether that search covered every passage, and corpus and encoder of the version are there."""
+        answer, problems = self.ready(), self.router.missing_sources()
         return schemas.Readiness(
-            ready=answer.passages_searched == answer.passages_total,
+            ready=answer.passages_searched == answer.passages_total and not problems,
+            problems=problems,
+            freshness=self.freshness.measure() if self.freshness else None,
             index=answer.index,
             version=answer.version,
             coverage=answer.coverage_share,

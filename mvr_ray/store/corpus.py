@@ -344,6 +344,25 @@ class Corpus:
         """Return the passage ids of each title, all in order. Reads the whole corpus once and caches the ids."""
         return self._articles
 
+    def find_missing(self) -> list[tuple[str, str]]:
+        """Look for files of parts that are not in the store with their size, or that cannot be mapped; returns path and
+        reason of each. No part is read whole."""
+        sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
+        problems: list[tuple[str, str]] = []
+        for file in (file for part in self.info.parts for file in part.files):
+            path = self._path_of(file)
+            if sizes.get(file.file) != file.num_bytes:
+                is_there = file.file in sizes
+                problems.append(
+                    (path, f"has {sizes[file.file]} bytes, not {file.num_bytes}" if is_there else "is missing")
+                )
+            elif self.store.is_local:
+                try:
+                    _map_batches(self.store.local_path(path))
+                except StorageError as error:
+                    problems.append((path, f"cannot be opened ({error})"))
+        return problems
+
     def find_damage(self) -> list[tuple[str, str]]:
         """Compare every part in the store with its digest; returns path and reason of each that differs."""
         checks = ((self._path_of(file), file) for part in self.info.parts for file in part.files)

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DIGEST_HEX = 32
+ROLLBACK = "rollback"
+"""The operation of a version that has an earlier one's content."""
 READ_TRIES = 2
 FIRST_PAUSE_S = 0.1
 
@@ -345,9 +347,9 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
 
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
-    """Publish a new version with the content of version `to`."""
+    """Publish a new version with the content of version `to`, of which sizes are checked alone."""
     live = latest_version(store, index)
-    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation="rollback"))
+    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation=ROLLBACK))
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:

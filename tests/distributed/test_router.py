@@ -351,6 +351,7 @@ def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
     file = tmp_path / paths.shard_dir("random", described.shards[1].digest) / paths.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
+    file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(DigestError, match="shard 1"):
         local(tmp_path, described).search(np.ones((1, D), np.float32), 1)

@@ -95,6 +95,9 @@ class InMemoryIndex:
             found.append(PassageScores(passage_id, numbers_N, scores_QN, numbers_N[scores_QN.argmax(axis=1)]))
         return found
 
+    def missing_sources(self) -> list[str]:
+        return []
+
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         return {passage.id: passage for passage in PASSAGES if passage.id in set(ids)}
 

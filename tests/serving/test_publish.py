@@ -13,6 +13,7 @@ from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
@@ -73,7 +74,7 @@ def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewher
     first, again = elsewhere.post(elsewhere.payload), elsewhere.post(elsewhere.payload)
     assert first.body == again.body
     assert elsewhere.versions() == [1]
-    VersionCatalog(elsewhere.store, "library").rollback(1)
+    VersionCatalog(elsewhere.store, "library").rollback(1, Deadline.after(60))
     late = elsewhere.post(elsewhere.payload)
     assert late.body == {**first.body, "live": False}
     assert elsewhere.versions() == [1, 2]
@@ -162,6 +163,7 @@ def test_a_version_with_a_damaged_file_is_not_published_until_the_file_is_whole(
     do, reason = DAMAGE[kind]
     file = first_file(elsewhere)
     whole = file.read_bytes()
+    file.chmod(0o644)
     do(file)
     error = elsewhere.post(elsewhere.payload).body["error"]
     assert (error["code"], error["field"]) == ("not_whole", "manifest.shards.1") and reason in error["message"]

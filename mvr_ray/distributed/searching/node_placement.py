@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -38,6 +38,7 @@ from mvr_ray.distributed.searching.messages import (
     encode_results,
     encode_views,
 )
+from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import SearcherTask, ShardAssignment, ShardSearcher, shard_keys
 from mvr_ray.distributed.searching.transport import FairLock, SearcherAddress, SearcherServer
 from mvr_ray.errors import MvrRayError, ShardIndexError
@@ -71,6 +72,8 @@ class SearcherActor(ShardSearcher):
         super().__init__(task)
         self.turn = FairLock()
         self._server: SearcherServer | None = None
+        self._scrubbing = ExitStack()
+        self._scrubbing.enter_context(Scrubber(self, task.scrub_bytes_s).running())
         log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
 
     def node(self) -> str:

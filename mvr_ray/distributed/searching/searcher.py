@@ -33,7 +33,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import FloatArray, ShardHits
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ FORGOTTEN = 4096
 
 
 class SearcherTask(NamedTuple):
-    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` as in the run file."""
+    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` and `scrub_bytes_s` as in the run
+    file."""
 
     store: str
     manifest: Manifest
@@ -55,6 +56,7 @@ class SearcherTask(NamedTuple):
     threads: int = 1
     device: str = "cpu"
     tls_dir: str = ""
+    scrub_bytes_s: int = 0
 
 
 class ShardAssignment(NamedTuple):
@@ -90,11 +92,20 @@ class _Version(NamedTuple):
         return cls(manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest))
 
 
+class OpenFile(NamedTuple):
+    """A file of an open shard, whatever has its path by now, and what the manifest says of it."""
+
+    path: Path
+    handle: pa.NativeFile
+    entry: FileEntry
+
+
 class OpenShard(NamedTuple):
     index: ShardIndex | None
     embedded: EmbeddingShard
     ids: pa.Array
     num_bytes: int
+    files: tuple[OpenFile, ...] = ()
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
         """The same shard without its index: every view is scanned."""
@@ -156,6 +167,34 @@ class ShardSearcher:
     def health(self) -> list[str]:
         """Digests of the shards that are open now; answered even while a search runs."""
         return sorted({key.partition(" ")[0] for key in list(self._held)})
+
+    def open_shards(self) -> list[tuple[Key, OpenShard]]:
+        return list(self._held.items())
+
+    def damaged_keys(self) -> list[Key]:
+        return list(self._damaged)
+
+    def withdraw(self, key: Key, open_shard: OpenShard, reason: str) -> None:
+        """Let go a shard whose files have changed since it was opened; searches find it damaged from now on."""
+        with self._books:
+            if self._held.get(key) is open_shard:
+                self._damaged[key] = reason
+                del self._held[key]
+
+    def reopen(self, key: Key) -> bool:
+        """Try to open a damaged shard again; whether it is open, or no version names it any more."""
+        places = ((of, shard) for of in list(self._versions.values()) for shard, own in of.keys.items() if own == key)
+        of, shard = next(places, (None, 0))
+        if of is None:
+            self._damaged.pop(key, None)
+            return True
+        try:
+            self._open(of, shard)
+        except MvrRayError as error:
+            self._damaged[key] = str(error)
+            return False
+        log.info("shard open again: index=%s version=%d shard=%d", of.manifest.index, of.manifest.version, shard)
+        return True
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self.born, self._finished, self._opening.locked())
@@ -298,6 +337,9 @@ class ShardSearcher:
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
         folder = manifests.open_shard(Store(self.task.store), manifest.index, entry)
+        files = tuple(
+            OpenFile(folder / name, pa.OSFile(str(folder / name)), file) for name, file in entry.files.items()
+        )
         embedded = open_embeddings(folder, entry.files)
         if (embedded.dimension, embedded.num_passages) != (manifest.dimension, entry.num_passages):
             raise ManifestError(
@@ -306,12 +348,12 @@ class ShardSearcher:
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
-            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes)
+            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes, files)
         params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
         index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
         ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
-        return OpenShard(index, embedded, ids, entry.num_bytes)
+        return OpenShard(index, embedded, ids, entry.num_bytes, files)
 
 
 class Fleet(Protocol):
@@ -387,7 +429,7 @@ def shard_keys(manifest: Manifest) -> dict[int, Key]:
 
 
 def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
-    index, _, ids, _ = open_shard
+    index, ids = open_shard.index, open_shard.ids
     if index is None:
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
