@@ -160,6 +160,13 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         ),
         PlanLine(
             "memory",
+            "searcher, one more version",
+            held_bytes + rows_held,
+            searchers * resources.replicas,
+            "at most, while a next version is opened and the live one ends its calls: unchanged shards are shared",
+        ),
+        PlanLine(
+            "memory",
             "refiner",
             SEARCHER_BYTES + refined_bytes + rows_refined + workspace,
             refiners,

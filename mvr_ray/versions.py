@@ -48,7 +48,7 @@ class RollbackReport(NamedTuple):
     checked: str
 
 
-def act(run: RunConfig, action: str, version: int | None, unchecked: bool = False) -> Any:
+def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = False) -> Any:
     """Do one action on the index of the run file; the result is plain values, named tuples or dataclasses."""
     if action not in ACTIONS:
         raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
@@ -72,7 +72,7 @@ def act(run: RunConfig, action: str, version: int | None, unchecked: bool = Fals
         case "rollback":
             if version is None:
                 raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
-            return rollback(store, index, version, unchecked)
+            return rollback(store, index, version, sizes_only)
         case _:
             garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
             return CollectReport(garbage, manifest.list_versions(store, index))
@@ -101,19 +101,19 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
     )
 
 
-def rollback(store: Store, index: str, to: int, unchecked: bool = False) -> RollbackReport:
+def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> RollbackReport:
     """Publish the content of version `to` as a new version, when all that it names is found whole.
 
-    `unchecked`: when all is there with its size. Raises DigestError, MissingInputError or ManifestError otherwise.
+    `sizes_only`: when all is there with its size. Raises DigestError, MissingInputError or ManifestError otherwise.
     """
     version = manifest.read(store, index, to)
     require_sources(store, version)
     report = VerifyReport(0, 0, [])
-    if not unchecked:
+    if not sizes_only:
         report = verify(store, version)
         report.require()
     made = manifest.rollback(store, index, to)
-    checked = "sizes alone: no file was read" if unchecked else "every digest, and the encoder's fingerprint"
+    checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
     return RollbackReport(made.version, to, made.num_passages, report.num_files, report.num_bytes, checked)
 
 

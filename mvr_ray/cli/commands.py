@@ -391,7 +391,7 @@ def versions(
     config: Config,
     action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
     rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
-    unchecked: Annotated[
+    sizes_only: Annotated[
         bool, typer.Option("--unchecked", help="Of rollback: look at the sizes of files alone, and say so.")
     ] = False,
     as_json: AsJson = False,
@@ -404,7 +404,7 @@ def versions(
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
 
-    result = actions.act(run, action, numbers[0] if numbers else None, unchecked)
+    result = actions.act(run, action, numbers[0] if numbers else None, sizes_only)
     plain = to_plain(result)
     if as_json:
         print_json(plain)

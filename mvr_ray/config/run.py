@@ -213,8 +213,8 @@ class FollowConfig(Section):
     """Change files that come one by one, each named after the one before it."""
 
     source: str | None = None
-    """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, also with .gz or .bz2. They are applied in the
-    order of their names; subfolders and names that begin with a dot are not looked at."""
+    """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, or `*.xml` of MediaWiki dumps, also with .gz or
+    .bz2. They are applied in the order of their names; subfolders and names that begin with a dot are passed over."""
     batch_bytes: Count = 16_000_000
     """A version is made as soon as change files of so many bytes wait, of no more than these (or of one file),"""
     max_age_s: Annotated[float, Field(ge=0)] = 60

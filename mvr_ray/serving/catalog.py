@@ -87,17 +87,27 @@ class VersionCatalog:
         return VersionDetail.model_validate(fields | {"shard_list": shards})
 
     def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
-        """Publish that version's content as a new version, which is then live; a live roll back to it stays.
+        """Publish that version's content as a new version, which is then live; sent again, it is published once.
 
         Raises RequestError: 404 for a version that is not there, 422 where a file of it, the corpus or the encoder is
         not what it says, 503 while files are read still. PublishConflictError if another was first.
         """
         live = manifests.read(self.store, self.index, self._require(version))
         manifest = manifests.read(self.store, self.index, version)
-        if live.operation != ROLLBACK or live.content_digest() != manifest.content_digest():
+        if not self._takes_result(live, manifest):
             manifest = dataclasses.replace(manifest, parent=live.version, operation=ROLLBACK)
             live = self._wait(manifest, deadline, was_published=True)
         return version_info(live, live=True)
+
+    def _takes_result(self, live: Manifest, manifest: Manifest) -> bool:
+        """Whether the live version is the result of a roll back to this manifest that nobody has got yet."""
+        with self._lock:
+            job = self._job
+            if job is None or not job.was_published or job.key[0] != manifest.content_digest() or job.is_over():
+                return False
+            is_result = job.result.done() and not job.result.exception() and job.result.result() == live
+            self._job = None if is_result else job
+            return is_result
 
     def publish(self, request: PublishRequest, deadline: Deadline) -> VersionInfo:
         """Publish a manifest whose files are in the store, or give the version that it is already.

@@ -39,13 +39,13 @@ class ChangeTimes(NamedTuple):
 
 
 class FreshnessMonitor:
-    """Looks at a store and at the source that is followed. `served` gives the version that answers."""
+    """Looks at a store and at the source that is followed. `live_version` gives the version that answers."""
 
-    def __init__(self, store: Store, cfg: FollowConfig, served: Callable[[], Manifest]) -> None:
+    def __init__(self, store: Store, cfg: FollowConfig, live_version: Callable[[], Manifest]) -> None:
         self.store = store
         self.source = None if cfg.source is None else Store(cfg.source)
         self.every_s = max(LOOK_S, cfg.poll_s)
-        self.served = served
+        self.live_version = live_version
         self._times: ChangeTimes | None = None
 
     def running(self) -> AbstractContextManager[None]:
@@ -59,7 +59,7 @@ class FreshnessMonitor:
 
     def look(self) -> None:
         try:
-            self._times = self._read_times(self.served())
+            self._times = self._read_times(self.live_version())
         except MvrRayError as error:
             log.warning("freshness not measured: %s", error)
 

@@ -25,7 +25,8 @@ from mvr_ray.store.files import Store, StoredFile, sha256_of
 from mvr_ray.store.update import Changes, UpdateReport, apply_changes, in_chunks, read_changes
 from mvr_ray.types import Progress, no_progress
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.bz2")
+SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "xml") for packed in ("", ".gz", ".bz2"))
+"""Of JSON lines and of MediaWiki dumps."""
 
 
 class Backlog(NamedTuple):
@@ -35,10 +36,10 @@ class Backlog(NamedTuple):
     late: list[StoredFile]
 
     @classmethod
-    def of(cls, files: Sequence[StoredFile], finished: Sequence[ChangeFile]) -> "Backlog":
-        """What of a listing is left to do for a corpus that has dealt with `finished`."""
-        last = finished[-1].name if finished else ""
-        names = {file.name for file in finished}
+    def of(cls, files: Sequence[StoredFile], change_files: Sequence[ChangeFile]) -> "Backlog":
+        """What of a listing is left to do for a corpus that has dealt with `change_files`."""
+        last = change_files[-1].name if change_files else ""
+        names = {file.name for file in change_files}
         rest = [file for file in files if file.name not in names]
         return cls([file for file in rest if file.name > last], [file for file in rest if file.name < last])
 
@@ -110,7 +111,7 @@ def apply_batch(
                 continue
             record = ChangeFile(file.name, path.stat().st_size, file.changed_s, sha256_of(path))
             try:
-                changes.append(read_changes(path, parent.fields))
+                changes.append(read_changes(path, parent, cfg))
             except DataError as error:
                 record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
             files.append(record)

@@ -13,6 +13,7 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 import dataclasses
 import itertools
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -44,9 +45,13 @@ from mvr_ray.store.formats import BadRow, PassageRecord, Record
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.prepare_report import BadRows
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
+
+DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$")
+"""MediaWiki dumps, as prepare tells them; any other file of changes has JSON lines."""
 
 
 class Changes(NamedTuple):
@@ -104,7 +109,7 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
         )
     parent = Corpus.open(store, cfg.corpus)
     try:
-        asked = read_changes(file, parent.fields)
+        asked = read_changes(file, parent, cfg)
     except DataError as error:
         raise DataError(
             f"update: {error}; nothing was changed. Correct the file and run the same command again"
@@ -151,7 +156,7 @@ def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
 
 
 def apply_changes(
-    parent: Corpus, asked: Changes, description: CorpusInfo, progress: Progress = no_progress
+    parent: Corpus, changes: Changes, description: CorpusInfo, progress: Progress = no_progress
 ) -> UpdateReport:
     """Make the next corpus of a name from the last one, `parent`, and changes to it.
 
@@ -159,9 +164,9 @@ def apply_changes(
     PublishConflictError where another update or `prepare` was faster.
     """
     store = parent.store
-    before = parent.get([*asked.upserts, *asked.deletions])
-    upserts = {name: passage for name, passage in asked.upserts.items() if before.get(name) != passage}
-    deletions = asked.deletions & set(before)
+    before = parent.get([*changes.upserts, *changes.deletions])
+    upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
+    deletions = changes.deletions & set(before)
     touched = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
     parts = list(parent.info.parts)
     with store.scratch() as folder:
@@ -183,19 +188,58 @@ def apply_changes(
         passages=corpus.num_passages,
         added=sum(name not in before for name in upserts),
         replaced=sum(name in before for name in upserts),
-        unchanged=len(asked.upserts) - len(upserts),
+        unchanged=len(changes.upserts) - len(upserts),
         deleted=len(deletions),
-        absent=len(asked.deletions) - len(deletions),
+        absent=len(changes.deletions) - len(deletions),
         parts_written=len(touched),
         questions_dropped=num_dropped,
     )
 
 
-def read_changes(file: Path, fields: Mapping[str, str]) -> Changes:
-    """Read a file of changes whole, with the corpus's fields.
+def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+    """Read a file of changes to passages whole: JSON lines, or a MediaWiki dump.
 
     Raises DataError that names the line of a row that is bad, or names an id again.
     """
+    return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus.fields)
+
+
+def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+    """Read what a later dump changes of a corpus that `prepare` made from one of the same wiki.
+
+    A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted. What
+    the dump does not hold stays: it may be a part. Raises DataError for more pages that cannot be parsed than
+    `prepare.max_bad_rows`, and for a corpus without the field `revision_id`.
+    """
+    from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
+
+    if REVISION_FIELD not in corpus.fields:
+        raise DataError(
+            f"{file} is a dump, and corpus {corpus.name!r} has no field {REVISION_FIELD} to compare pages by; run "
+            f"`mvr-ray prepare CONFIG` with prepare.fields: {{{REVISION_FIELD}: int}}"
+        )
+    own = (one for one in cfg.sources if one.format == "mediawiki" or DUMP_NAME.search(one.path))
+    prefix = next((source.id_prefix for source in own), "")
+    changes, bad = Changes({}, set()), BadRows(cfg.max_bad_rows)
+    for page in read_pages(file):
+        name = prefix + page.id
+        first = f"{name}#0" if cfg.chunk_words else name
+        before = corpus.get([first]).get(first)
+        if before and page.revision == str(dict(before.fields).get(REVISION_FIELD)):
+            continue
+        record = page_record(page, str(file), prefix)
+        record = _with_fields(record, corpus.fields) if isinstance(record, PassageRecord) else record
+        if isinstance(record, PassageRecord):
+            changes.upserts[name] = record.passage
+        elif isinstance(record, BadRow):
+            bad.add(record)
+        elif before:
+            changes.deletions.add(name)
+    changes.deletions.difference_update(changes.upserts)
+    return changes
+
+
+def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes:
     changes = Changes({}, set())
     line_of: dict[str, str] = {}
     for row in json_lines(file):

@@ -184,7 +184,7 @@ def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_
     with pytest.raises(DigestError, match=r"encoders/none/f{16} is damaged"):
         act(run, "rollback", 1)
     assert manifest.list_versions(store, "random") == [1, 2]
-    assert act(run, "rollback", 1, unchecked=True).checked == "sizes alone: no file was read"
+    assert act(run, "rollback", 1, sizes_only=True).checked == "sizes alone: no file was read"
     assert manifest.list_versions(store, "random") == [1, 2, 3]
 
 

@@ -49,34 +49,34 @@ def apply_all(store: Store, folder: Path) -> None:
     apply_batch(corpus, CONFIG, source, Backlog.of(listing, corpus.info.change_files).waiting, listing)
 
 
-def measured(store: Store, version: Manifest, source: Path | None) -> tuple[float, float, int]:
+def ages(store: Store, version: Manifest, source: Path | None) -> tuple[float, float, int]:
     """Ages in hours, and files."""
     monitor = FreshnessMonitor(store, FollowConfig(source=source and str(source)), lambda: version)
     assert monitor.measure() is None
     monitor.look()
     freshness = monitor.measure()
     assert freshness is not None
-    ages = freshness.oldest_change_s, freshness.newest_passage_s
-    assert all(age % 3600 < SLACK_S for age in ages)
-    return ages[0] // 3600, ages[1] // 3600, freshness.waiting_files
+    seconds = freshness.oldest_change_s, freshness.newest_passage_s
+    assert all(age % 3600 < SLACK_S for age in seconds)
+    return seconds[0] // 3600, seconds[1] // 3600, freshness.waiting_files
 
 
 def test_the_oldest_change_that_no_answer_knows_ages_until_a_version_with_it_answers(store: Store, tmp_path: Path):
     source = tmp_path / "source"
     before = version_of_now(store)
-    assert measured(store, before, source) == (0, 0, 0)
+    assert ages(store, before, source) == (0, 0, 0)
     write_change(tmp_path, "1.jsonl", hours=5)
     write_change(tmp_path, "2.jsonl", hours=3)
     write_change(tmp_path, "3.jsonl", hours=9, text="{")
-    assert measured(store, before, source) == (9, 0, 3)
+    assert ages(store, before, source) == (9, 0, 3)
     apply_all(store, tmp_path)
-    assert measured(store, before, source) == (5, 0, 2), "one that can never be answered from is not waited for"
-    assert measured(store, before, None) == (5, 0, 2), "the last corpus tells of files, too"
+    assert ages(store, before, source) == (5, 0, 2), "one that can never be answered from is not waited for"
+    assert ages(store, before, None) == (5, 0, 2), "the last corpus tells of files, too"
     now = version_of_now(store)
-    assert measured(store, now, source) == (0, 3, 0)
+    assert ages(store, now, source) == (0, 3, 0)
     write_change(tmp_path, "4.jsonl", hours=2)
-    assert measured(store, now, source) == (2, 3, 1)
-    assert measured(store, before, source) == (5, 0, 3), "as after a roll back"
+    assert ages(store, now, source) == (2, 3, 1)
+    assert ages(store, before, source) == (5, 0, 3), "as after a roll back"
 
 
 def test_a_corpus_that_was_prepared_and_not_indexed_is_a_change(store: Store, tmp_path: Path):
@@ -85,8 +85,8 @@ def test_a_corpus_that_was_prepared_and_not_indexed_is_a_change(store: Store, tm
     prepare(CONFIG.model_copy(update={"sources": [SourceConfig(path=str(tmp_path / "rows.jsonl"))]}), store)
     described = tmp_path / "store" / "corpora" / "books" / "corpus.json"
     os.utime(described, (time.time() - 4 * 3600,) * 2)
-    assert measured(store, before, None) == (4, 0, 0)
-    assert measured(store, version_of_now(store), None)[0] == 0
+    assert ages(store, before, None) == (4, 0, 0)
+    assert ages(store, version_of_now(store), None)[0] == 0
 
 
 def test_a_source_that_cannot_be_listed_leaves_the_last_times_and_metrics_show_them(store: Store, tmp_path: Path):

@@ -19,6 +19,7 @@ from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -273,7 +274,37 @@ def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewher
     while reply.status == 503 and time.monotonic() < until:
         reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
     assert (reply.status, reply.body["version"]) == (200, 1)
-    assert slow.read == sum(len(entry.files) for entry in elsewhere.version.shards)
+    num_parts = Corpus.open(slow, "books").num_shards
+    assert slow.read == sum(len(entry.files) for entry in elsewhere.version.shards) + num_parts
+
+
+def test_a_roll_back_whose_reading_outlasts_its_request_is_published_once(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    slow = Slow(str(elsewhere.root))
+    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=200), VersionCatalog(slow, "library"))
+    app = create_app(service, tokens())
+    first = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (first.status, first.body["error"]["code"]) == (503, "publishing")
+    slow.let.set()
+    reply, until = first, time.monotonic() + 20
+    while reply.status == 503 and time.monotonic() < until:
+        reply = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (reply.status, reply.body["version"], reply.body["operation"]) == (200, 2, "rollback")
+    assert elsewhere.versions() == [1, 2]
+
+
+def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    file = first_file(elsewhere)
+    part = elsewhere.root / paths.corpus_dir("books") / Corpus.open(elsewhere.store, "books").info.parts[0].file
+    for damaged, code in ((file, "not_whole"), (part, "no_corpus")):
+        whole = damaged.read_bytes()
+        damaged.chmod(0o644)
+        flip(damaged)
+        reply = call(create_app(elsewhere.service, tokens()), "POST", "/v1/versions/1/rollback", token=ADMIN)
+        assert (reply.status, reply.body["error"]["code"]) == (422, code)
+        damaged.write_bytes(whole)
+    assert elsewhere.versions() == [1]
 
 
 def test_the_client_publishes_a_manifest_or_its_json_and_names_what_is_wrong(elsewhere, tmp_path) -> None:

@@ -155,20 +155,24 @@ def test_a_source_that_is_no_folder_is_refused(tmp_path: Path):
             open_source(FollowConfig(source=source))
 
 
-def stored(name: str, num_bytes: int = 10, changed_s: float = 0) -> StoredFile:
+def file_named(name: str, num_bytes: int = 10, changed_s: float = 0) -> StoredFile:
     return StoredFile(name, num_bytes, changed_s)
 
 
-A, B, C = map(stored, "abc")
+A, B, C = map(file_named, "abc")
 TABLE = {
     "young and few": (False, [(0, [A]), (9, [A])], []),
     "one is old": (False, [(0, [A]), (9, [A, B]), (10, [A, B])], [A, B]),
     "enough bytes": (False, [(0, [A, B, C]), (1, [A, B, C])], [A, B, C]),
-    "no more than needed": (False, [(0, [stored("0", 30), A]), (1, [stored("0", 30), A])], [stored("0", 30)]),
+    "no more than needed": (
+        False,
+        [(0, [file_named("0", 30), A]), (1, [file_named("0", 30), A])],
+        [file_named("0", 30)],
+    ),
     "seen once": (False, [(0, []), (50, [A, B, C])], []),
     "whole at once": (True, [(0, [A, B, C])], [A, B, C]),
-    "grows": (False, [(0, [A, B]), (50, [A, stored("b", 11)])], [A]),
-    "behind one that grows": (False, [(0, [A, B]), (50, [stored("a", 11), B])], []),
+    "grows": (False, [(0, [A, B]), (50, [A, file_named("b", 11)])], [A]),
+    "behind one that grows": (False, [(0, [A, B]), (50, [file_named("a", 11), B])], []),
     "gone and here again": (False, [(0, [A]), (5, []), (12, [A]), (13, [A])], []),
 }
 
@@ -183,8 +187,8 @@ def test_a_batch_is_due_by_bytes_or_by_age_of_files_that_are_whole(case: str):
 
 def test_a_backlog_is_what_comes_after_the_last_name_and_what_came_too_late():
     done = [ChangeFile("b", 10, 0, ""), ChangeFile("d", 10, 0, "")]
-    files = list(map(stored, "abcdef"))
-    assert Backlog.of(files, done) == ([stored("e"), stored("f")], [stored("a"), stored("c")])
+    files = list(map(file_named, "abcdef"))
+    assert Backlog.of(files, done) == ([file_named("e"), file_named("f")], [file_named("a"), file_named("c")])
     assert Backlog.of(files, []) == (files, [])
 
 
