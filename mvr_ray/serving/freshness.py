@@ -77,7 +77,8 @@ class FreshnessMonitor:
 
     def _read_times(self, version: Manifest) -> ChangeTimes:
         own = Corpus.open(self.store, version.corpus, version.corpus_digest).info
-        last = Corpus.open(self.store, version.corpus).info
+        last_corpus = Corpus.open(self.store, version.corpus)
+        last = last_corpus.info
         done = own.change_files[-1].name if own.change_files else ""
         unanswered = {file.name: file.changed_s for file in last.change_files if file.name > done and not file.problem}
         if self.source is not None:
@@ -86,7 +87,7 @@ class FreshnessMonitor:
             unanswered |= {file.name: file.changed_s for file in waiting if file.name not in left_out}
         times = list(unanswered.values())
         if not times and last.digest != own.digest:
-            times = [self._made_at(paths.corpus_json(version.corpus))]
+            times = [self._made_at(paths.corpus_publication(version.corpus, last_corpus.number))]
         applied = [file.changed_s for file in own.change_files if not file.problem]
         described = paths.corpus_version(version.corpus, version.corpus_digest)
         newest = max(applied, default=0.0) or self._made_at(described)
