@@ -74,7 +74,8 @@ def follow(
     pause_s = run.follow.poll_s
     while True:
         try:
-            if not follower.make_versions() and once:
+            waiting = follower.make_versions()
+            if once and (not waiting or follower.is_paused):
                 return
             pause_s = run.follow.poll_s
         except ConfigError:
@@ -100,7 +101,7 @@ class Follower:
         self.store = Store(run.store.path)
         self.source = open_source(run.follow)
         self.batches = Batches(run.follow, shows_whole_files=not self.source.is_local)
-        self._is_paused = False
+        self.is_paused = False
         Corpus.open(self.store, run.prepare.corpus)
 
     def make_versions(self) -> int:
@@ -130,16 +131,16 @@ class Follower:
         return manifests.read(self.store, self.run.index.name) if is_there else None
 
     def _waits_for_operator(self, corpus: Corpus, live: Manifest | None) -> bool:
-        was_paused = self._is_paused
-        self._is_paused = (
+        was_paused = self.is_paused
+        self.is_paused = (
             live is not None and live.operation == manifests.ROLLBACK and live.corpus_digest != corpus.digest
         )
-        if live is not None and self._is_paused and not was_paused:
+        if live is not None and self.is_paused and not was_paused:
             self.say(
                 f"changes wait: version {live.version} was rolled back to other passages than the last corpus has; "
                 f"publish that one (mvr-ray index CONFIG), and they are applied"
             )
-        return self._is_paused
+        return self.is_paused
 
     def _index(self, stack: ExitStack, num_passages: int, live: Manifest | None) -> Manifest:
         """Publish the last corpus, of which so many passages are new (0: unknown). `stack` holds the Ray session."""
@@ -159,7 +160,8 @@ class Follower:
     def _note(self, outcome: Outcome) -> None:
         update, files, version = outcome.batch.update, outcome.batch.files, outcome.version
         left_out = {file.name: file.problem for file in files if file.problem}
-        self.report.batches += 1
+        self.report.version = version.version
+        self.report.batches += len(files) > len(left_out)
         self.report.files_applied += len(files) - len(left_out)
         self.report.left_out |= left_out
         for name, problem in left_out.items():

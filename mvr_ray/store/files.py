@@ -71,7 +71,7 @@ class Store:
 
     def where(self, path: str) -> str:
         """Return the name of a path in error messages."""
-        return f"{self.name.rstrip('/')}/{_check_path(path)}"
+        return f"{self.name.rstrip('/')}/{_check_path(path)}".removesuffix("/.")
 
     def read_bytes(self, path: str) -> bytes:
         with self._input(path):

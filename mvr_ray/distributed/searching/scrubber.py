@@ -58,13 +58,18 @@ class Scrubber:
         """Read every file of every open shard once; yields the bytes of each piece."""
         for key, open_shard in self.searcher.open_shards():
             for file in open_shard.files:
-                digest, start = hashlib.sha256(), 0
-                while piece := file.handle.read_at(PIECE_BYTES, start):
-                    digest.update(piece)
-                    start += len(piece)
-                    yield len(piece)
-                if digest.hexdigest() != file.entry.sha256:
-                    reason = f"{file.path} was changed while it was open; repair it: mvr-ray versions CONFIG repair"
+                digest, start, problem = hashlib.sha256(), 0, ""
+                try:
+                    while piece := file.handle.read_at(PIECE_BYTES, start):
+                        digest.update(piece)
+                        start += len(piece)
+                        yield len(piece)
+                except OSError as error:
+                    problem = f"cannot be read ({error})"
+                if not problem and digest.hexdigest() != file.entry.sha256:
+                    problem = "was changed while it was open"
+                if problem:
+                    reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
                     log.error("shard withdrawn: %s", reason)
                     self.searcher.withdraw(key, open_shard, reason)
                     break

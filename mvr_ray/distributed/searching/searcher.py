@@ -190,7 +190,7 @@ class ShardSearcher:
             return True
         try:
             self._open(of, shard)
-        except MvrRayError as error:
+        except (MvrRayError, OSError) as error:
             self._damaged[key] = str(error)
             return False
         log.info("shard open again: index=%s version=%d shard=%d", of.manifest.index, of.manifest.version, shard)

@@ -314,6 +314,7 @@ def test_a_dump_over_a_corpus_without_revisions_is_refused(write: Write, tmp_pat
         update(PrepareConfig(), store, path)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_second_half_of_a_real_dump_arrives_as_an_update(dump: Path, excerpt: str, tmp_path: Path, write: Write):
     cfg = PrepareConfig(fields={"page_id": "int", "revision_id": "int"}, chunk_words=100)
