@@ -42,6 +42,7 @@ class RollbackReport(NamedTuple):
 
     version: int
     to: int
+    content: str
     passages: int
     files: int
     bytes: int
@@ -114,7 +115,8 @@ def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> Rol
         report.require()
     made = manifest.rollback(store, index, to)
     checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
-    return RollbackReport(made.version, to, made.num_passages, report.num_files, report.num_bytes, checked)
+    content = version_line(made, live=True).content
+    return RollbackReport(made.version, to, content, made.num_passages, report.num_files, report.num_bytes, checked)
 
 
 def require_sources(store: Store, version: Manifest) -> None:
