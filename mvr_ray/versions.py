@@ -80,8 +80,8 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:
-    """Compare every file of a version with its digest, those of the corpus that it was made from, and the encoder with
-    its fingerprint.
+    """Compare every file of a version with its digest, those of its corpus and question sets, too, and its encoder with
+    the fingerprint.
 
     An encoder that is not in the store, or a corpus, is a problem of the version: it could not answer.
     """
@@ -94,10 +94,10 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
         return report._replace(
             problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})", CORPUS_CURE)]
         )
-    parts = corpus.info.parts
+    files = corpus.files()
     return VerifyReport(
-        report.num_files + len(parts),
-        report.num_bytes + sum(part.num_bytes for part in parts),
+        report.num_files + len(files),
+        report.num_bytes + sum(file.num_bytes for file in files),
         [*report.problems, *(Problem(NO_SHARD, path, why, CORPUS_CURE) for path, why in corpus.find_damage())],
     )
 

@@ -13,32 +13,37 @@ import ctypes
 import hashlib
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
-import ray.data
 import torch
-from ray.data import TaskPoolStrategy
 
+from mvr_ray.checksums import add_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
+from mvr_ray.errors import DigestError, StagingError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
+
+if TYPE_CHECKING:
+    import ray.data
 
 __all__ = [
     "ChunkRange",
@@ -72,8 +77,9 @@ class EncodePlan(NamedTuple):
     """What of one part is to be encoded, and where the rest is.
 
     `rows` are those to encode, None for all. The others lie in `base`, or in the staged file of embeddings carried
-    over. `deleted_ids` are passages of `base` that the part does not have. `num_deleted` counts those that the version
-    before had and the part has no more, `num_unlearned` the changed and deleted ones that refinement had changed.
+    over, which is there where `is_carried`. `deleted_ids` are passages of `base` that the part does not have.
+    `num_deleted` counts those that the version before had and the part has no more, `num_unlearned` the changed and
+    deleted ones that refinement had changed.
     """
 
     rows: list[int] | None = None
@@ -81,6 +87,7 @@ class EncodePlan(NamedTuple):
     deleted_ids: Sequence[str] = ()
     num_deleted: int = 0
     num_unlearned: int = 0
+    is_carried: bool = False
 
     def to_json(self) -> bytes:
         base = self.base and {"index": self.base.index, "entry": asdict(self.base.entry)}
@@ -122,9 +129,29 @@ class EncodeTask(NamedTuple):
         return paths.staged_carried(self.index, self.key, shard)
 
     def plan(self, store: Store, shard: int) -> EncodePlan:
-        """The plan that `carry_over` left for a shard; to encode all of it where it left none."""
+        """The plan that `carry_over` left for a shard; to encode all of it where it left none.
+
+        Raises StagingError where it is damaged, after all that was made by it is removed.
+        """
         path = self.plan_path(shard)
-        return EncodePlan.from_json(store.read_bytes(path)) if store.exists(path) else EncodePlan()
+        if not store.exists(path):
+            return EncodePlan()
+        try:
+            return EncodePlan.from_json(bytes(without_trailer(store.read_bytes(path), store.where(path))))
+        except DigestError as error:
+            raise self.discard(store, shard, error) from error
+
+    def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
+        """Remove what is staged of a shard but its note, the plan last: chunks without their plan would be taken for
+        those of a shard that is encoded whole. Returns the error to raise."""
+        folder, start = paths.staging_dir(self.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
+        chunks = start.rpartition("/")[2].rpartition("-")[0]
+        for name in store.list(folder):
+            if name.startswith(f"{chunks}-"):
+                store.delete(f"{folder}/{name}")
+        store.delete(self.carried_path(shard))
+        store.delete(self.plan_path(shard))
+        return StagingError(f"staged work of shard {shard} is removed ({reason}); run the same command again")
 
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
@@ -160,7 +187,8 @@ def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
 
 
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
-    """Which of the chunks are in the staging folder. A file there is whole: it was put there in one step."""
+    """Which of the chunks are in the staging folder. A file there was put in one step; its digest is checked when the
+    shard is built."""
     store = Store(task.store)
     names = set(store.list(paths.staging_dir(task.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
@@ -193,15 +221,32 @@ def encode_corpus(
         progress("encode", before, total)
     if not missing:
         return 0
-    with session.connect(resources) as info:
+    with session.connect(resources, corpus.num_passages) as info:
         session.require(info, [pool_need("encoders", resources)])
-        for row in stream_rows(_pipeline(task, missing, resources), "encoding"):
-            done += row["passages"]
+        for num_passages in _encode_chunks(task, missing, resources):
+            done += num_passages
             progress("encode", done, total)
     return done - before
 
 
-def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> ray.data.Dataset:
+def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> Iterator[int]:
+    """Encode chunks on a pool of actors, or one after another in this process; yields the passages of each."""
+    if session.in_ray():
+        yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
+        return
+    gpu = resources.gpus_per_encoder > 0
+    backbone = kept_encoder(task.store, task.encoder_name, task.fingerprint).passage_tower.backbone
+    threads = resources.torch_threads
+    if not gpu and supports_unpadded_cpu(backbone):  # elsewhere bytes depend on how many threads there are
+        threads = max(threads, os.cpu_count() or 1)
+    encoder = ChunkEncoder(task, threads, gpu)
+    for chunk in chunks:
+        yield encoder(tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()
+
+
+def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> "ray.data.Dataset":
+    from ray.data import TaskPoolStrategy
+
     tokenize: Any = tokenize_chunks
     tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
     encoder: Any = ChunkEncoder
@@ -270,7 +315,6 @@ class ChunkEncoder:
         return kept_encoder(task.store, task.encoder_name, task.fingerprint)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        torch.set_num_threads(self.threads)
         embedded = [self.encode(batch, at) for at in range(batch.num_rows)]
         return pa.table({"passages": pa.array(embedded, pa.int64())})
 
@@ -281,8 +325,10 @@ class ChunkEncoder:
         if not self.store.exists(path):
             packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
             ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
+            encoder = self.encoder
+            torch.set_num_threads(self.threads)
             with self.turn, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
-                block = embed_chunk(self.encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
+                block = embed_chunk(encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
             self._write(block, path)
         return stop - start
 
@@ -291,6 +337,7 @@ class ChunkEncoder:
             file = folder / "chunk.arrow"
             with EmbeddingWriter(file, self.task.dimension, self.task.num_views, self.task.dtype) as writer:
                 writer.write(block)
+            add_trailer(file)
             self.store.put_file(file, path)
 
 

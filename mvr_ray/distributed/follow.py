@@ -144,7 +144,8 @@ class Follower:
 
     def _index(self, stack: ExitStack, num_passages: int, live: Manifest | None) -> Manifest:
         """Publish the last corpus, of which so many passages are new (0: unknown). `stack` holds the Ray session."""
-        info = stack.enter_context(session.connect(self.run.resources))
+        corpus = Corpus.open(self.store, self.run.prepare.corpus)
+        info = stack.enter_context(session.connect(self.run.resources, corpus.num_passages))
         index = self.run.index
         if live is not None and live.encoder_name == self.run.encoder.name:
             index = index.model_copy(update={"encoder": live.encoder_fingerprint})

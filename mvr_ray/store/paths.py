@@ -3,7 +3,8 @@
     <store>/corpora/<name>/publications/<n>.json   the corpora of the name in order; the highest is the last one
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
-    <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
+    <store>/corpora/<name>/questions/<digest>/<set>.json   describes a question set of the corpus of this digest
+    <store>/corpora/<name>/sets/<set>-<digest>.arrow       questions, named by content: shared by corpora of the name
     <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
     <store>/encoders/<name>/<fingerprint>/
     <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
@@ -17,6 +18,8 @@
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
+    <store>/run.yaml                           the run file of an index that `Index.build` made
+    <store>/feedback/<index>.jsonl             judgements that `Index.add_feedback` took
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -27,6 +30,7 @@ SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
+RUN_FILE = "run.yaml"
 
 
 def corpus_dir(name: str) -> str:
@@ -73,8 +77,17 @@ def questions_dir(corpus: str, digest: str) -> str:
     return f"corpora/{corpus}/questions/{digest}"
 
 
-def questions(corpus: str, digest: str, name: str) -> str:
-    return f"corpora/{corpus}/questions/{digest}/{name}.arrow"
+def question_set(corpus: str, digest: str, name: str) -> str:
+    return f"corpora/{corpus}/questions/{digest}/{name}.json"
+
+
+def question_files_dir(corpus: str) -> str:
+    return f"corpora/{corpus}/sets"
+
+
+def question_file(name: str, digest: str) -> str:
+    """Name the file of a question set by its content, within the folder of the corpus."""
+    return f"sets/{name}-{digest[:16]}.arrow"
 
 
 def shared_questions_dir() -> str:
@@ -82,8 +95,8 @@ def shared_questions_dir() -> str:
     return "questions"
 
 
-def shared_questions(name: str) -> str:
-    return f"questions/{name}.arrow"
+def feedback(index: str) -> str:
+    return f"feedback/{index}.jsonl"
 
 
 def encoders_dir(name: str) -> str:
