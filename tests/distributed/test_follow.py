@@ -174,6 +174,6 @@ def test_the_command_follows_until_it_is_told_to_end_and_says_so(run: RunConfig,
         read_until(process, "version 3: 2.jsonl", lines)
         process.send_signal(number)
         output, errors = process.communicate()
-    assert process.returncode == 0 and "files_applied" in output
+    assert process.returncode == 0 and "files applied" in output
     assert "follow ended" in errors and "Traceback" not in errors
     assert live(run).num_passages == 58
