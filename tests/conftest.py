@@ -178,11 +178,24 @@ def actor_processes(ray_session) -> Callable[[str], list[int]]:
     return processes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve_turn() -> Iterator[None]:
-    """The cluster has one Ray Serve: one test at a time may start it."""
+    """The cluster has one Ray Serve: the tests of one module at a time may start it."""
     with lock_of_run("serve.lock"):
         yield
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path):
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        yield None
+        return
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.fixture(scope="session")

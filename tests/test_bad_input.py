@@ -20,7 +20,7 @@ import pytest
 import yaml
 from prepared_corpus import only_corpus
 
-from mvr_ray.cli import main, run_stage
+from mvr_ray.cli import OutputMode, main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
@@ -222,7 +222,7 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
         ("serve", config, "--version", "9"): "index 'index' has no version 9 in ",
         (*mine, "mine.cross_encoder=abc"): "cross-encoder 'abc' is neither stored in ",
         (*mine, "index.name=other"): "index 'other' has no version in ",
-        ("read", config, "ranking=x.json", "read.reader=abc"): "reader 'abc' is neither stored in ",
+        ("read", config, f"ranking={config}", "read.reader=abc"): "reader 'abc' is neither stored in ",
     }
     for line, message in zip(last_lines(list(messages)), messages.values(), strict=True):
         assert line.startswith(f"mvr-ray: {message}")
@@ -413,7 +413,7 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            run_stage("index", run, work, print_config=False, as_json=True)
+            run_stage("index", run, work, OutputMode(as_json=True))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -424,7 +424,7 @@ def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_
 ) -> None:
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
-    run_stage(stage, run, lambda _run, _progress: {"value": 1}, print_config=False, as_json=True)
+    run_stage(stage, run, lambda _run, _progress: {"value": 1}, OutputMode(as_json=True))
     out, err = capsys.readouterr()
     assert json.loads(out) == {"value": 1}
     assert "report:" not in err
@@ -435,4 +435,4 @@ def test_a_stage_that_writes_needs_a_store_that_can_be_written_before_it_works(t
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     with pytest.raises(StorageError, match=r"cannot write .*/runs/"):
-        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), print_config=False, as_json=True)
+        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), OutputMode(as_json=True))

@@ -34,7 +34,7 @@ from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
-from mvr_ray.errors import InsufficientMemoryError, MvrRayError, StorageError
+from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -172,11 +172,17 @@ class HotSwapRouter:
 
     def _move(self, version: int | None) -> int:
         number = version or manifests.latest_version(self.store, self.index)
-        if number == self._state.version:
-            self._state = SwapState(number, version is None)
-            return number
         try:
+            if version is None and self._state.follows and number < self._state.version:
+                raise MissingInputError(
+                    f"index {self.index!r} has no version {self._state.version} any more, which answers here and goes "
+                    f"on; the newest one is {number}: put the manifest back, or start anew to answer from {number}"
+                )
             manifest = manifests.read(self.store, self.index, number or None)
+            if number == self._state.version:
+                self._require_same(manifest)
+                self._state = SwapState(number, version is None)
+                return number
             served = self._beside_instead(manifest, moves=True)
         except (MvrRayError, *ray_error_types()) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
@@ -190,6 +196,14 @@ class HotSwapRouter:
         for one in (served, before):
             self._release(one)
         return manifest.version
+
+    def _require_same(self, manifest: Manifest) -> None:
+        """Raises StorageError where another manifest has taken the number of the version that answers."""
+        if manifest.content_digest() != self.manifest.content_digest():
+            raise StorageError(
+                f"index {self.index!r} version {manifest.version} is another one now than that which answers here and "
+                f"goes on: its manifest was deleted, and its number taken; publish once more, or start anew"
+            )
 
     def _acquire(self, version: int | None) -> _OpenVersion | None:
         """A version that is open, held by one more call."""
@@ -345,6 +359,14 @@ class HotSwapRouter:
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         with self.pin() as router:
             return router.passages(ids)
+
+    def example_queries(self, num: int) -> list[str]:
+        with self.pin() as router:
+            return router.example_queries(num)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        with self.pin() as router:
+            return router.count_tokens(texts)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
         with self.pin() as router:

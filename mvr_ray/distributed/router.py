@@ -36,7 +36,7 @@ from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTa
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, example_queries, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
@@ -140,6 +140,10 @@ class Router:
     def embed(self, texts: Sequence[str]) -> FloatArray:
         """queries_QD of the version's own encoder. Raises EncoderError for a text without a word."""
         return self.encoder.embed_queries(texts)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens that `embed` reads of all texts together."""
+        return sum(tokenized.num_tokens for tokenized in self.encoder.tokenize_queries(texts))
 
     def search_text(
         self,
@@ -273,6 +277,10 @@ class Router:
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         return self.corpus.get(ids)
+
+    def example_queries(self, num: int) -> list[str]:
+        """Up to `num` texts that the corpus has an answer to: questions of a set, else titles."""
+        return example_queries(self.corpus, num)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
         """`DualEncoder.view_spans`, kept for what was shown last."""

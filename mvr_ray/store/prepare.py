@@ -404,6 +404,8 @@ def _keep_before(cfg: PrepareConfig, store: Store) -> None:
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     for source in cfg.sources:
         files = source_files(source)
+        if not files:  # a data set of the Hugging Face hub
+            yield SourceInfo(source.path, format_of(source), 0, "")
         for file in files:
             name = _name_of(source, file, len(files))
             yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
