@@ -18,7 +18,7 @@ from mvr_ray.store.fields import FieldReader, TextCell
 from mvr_ray.store.formats import BadRow, PassageRecord, QuestionRecord, format_of, read_source
 from mvr_ray.store.formats.huggingface import open_dataset
 from mvr_ray.store.formats.sources import NAMED_FIELDS, source_files
-from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines
+from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text
 
 SAMPLE_ROWS = 500
 LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers"
@@ -88,6 +88,9 @@ def look_at(path: str) -> SourceSample:
         source, split = source.model_copy(update={"split": "train"}), "train"
     files = source_files(source)
     kind = format_of(source)
+    if kind in ("dpr_tsv", "msmarco") and files[0].is_file() and _has_header(files[0]):
+        kind = "tsv"
+        source = source.model_copy(update={"format": kind})
     if kind in ("beir", "msmarco"):
         split = _split(resolve_path(path), kind)
         source = source.model_copy(update={"split": split, "questions": "questions" if split else None})
@@ -95,7 +98,8 @@ def look_at(path: str) -> SourceSample:
         names: dict[str, str | None] = {}
     else:
         names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
-    source = SourceConfig.model_validate({**source.model_dump(exclude_unset=True), "fields": names})
+    values = {**source.model_dump(exclude_unset=True), "format": kind, "fields": names}
+    source = SourceConfig.model_validate(values)
     records = list(islice(read_source(source), SAMPLE_ROWS))
     passages = [record for record in records if isinstance(record, PassageRecord)]
     words = [len(record.passage.text.split()) for record in passages]
@@ -114,6 +118,13 @@ def look_at(path: str) -> SourceSample:
         bad,
         sum(file.stat().st_size for file in files),
     )
+
+
+def _has_header(file: Path) -> bool:
+    """Whether the first row of a tab-separated file names a text under another order or name than DPR's."""
+    with open_text(file) as text:
+        columns = [name.strip().lower() for name in text.readline().split("\t")]
+    return columns[:3] != ["id", "text", "title"] and bool({*NAMES["text"]} & {*columns})
 
 
 def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
@@ -224,7 +235,7 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
         lines.append("  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does")
     if types:
         lines += ["  fields:                            # for filters; take out what no search filters by"]
-        lines += [f"    {_quoted(field)}: {kind}" for field, kind in types.items()]
+        lines += [f"    {_yaml_scalar(field)}: {kind}" for field, kind in types.items()]
     lines.append(f"  num_shards: {shards:<22} # unit of work and of resume; 50 MB or more each")
     questions = [one for one in sets if one]
     if questions:
@@ -273,9 +284,11 @@ def _set_names(samples: Sequence[SourceSample]) -> list[str | None]:
 
 
 def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
-    lines = [f"    - path: {_quoted(sample.path)}", f"      format: {sample.format}"]
+    lines = [f"    - path: {_yaml_scalar(sample.path)}", f"      format: {sample.format}"]
     if sample.names:
-        pairs = ", ".join(f"{part}: {'null' if name is None else _quoted(name)}" for part, name in sample.names.items())
+        pairs = ", ".join(
+            f"{part}: {'null' if name is None else _yaml_scalar(name)}" for part, name in sample.names.items()
+        )
         numbered = "; null: rows are numbered" if None in sample.names.values() else ""
         lines.append(f"      fields: {{{pairs}}}  # names in the file{numbered}")
     if sample.split:
@@ -287,7 +300,7 @@ def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
     return lines
 
 
-def _quoted(text: str) -> str:
+def _yaml_scalar(text: str) -> str:
     """A YAML scalar: plain where that is safe."""
     is_plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None
     return text if is_plain and isinstance(parse_yaml(text), str) else json.dumps(text, ensure_ascii=False)

@@ -84,12 +84,12 @@ def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | No
 
 
 def _check_corpus(run: "RunConfig", sets: Iterable[str | None]) -> None:
-    from mvr_ray.store.corpus import Corpus, questions_path
+    from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store
 
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     for name in filter(None, sets):
-        questions_path(corpus, name)
+        question_set(corpus, name)
 
 
 def check_version(run: "RunConfig", version: int | None) -> None:
@@ -102,7 +102,7 @@ def check_version(run: "RunConfig", version: int | None) -> None:
 
 def _check_version(run: "RunConfig", sets: Iterable[str | None]) -> None:
     from mvr_ray.store import manifest
-    from mvr_ray.store.corpus import Corpus, questions_path
+    from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store
 
     store = Store(run.store.path)
@@ -110,7 +110,7 @@ def _check_version(run: "RunConfig", sets: Iterable[str | None]) -> None:
     if names := list(filter(None, sets)):
         corpus = Corpus.open(store, live.corpus, live.corpus_digest)
         for name in names:
-            questions_path(corpus, name)
+            question_set(corpus, name)
 
 
 def _check_output(stage: str, output: Path) -> None:
