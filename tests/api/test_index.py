@@ -229,6 +229,7 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     found = [any("king 49" in (hit.text or "") for hit in hits[0]), False]
     assert (answer.value, answer.n) == (sum(found) / 2, 2)
     assert (gold.value, gold.n) == (1.0, 1)
+    assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
 
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
