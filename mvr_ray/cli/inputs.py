@@ -22,7 +22,7 @@ def ray_line(stage: str, run: "RunConfig") -> str | None:
     """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
     from mvr_ray.distributed import session
 
-    if stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
+    if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
         return None
     if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
         return None
@@ -34,14 +34,16 @@ def ray_line(stage: str, run: "RunConfig") -> str | None:
 
 
 def _num_passages(stage: str, run: "RunConfig") -> int:
-    """Passages that a stage works over: those of the corpus, or of the live version."""
+    """Passages that a stage works over for certain: those of the live version, or of the corpus for a first one. What
+    `index` has to encode beside an earlier version is known only after it has looked there."""
     from mvr_ray.store import manifest
     from mvr_ray.store.corpus import Corpus
     from mvr_ray.store.files import Store
 
     store = Store(run.store.path)
     if stage == "index":
-        return Corpus.open(store, run.prepare.corpus).num_passages
+        has_version = bool(manifest.list_versions(store, run.index.name))
+        return 0 if has_version else Corpus.open(store, run.prepare.corpus).num_passages
     return manifest.read(store, run.index.name).num_passages
 
 
