@@ -54,7 +54,7 @@ def took(reports: dict[str, dict[str, Any]]) -> list[str]:
 
 def collect() -> Path:
     """The table of all parts on file, the bars first."""
-    kept = [part for part in (*PARTS, "encoding-large", "encoding-memory", "load", "gpu") if _kept(part)]
+    kept = [part for part in (*PARTS, "encoding-large", "encoding-memory", "first_hour", "load", "gpu") if _kept(part)]
     reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in kept}
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():

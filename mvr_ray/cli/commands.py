@@ -35,11 +35,11 @@ from mvr_ray.cli.tables import (
 from mvr_ray.cli.tables import (
     size as format_size,
 )
-from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, StageFunction
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
+    from mvr_ray.config import RunConfig
     from mvr_ray.types import Progress
 
 app = typer.Typer(
@@ -106,7 +106,7 @@ class OutputMode(NamedTuple):
 
 def run_stage(
     name: str,
-    run: RunConfig,
+    run: "RunConfig",
     work: StageFunction,
     mode: OutputMode,
     words: Sequence[str] = (),
@@ -168,7 +168,13 @@ def _run_command(
     mode: OutputMode,
     arguments: Mapping[str, str] | None = None,
 ) -> None:
-    run_stage(name, load_run(config, tuple(overrides or ())), work, mode, (config, *(overrides or ())), arguments)
+    run_stage(name, _load_run(config, overrides or ()), work, mode, (config, *(overrides or ())), arguments)
+
+
+def _load_run(config: str, overrides: Sequence[str]) -> "RunConfig":
+    from mvr_ray.config import load_run
+
+    return load_run(config, tuple(overrides))
 
 
 def _log_to_terminal() -> None:
@@ -239,7 +245,7 @@ def retrieve(
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
     ranking_format = cast(RankingFormat, form)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import retrieve as stage
 
         return stage.retrieve(run, words["questions"], Path(words["output"]), ranking_format, progress)
@@ -264,7 +270,7 @@ def read(
     usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
     words = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import read as stage
 
         return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
@@ -289,7 +295,7 @@ def update(
     usage = 'give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}'
     words = named_arguments("update", overrides, ("changes",), (), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.store import update as stage
         from mvr_ray.store.files import Store
 
@@ -345,7 +351,7 @@ def compact(
 ) -> None:
     """Write shards whole that have changes beside them."""
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import compact as stage
 
         return stage.compact(run, progress)
@@ -371,7 +377,7 @@ def reshard(
     if not print_config and not words["shards"].isdecimal():
         raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {usage}")
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import reshard as stage
 
         return stage.reshard(run, int(words["shards"]), progress)
@@ -433,7 +439,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, snippets that matched."""
-    run = load_run(config, question_overrides(words))
+    run = _load_run(config, question_overrides(words))
     question = one_question("search", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
@@ -470,7 +476,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage with a question."""
-    run = load_run(config, question_overrides(words))
+    run = _load_run(config, question_overrides(words))
     question = one_question("explain", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
@@ -501,7 +507,7 @@ def serve(
 
     Runs on Ray Serve; GET /openapi.json describes every route.
     """
-    run = load_run(config, overrides or ())
+    run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
@@ -529,7 +535,7 @@ def versions(
     if len(numbers) > 1:
         given = ", ".join(map(str, numbers))
         raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({given}); name one")
-    run = load_run(config, [word for word in rest or () if not word.isdigit()])
+    run = _load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain
 
@@ -557,7 +563,7 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Bytes of disk, memory and GPU memory, before anything runs."""
-    run = load_run(config, overrides or ())
+    run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
@@ -587,10 +593,11 @@ def doctor(
 
     The cluster is that of `resources.address` or RAY_ADDRESS.
     """
+    from mvr_ray.config import RunConfig
     from mvr_ray.distributed import session
     from mvr_ray.store.runs import to_plain
 
-    run = load_run(config, overrides or ()) if config else RunConfig()
+    run = _load_run(config, overrides or ()) if config else RunConfig()
     checks = to_plain(session.doctor(run.resources))
     if as_json:
         print_json(checks)
@@ -638,7 +645,7 @@ def version() -> None:
     write(f"mvr_ray {__version__}\n")
 
 
-def _print_config(run: RunConfig, as_json: bool) -> None:
+def _print_config(run: "RunConfig", as_json: bool) -> None:
     plain = run.model_dump(mode="json")
     if as_json:
         print_json(plain)
