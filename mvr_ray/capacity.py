@@ -111,7 +111,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     refined_file = at_rest + num_added * (model.hidden * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
-    length = 0 if is_unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
+    length = (
+        0 if is_unpadded else run.encoder.max_passage_tokens or model.positions
+    )  # flash attention keeps no table of scores
     encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
     encode += 2 * model.parameters * is_unpadded
     train = 4 * weights + train_activations(run, model)
@@ -228,7 +230,7 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
 
 
 def effective_views(encoder: EncoderConfig) -> int:
-    return 1 if encoder.strategy in ("cls", "mean") else encoder.num_views
+    return 1 if encoder.strategy in ("pooling", "cls", "mean") else encoder.num_views
 
 
 def backbone_sizes(backbone: str) -> Backbone:
@@ -257,18 +259,19 @@ def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int
 
 def train_activations(run: RunConfig, model: Backbone) -> int:
     """Activations of one worker's share of a training step, all layers, or one layer with checkpointing."""
-    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens
+    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens or model.positions
+    question_length = run.encoder.max_query_tokens or model.positions
     questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
     passages = questions * (1 + run.train.num_hard_negatives)
     if run.train.cache_chunk:
         passages = questions = min(passages, run.train.cache_chunk)
     half = run.train.precision != "fp32"
     layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
-        model, questions * run.encoder.max_query_tokens, run.encoder.max_query_tokens, half=half
+        model, questions * question_length, question_length, half=half
     )
     if not run.train.gradient_checkpointing:
         return layer * model.layers
-    kept_bytes = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
+    kept_bytes = (passages * length + questions * question_length) * model.hidden * (2 if half else 4)
     return layer + kept_bytes * model.layers
 
 
