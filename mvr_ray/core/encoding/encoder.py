@@ -321,9 +321,9 @@ class DualEncoder(StoredModel):
         """Divide rows with these numbers of tokens into batches for `embed_batches` of at most `budget` tokens.
 
         Rows stay in order where nothing is padded, else they are sorted by length and padding counts. The unpadded CPU
-        pass makes its own blocks, so there all rows are one batch.
+        pass and OpenVINO make their own blocks, so there all rows are one batch.
         """
-        if supports_unpadded_cpu(self.passage_tower.backbone):
+        if self.precision.name == "openvino" or supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
         unpadded = reads_unpadded(self.passage_tower, self.precision.name)
         return filled_batches(lengths, budget) if unpadded else token_batches(lengths, budget)

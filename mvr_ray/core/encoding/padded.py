@@ -43,7 +43,11 @@ def pad(tower: Tower, batch: Sequence[TokenizedPassage]) -> PaddedTokens:
 def padded_views(tower: Tower, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
     """Average the states of each view's tokens, differentiable."""
     tokens = pad(tower, batch)
-    states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
+    return mean_states(tokens, tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT), num_views)
+
+
+def mean_states(tokens: PaddedTokens, states_PTD: Tensor, num_views: int) -> Means:
+    """Average the states of each view's tokens."""
     member_PVT = tokens.views_PT[:, None, :] == torch.arange(num_views, device=states_PTD.device)[:, None]
     count_PV = member_PVT.sum(-1)
     with torch.autocast(states_PTD.device.type, enabled=False):

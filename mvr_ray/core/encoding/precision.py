@@ -1,19 +1,22 @@
-"""Embed passages in fp32, bf16 or int8, with the weights laid out for it.
+"""Embed passages in fp32, bf16 or int8, or by OpenVINO, with the weights laid out for it.
 
 `fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
 belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
 gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can tell the attention
-where texts end, and has no int8.
+where texts end, and has no int8. `openvino` multiplies in float32 by another library's products, on a CPU and for every
+backbone.
 """
 
 import hashlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.openvino_cpu import OpenVinoTower
 from mvr_ray.core.encoding.padded import PaddedTower
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
@@ -21,7 +24,7 @@ from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower, supports_unpadd
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
-PrecisionName = Literal["fp32", "bf16", "int8"]
+PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
 
 
 class Precision(NamedTuple):
@@ -77,6 +80,8 @@ class InferenceCache:
 def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     """Copy the tower's current weights in the order and precision in which they are multiplied."""
     check(tower, precision.name)
+    if precision.name == "openvino":
+        return OpenVinoTower(tower)
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
     if not reads_unpadded(tower, precision.name):
         return PaddedTower(tower, dtype)
@@ -95,6 +100,8 @@ def reads_otherwise(tower: Tower, precision: PrecisionName) -> bool:
 
 def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
     """Whether texts are read end to end, without padding."""
+    if precision == "openvino":
+        return False
     if _on_gpu(tower):
         return precision == "bf16" and supports_unpadded_gpu(tower.backbone)
     return supports_unpadded_cpu(tower.backbone)
@@ -117,6 +124,8 @@ def _on_gpu(tower: Tower) -> bool:
 
 def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
+    if precision == "openvino" and find_spec("openvino") is None:
+        return "the library openvino (pip install 'mvr-ray[openvino]')"
     if precision == "int8" and not supports_unpadded_cpu(backbone):
         return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -127,7 +136,7 @@ def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
 
 
 def _gpu_lacks(precision: PrecisionName, here: bool) -> str:
-    if precision == "int8":
+    if precision in ("int8", "openvino"):
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
     if here and not torch.cuda.is_bf16_supported():
         return "a GPU that multiplies bfloat16, and this one does not"
