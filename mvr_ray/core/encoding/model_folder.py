@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import cached_file
@@ -195,8 +196,10 @@ def _file(folder: str, name: str) -> Path | None:
     """A file of a local folder, or of a hub model, fetched or from the cache; None where the model has none."""
     if Path(folder).is_dir():
         return Path(folder) / name if (Path(folder) / name).is_file() else None
+    # A file that cannot be asked for is no file that is absent: without its pooling a model would be read wrongly.
+    strict = not hub.HF_HUB_OFFLINE
     file = cached_file(
-        folder, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        folder, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=strict
     )
     return None if file is None else Path(file)
 
