@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
+from tokenizers.processors import TemplateProcessing
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.errors import EncoderError
@@ -47,10 +48,21 @@ CAUSAL = ("qwen3", "mistral", "llama")
 
 def sentence_model(folder: str, path: Path, modes: Any = "mean", *heads: torch.nn.Module, **settings: Any) -> str:
     """Write a sentence-transformers folder around a transformer; returns its path."""
-    body = Transformer(folder, max_seq_length=settings.pop("max_seq_length", 60))
+    body = framed(Transformer(folder, max_seq_length=settings.pop("max_seq_length", 60)))
     pooling = Pooling(16, modes, include_prompt=settings.pop("include_prompt", True))
     SentenceTransformer(modules=[body, pooling, *heads], device="cpu", **settings).save_pretrained(str(path))
     return str(path)
+
+
+def framed(body: Transformer) -> Transformer:
+    """Have the tokenizer put [CLS] and [SEP] around a text where it puts nothing."""
+    tokenizer: Any = body.tokenizer
+    if tokenizer.cls_token and len(tokenizer("").input_ids) == 0:
+        cls, sep = tokenizer.cls_token, tokenizer.sep_token
+        special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (cls, sep)]
+        template = TemplateProcessing(single=f"{cls} $A {sep}", special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = template
+    return body
 
 
 def random_dense(in_size: int, out_size: int, **options: Any) -> Dense:
@@ -115,8 +127,7 @@ def test_real_weights_with_prompts_truncation_and_normalisation(minilm, tmp_path
 
 def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(tiny, tmp_path):
     """Transformer in 0_Transformer, modes by their old names, and a prompt of another name by default."""
-    oracle = SentenceTransformer(modules=[Transformer(tiny("roberta"), max_seq_length=40, do_lower_case=True)])
-    oracle[0].save(str(tmp_path / "0_Transformer"))
+    framed(Transformer(tiny("roberta"), max_seq_length=40)).save(str(tmp_path / "0_Transformer"))
     files = {
         "modules.json": [
             {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"},
@@ -152,8 +163,10 @@ def test_snippet_means_are_means_of_the_states_of_one_pass_through_the_heads(tin
             for at, (stop, special) in enumerate(zip(ends, tokens["special_tokens_mask"]))
             if not special and first < stop <= end
         ]
-        expected = oracle[2:]({"sentence_embedding": states_TD[own].mean(0)[None]})["sentence_embedding"]
-        np.testing.assert_allclose(views_PVD[0, view], expected[0].detach(), atol=1e-5)
+        features = {"sentence_embedding": states_TD[own].mean(0)[None]}
+        for head in list(oracle)[2:]:
+            features = head(features)
+        np.testing.assert_allclose(views_PVD[0, view], features["sentence_embedding"][0].detach(), atol=1e-5)
         assert start < end
     assert mask_PV[0].sum() == 3
     assert (views_PVD[~mask_PV] == 0).all()
@@ -216,7 +229,8 @@ def test_the_fingerprint_changes_with_prompts_pooling_heads_and_truncation(tiny,
 
 @pytest.mark.parametrize("kind", ["modernbert", "gemma3_text", "electra"])
 def test_viewers_have_positions_of_their_own_where_a_model_takes_them(tiny, tmp_path, kind):
-    """Viewers at one position have no order among themselves; padding and storing change nothing."""
+    """Viewers at one position have no order among themselves, but where attention is local by place; padding and
+    storing change nothing."""
     spec = replace(SPEC, strategy="viewers", max_passage_tokens=60, max_query_tokens=40)
     encoder = DualEncoder.from_backbone(tiny(kind), spec)
     tower = encoder.passage_tower
@@ -227,7 +241,8 @@ def test_viewers_have_positions_of_their_own_where_a_model_takes_them(tiny, tmp_
     assert passages[0].position_ids[:4].tolist() == [tower.first_position + at for at in (0, 0, 0, 1)]
     turned = passages[1]._replace(input_ids=passages[1].input_ids.copy())
     turned.input_ids[:3] = turned.input_ids[2::-1]
-    np.testing.assert_allclose(encoder.embed_passages([turned]).views_PVD[0], views_PVD[1, ::-1], atol=1e-4)
+    if kind == "electra":
+        np.testing.assert_allclose(encoder.embed_passages([turned]).views_PVD[0], views_PVD[1, ::-1], atol=1e-4)
     encoder.save(tmp_path)
     np.testing.assert_array_equal(DualEncoder.load(tmp_path).embed_passages(passages).views_PVD, views_PVD)
 

@@ -353,8 +353,8 @@ def test_what_a_backbone_can_express_is_accepted(spec):
     [
         (
             {"strategy": "colbert"},
-            "encoder strategy is 'colbert'; known are cls, mean, first_k, viewers, snippets, snippet_means, sentences, "
-            "splits",
+            "encoder strategy is 'colbert'; known are pooling, cls, mean, first_k, viewers, snippets, snippet_means, "
+            "sentences, splits",
         ),
         ({"readout": "max"}, "encoder readout is 'max'; known are viewer, snippet_mean"),
         ({"viewer_position": "one"}, "encoder viewer_position is 'one'; known are zero, own"),
