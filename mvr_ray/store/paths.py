@@ -1,6 +1,6 @@
 """Define every file and folder name of a store.
 
-    <store>/corpora/<name>/corpus.json             the corpus that was prepared last
+    <store>/corpora/<name>/publications/<n>.json   the corpora of the name in order; the highest is the last one
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
     <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
@@ -17,6 +17,8 @@
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
+    <store>/run.yaml                           the run file of an index that `Index.build` made
+    <store>/feedback/<index>.jsonl             judgements that `Index.add_feedback` took
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -27,6 +29,7 @@ SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
+RUN_FILE = "run.yaml"
 
 
 def corpus_dir(name: str) -> str:
@@ -34,7 +37,17 @@ def corpus_dir(name: str) -> str:
 
 
 def corpus_json(name: str) -> str:
+    """Description of the last corpus as programs before publications stored it."""
     return f"corpora/{name}/{CORPUS_JSON}"
+
+
+def corpus_publications(name: str) -> str:
+    return f"corpora/{name}/publications"
+
+
+def corpus_publication(name: str, number: int) -> str:
+    """Description of the corpus that was published under a name as the `number`-th. The highest is the last one."""
+    return f"corpora/{name}/publications/{number}.json"
 
 
 def corpus_part(shard: int, digest: str) -> str:
@@ -74,6 +87,10 @@ def shared_questions_dir() -> str:
 
 def shared_questions(name: str) -> str:
     return f"questions/{name}.arrow"
+
+
+def feedback(index: str) -> str:
+    return f"feedback/{index}.jsonl"
 
 
 def encoders_dir(name: str) -> str:

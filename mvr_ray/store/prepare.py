@@ -2,18 +2,18 @@
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-replaced is corpus.json, which names the parts. Corpora that index versions name stay.
+changed is the next publication, which names the parts. Corpora that index versions name stay.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, RowsLostError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
@@ -23,6 +23,7 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    publications,
     question_sets,
     read_questions,
     write_passages,
@@ -36,6 +37,7 @@ from mvr_ray.store.formats import (
     DroppedRow,
     PassageRecord,
     QuestionRecord,
+    Record,
     format_of,
     read_source,
     source_files,
@@ -78,16 +80,24 @@ class _Pieces(NamedTuple):
     num_pieces: int
 
 
-def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
-    """Make the corpus and its question sets, replacing those of the same names.
+def prepare(
+    cfg: PrepareConfig, store: Store, progress: Progress = no_progress, records: Iterable[Record] | None = None
+) -> PrepareReport:
+    """Make the corpus and its question sets, replacing those of the same names. `records` are passages that take the
+    place of the sources'.
 
     Raises DataError with file and line when there are more bad rows than allowed, and with what the sources hold when
     they give no passage; MissingInputError for a missing source; RowsLostError if a passage went missing on the way.
     """
-    _check(cfg)
+    if records is not None:
+        cfg = cfg.model_copy(update={"sources": [], "splits": []})
+    else:
+        _check(cfg)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
-        rows = _read(cfg, folder / "read", bad, progress)
+        rows = _read(cfg, folder / "read", bad, progress, records)
+        if not rows.passages.num_added and records is not None:
+            raise DataError("prepare: no passage is given; nothing was changed")
         if not rows.passages.num_added:
             raise DataError(
                 f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
@@ -145,7 +155,9 @@ def _check(cfg: PrepareConfig) -> None:
             )
 
 
-def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _SourceRows:
+def _read(
+    cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress, records: Iterable[Record] | None
+) -> _SourceRows:
     fields = FieldReader(cfg.fields)
     spill = ShardSpill(folder, cfg.num_shards, fields.types)
     sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
@@ -153,8 +165,11 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
     dropped_by_reason: Counter[str] = Counter()
     count = 0
     left_out: set[str] = set()
-    for source in cfg.sources:
-        for record in read_source(source):
+    sources = [(source, read_source(source)) for source in cfg.sources]
+    if records is not None:
+        sources = [(SourceConfig(path="records"), iter(records))]
+    for source, own_records in sources:
+        for record in own_records:
             count += 1
             if count % REPORT_EVERY == 0:
                 progress("rows read", count, 0)
@@ -341,8 +356,8 @@ def _write_parts(
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
-    """Move parts to the store under names of their content, then question sets, and corpus.json last."""
-    before = _digest_before(cfg, store)
+    """Move parts to the store under names of their content, then question sets, and publish the corpus last."""
+    _keep_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     for name in report.questions:
@@ -358,24 +373,32 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
     )
-    Corpus(store, info).publish()
-    # The corpus before this one stays for readers that have it open, and every one that an index version names.
-    collect_corpus(store, cfg.corpus, before)
+    _publish(Corpus(store, info))
+    collect_corpus(store, cfg.corpus)
 
 
-def _digest_before(cfg: PrepareConfig, store: Store) -> str | None:
-    """The digest of the corpus that this one replaces. What an earlier program prepared is kept under its digest."""
+def _publish(corpus: Corpus) -> None:
+    """Publish after whatever was published meanwhile: the sources say all that the corpus holds."""
+    while True:
+        after = max(publications(corpus.store, corpus.name), default=0)
+        try:
+            return corpus.publish(after)
+        except PublishConflictError as error:
+            log.info("published once more: %s", error)
+
+
+def _keep_before(cfg: PrepareConfig, store: Store) -> None:
+    """Keep the corpus that this one replaces under its digest, where an earlier program prepared it."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
-        return None
+        return
     path = paths.corpus_version(before.name, before.digest)
     if not store.exists(path):
         for name in question_sets(before):
             if name in before.info.questions:
                 write_questions(before, name, read_questions(before, name))
         store.write_bytes(path, before.info.to_json())
-    return before.digest
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
