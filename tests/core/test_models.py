@@ -48,13 +48,13 @@ CAUSAL = ("qwen3", "mistral", "llama")
 
 def sentence_model(folder: str, path: Path, modes: Any = "mean", *heads: torch.nn.Module, **settings: Any) -> str:
     """Write a sentence-transformers folder around a transformer; returns its path."""
-    body = framed(Transformer(folder, max_seq_length=settings.pop("max_seq_length", 60)))
+    body = with_frame(Transformer(folder, max_seq_length=settings.pop("max_seq_length", 60)))
     pooling = Pooling(16, modes, include_prompt=settings.pop("include_prompt", True))
     SentenceTransformer(modules=[body, pooling, *heads], device="cpu", **settings).save_pretrained(str(path))
     return str(path)
 
 
-def framed(body: Transformer) -> Transformer:
+def with_frame(body: Transformer) -> Transformer:
     """Have the tokenizer put [CLS] and [SEP] around a text where it puts nothing."""
     tokenizer: Any = body.tokenizer
     if tokenizer.cls_token and len(tokenizer("").input_ids) == 0:
@@ -127,7 +127,7 @@ def test_real_weights_with_prompts_truncation_and_normalisation(minilm, tmp_path
 
 def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(tiny, tmp_path):
     """Transformer in 0_Transformer, modes by their old names, and a prompt of another name by default."""
-    framed(Transformer(tiny("roberta"), max_seq_length=40)).save(str(tmp_path / "0_Transformer"))
+    with_frame(Transformer(tiny("roberta"), max_seq_length=40)).save(str(tmp_path / "0_Transformer"))
     files = {
         "modules.json": [
             {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"},
@@ -282,11 +282,13 @@ def test_a_plain_model_that_generates_text_is_pooled_by_its_last_token(tiny, tmp
     check_equal(DualEncoder.from_backbone(str(tmp_path), SPEC), SentenceTransformer(str(tmp_path), device="cpu"))
 
 
-@pytest.mark.parametrize(("strategy", "tied"), [("snippet_means", True), ("mean", False), ("sentences", True)])
+@pytest.mark.parametrize(("strategy", "num_towers"), [("snippet_means", 1), ("mean", 2), ("sentences", 1)])
 def test_an_exported_folder_gives_the_vectors_of_questions_and_says_what_it_cannot_carry(
-    tiny, tmp_path, strategy, tied
+    tiny, tmp_path, strategy, num_towers
 ):
-    spec = replace(SPEC, strategy=strategy, tied=tied, normalize=True, query_prompt="Where ", max_query_tokens=40)
+    spec = replace(
+        SPEC, strategy=strategy, tied=num_towers == 1, normalize=True, query_prompt="Where ", max_query_tokens=40
+    )
     encoder = DualEncoder.from_backbone(tiny("modernbert"), spec)
     losses = encoder.export(tmp_path)
     assert [loss.partition(":")[0] for loss in losses] == {
@@ -294,7 +296,7 @@ def test_an_exported_folder_gives_the_vectors_of_questions_and_says_what_it_cann
         "mean": [],
         "sentences": ["views", "two lengths"],
     }[strategy]
-    oracle = SentenceTransformer(str(tmp_path if tied else tmp_path / "question"), device="cpu")
+    oracle = SentenceTransformer(str(tmp_path if num_towers == 1 else tmp_path / "question"), device="cpu")
     np.testing.assert_allclose(encoder.embed_queries(TEXTS[:2]), oracle.encode_query(TEXTS[:2]), atol=1e-5)
     titled = DualEncoder.from_backbone(tiny("modernbert"), replace(spec, use_title=True))
     assert "titles: here a title is read before its text and a separator, there a text is one string" in titled.export(
@@ -315,7 +317,7 @@ def _modules(folder: Path, change: Any) -> None:
     (folder / "modules.json").write_text(json.dumps(content))
 
 
-def _pickled(folder: Path) -> None:
+def _pickle_dense(folder: Path) -> None:
     torch.save(load_file(folder / "2_Dense" / "model.safetensors"), folder / "2_Dense" / "pytorch_model.bin")
     (folder / "2_Dense" / "model.safetensors").unlink()
 
@@ -341,7 +343,7 @@ REFUSALS = [
         "modules.json of backbone {0} has the path '../other', which leaves the model's folder",
     ),
     (
-        _pickled,
+        _pickle_dense,
         "2_Dense of backbone {0} has no model.safetensors; mvr_ray opens no pickled weights: save the model again with "
         "sentence-transformers (model.save_pretrained), which writes one",
     ),

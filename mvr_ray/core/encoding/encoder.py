@@ -360,7 +360,7 @@ class DualEncoder(StoredModel):
         if self.spec.has_rows and tower is self.passage_tower and num_views == self.num_views:
             rows = [self.layout.rows(passage) for passage in batch]
         if self._pools and not tower.pooling.is_mean_of_tokens:
-            views_PVD, count_PV = self._pooled(tower, batch, precision)
+            views_PVD, count_PV = self._pool(tower, batch, precision)
         elif len(batch) == sum(map(len, rows)):
             views_PVD, count_PV = self._states(tower, batch, num_views, precision)
         else:
@@ -386,7 +386,7 @@ class DualEncoder(StoredModel):
             views_PVD = views_PVD / count_PV.clamp(min=1)[..., None]
         return Means(views_PVD, count_PV)
 
-    def _pooled(self, tower: Tower, batch: Sequence[TokenizedPassage], precision: Precision) -> Means:
+    def _pool(self, tower: Tower, batch: Sequence[TokenizedPassage], precision: Precision) -> Means:
         """The vectors of a pooling that is no mean over tokens, of texts of about one length at a time."""
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
         parts = []
