@@ -191,7 +191,8 @@ class IndexConfig(Section):
     precision: Literal["fp32", "bf16", "int8", "openvino"] = "fp32"
     """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
     fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
-    the corpus. openvino: fp32 by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models of every type."""
+    the corpus. openvino: fp32 by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local
+    attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot

@@ -118,7 +118,6 @@ def test_a_folder_without_config_is_named(tmp_path):
             "a backbone of model type 'bart' has an encoder and a decoder, and transformers loads its encoder not "
             "alone; take one of the kind of BERT, T5 or Qwen",
         ),
-        ("clip", "backbone {0} is of model type 'clip', which is no text encoder of transformers"),
     ],
 )
 def test_a_model_type_that_is_no_text_encoder_is_named(copy, model_type, message):

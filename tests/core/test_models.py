@@ -147,7 +147,7 @@ def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(ti
 @pytest.mark.parametrize("kind", POOLINGS)
 def test_snippet_means_are_means_of_the_states_of_one_pass_through_the_heads(tiny, tmp_path, kind):
     heads = random_dense(16, 12, activation_function=torch.nn.Tanh()), Normalize()
-    folder = sentence_model(tiny(kind), tmp_path, POOLINGS[kind], *heads, prompts=PROMPTS)
+    folder = sentence_model(tiny(kind), tmp_path, POOLINGS[kind], *heads, prompts=PROMPTS, max_seq_length=90)
     encoder = DualEncoder.from_backbone(folder, replace(SPEC, strategy="snippet_means", normalize=True))
     oracle = SentenceTransformer(folder, device="cpu")
     passage = Passage("1", "", TEXTS[0])

@@ -1,4 +1,4 @@
-"""Run a tower by OpenVINO on a CPU, in float32: any backbone, and viewers as in the padded pass.
+"""Run a tower by OpenVINO on a CPU, in float32: backbones without local attention, viewers as in the padded pass.
 
     (ids_PT, positions_PT, real_PT) -> states_PTD        `Tower.forward`, converted once for texts of any length
 

@@ -3,8 +3,8 @@
 `fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
 belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
 gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can tell the attention
-where texts end, and has no int8. `openvino` multiplies in float32 by another library's products, on a CPU and for every
-backbone.
+where texts end, and has no int8. `openvino` multiplies in float32 by another library's products, on a CPU, for every
+backbone but those with local attention.
 """
 
 import hashlib
@@ -25,6 +25,10 @@ from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
 PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
+
+
+LOCAL_ATTENTION = ("local_attention", "sliding_window")
+"""Settings of backbones with local attention. OpenVINO's gives NaN on padding that no token is near to."""
 
 
 class Precision(NamedTuple):
@@ -126,6 +130,8 @@ def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
     if precision == "openvino" and find_spec("openvino") is None:
         return "the library openvino (pip install 'mvr-ray[openvino]')"
+    if precision == "openvino" and any(getattr(backbone.config, name, None) for name in LOCAL_ATTENTION):
+        return f"a backbone whose attention reaches all of a text, and this is a {backbone.config.model_type}"
     if precision == "int8" and not supports_unpadded_cpu(backbone):
         return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
