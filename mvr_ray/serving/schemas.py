@@ -134,7 +134,7 @@ class EmbeddingsRequest(RequestModel):
     def texts(self, limits: ServeConfig) -> list[str]:
         """The texts to embed. Raises RequestError for what the run file forbids, and for token numbers."""
         texts = [self.input] if isinstance(self.input, str) else self.input
-        _check_count("input", texts, limits)
+        _check_count("input", texts, limits, "texts")
         for place, text in enumerate(texts):
             if not isinstance(text, str):
                 hint = "send texts; the server has a tokenizer of its own"
@@ -148,10 +148,12 @@ def _check_range(name: str, field: str, value: int, highest: int, hint: str) -> 
         raise RequestError(422, f"{name}_out_of_range", field, f"{field} is {value}", hint)
 
 
-def _check_count(field: str, values: Sequence[object], limits: ServeConfig) -> None:
+def _check_count(field: str, values: Sequence[object], limits: ServeConfig, noun: str | None = None) -> None:
+    """`noun` is what an error calls the values; absent: the field."""
     if len(values) > limits.max_batch:
-        message, hint = f"{len(values)} {field} in one request", f"send at most {limits.max_batch} (serve.max_batch)"
-        raise RequestError(422, f"too_many_{field}", field, message, hint)
+        noun = noun or field
+        message, hint = f"{len(values)} {noun} in one request", f"send at most {limits.max_batch} (serve.max_batch)"
+        raise RequestError(422, f"too_many_{noun}", field, message, hint)
 
 
 def _check_texts(name: str, field: str, values: Sequence[object], limits: ServeConfig) -> None:

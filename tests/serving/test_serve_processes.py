@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -187,6 +188,34 @@ def test_a_process_that_ends_costs_what_is_promised_and_no_request_its_deadline(
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
     if kind == "ServeReplica":
         wait_for(lambda: len(set(processes(kind)) - {victim}) == 2, 120)
+
+
+SOAK_S = float(os.environ.get("MVR_RAY_SOAK_S", "60"))
+"""Seconds of load of the next test; 600 are ten minutes."""
+KILL_EVERY_S = 20.0
+
+
+@pytest.mark.chaos("under load, a process is killed every 20 s", "no wrong answer, none after its deadline")
+def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_late(server, record_property):
+    expected = search_once(server.port)
+    assert expected.outcome == "200"
+    rng, end_s, kills = random.Random(SOAK_S), time.monotonic() + SOAK_S, Counter()
+    with load(server.port) as answers:
+        while time.monotonic() < end_s:
+            kind = rng.choice(("ServeReplica", "ProxyActor", "ServeController", "SearcherActor", "haproxy"))
+            victims = haproxy(server) if kind == "haproxy" else processes(kind)
+            if victims:  # one that was killed before may not be back
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                kills[kind] += 1
+            threading.Event().wait(KILL_EVERY_S)
+        wait_for(lambda: len(answers) > 100 and {one.outcome for one in answers[-100:]} == {"200"}, 180)
+    outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
+    counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
+    record_property("figures", f"{SOAK_S:g} s, killed {dict(kills)}: {counts}; slowest {slowest_s:.1f} s")
+    allowed = set().union(*(one.errors for one in FAULTS.values())) | {"503 not_covered"}
+    assert set(outcomes) - {"200"} <= allowed, outcomes
+    assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
+    assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
 
 
 @pytest.mark.chaos("30 MB in one header, 180 MB in one header", "refused; others answered meanwhile")
