@@ -315,7 +315,7 @@ def follow(
     as_json: AsJson = False,
 ) -> None:
     """Apply the change files of `follow.source` as they come, and publish a version of each batch, until Ctrl-C."""
-    run = load_run(config, overrides or ())
+    run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
