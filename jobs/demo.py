@@ -93,7 +93,7 @@ class Demo:
 
     def ask(self, run: RunConfig) -> None:
         with self.measure_time("three questions"), open_router(run) as router:
-            service = SearchService(router, run.serve)
+            service = SearchService(router, run.serve, hybrid=run.search.hybrid)
             response = service.search(SearchRequest(queries=list(QUESTIONS), k=1))
         for question, [hit, *_] in zip(QUESTIONS, response.results):
             print_result(f"\n{question}")

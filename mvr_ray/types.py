@@ -83,6 +83,16 @@ class Hit(NamedTuple):
     row: int
 
 
+class HybridQueries(NamedTuple):
+    """What a hybrid search needs beside the vectors of its queries: their texts, and the weight of the dense score."""
+
+    texts: tuple[str, ...]
+    weight: float
+
+    def take(self, queries: IntArray) -> "HybridQueries":
+        return HybridQueries(tuple(self.texts[query] for query in queries.tolist()), self.weight)
+
+
 class Exactness(NamedTuple):
     """Whether an answer equals exhaustive search over all stored views.
 

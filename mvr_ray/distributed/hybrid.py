@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.searching.fusion import fuse
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import Router
-from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.types import Hit, Progress, Question, no_progress
 
 
@@ -47,26 +45,3 @@ def rank_pairs(
             scores = {hit.passage_id: hit.score for hit in sparse}
             yield RankPair(question, scores, {hit.passage_id: hit for hit in hits})
         progress("questions, by words and views", low + len(batch.questions), len(questions.questions))
-
-
-def rank_hybrid(
-    run: RunConfig,
-    router: Router,
-    questions: QuestionSet,
-    settings: RankSettings,
-    weight: float,
-    progress: Progress = no_progress,
-) -> Iterator[RankedQuestion]:
-    """Every question with its best `settings.k` passages by BM25 + `weight` x dense, in order.
-
-    A passage that only BM25 found has view -1.
-    """
-    ranker = QuestionRanker(router, settings, run.resources.torch_threads)
-    for both in rank_pairs(run, router, BM25Index(router.corpus, progress), questions, progress, ranker):
-        best = fuse(*both.scores, weight, settings.k)
-        passages = router.passages([one.passage_id for one in best])
-        ranked = []
-        for one in best:
-            hit = both.hits.get(one.passage_id, one)._replace(score=one.score)
-            ranked.append(ranker.to_ranked(both.question, hit, passages[one.passage_id]))
-        yield RankedQuestion(both.question, ranked)

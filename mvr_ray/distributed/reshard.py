@@ -19,6 +19,7 @@ import ray
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
+from mvr_ray.distributed.lexical import build_lexical
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -35,7 +36,7 @@ from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import (
     BATCH_PASSAGES,
@@ -99,8 +100,11 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), run.index.recall_sample)
     with session.connect(run.resources) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-        shards = _build(task, progress)
-    new = manifest_over(base, shards)
+        new = manifest_over(base, _build(task, progress))
+        if base.lexical:
+            corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+            lexical = build_lexical(base.index, corpus, num_shards, progress=progress)
+            new = dataclasses.replace(new, lexical=lexical)
     require_same_counts(base, new)
     published = manifests.publish(store, new)
     store.delete_dir(paths.staging_dir(base.index, task.staging))

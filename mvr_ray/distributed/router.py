@@ -30,11 +30,13 @@ from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
-from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
+from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, ShardIndexError, UnknownPassageError
+from mvr_ray.index.lexical import tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -48,6 +50,7 @@ from mvr_ray.types import (
     Exactness,
     FloatArray,
     Hit,
+    HybridQueries,
     Passage,
     PassageScores,
     ShardState,
@@ -150,12 +153,16 @@ class Router:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: float | None = None,
     ) -> Answer:
-        """`search` with the questions' embeddings; embedding them counts towards the time."""
+        """`search` with the questions' embeddings; embedding them counts towards the time. With `hybrid` w a passage
+        scores BM25 + w x its dense score."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
-        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+        words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
+        options = {"deadline": deadline, "min_coverage": min_coverage}
+        return self.search(queries_QD, k, **options, filter=filter, hybrid=words)
 
     def search(
         self,
@@ -165,6 +172,7 @@ class Router:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
         `timeout_s` of the router where none is given.
@@ -175,15 +183,20 @@ class Router:
         Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, FilterError for a filter that does not
-        fit the version's corpus, OverloadedError when too many calls wait,
-        CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
-        of those, when damaged files are among the causes.
+        With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate. The
+        statistics of BM25 are those of the whole corpus, whatever a filter lets pass.
+
+        Raises ShardIndexError for k below 1, vectors of another dimension, a weight below 0 and a version without
+        words, FilterError for a filter that does not fit the version's corpus, OverloadedError when too many calls
+        wait, CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError,
+        one of those, when damaged files are among the causes.
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
         text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
+        if hybrid is not None:
+            self._check_hybrid(hybrid, len(queries_QD))
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
@@ -192,7 +205,7 @@ class Router:
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text)
+            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text, hybrid=hybrid)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -200,18 +213,34 @@ class Router:
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
-                doubtful_QD = queries_QD[positions]
-                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, again=True, filter=text)
+                doubtful_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
+                more = {"again": True, "filter": text, "hybrid": texts}
+                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, **more)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
             merged, rounds = MergedResults(found.values(), self._start_of, k), 2
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in failures for shard in missing.shards}
-        answer = self._answer(merged.hits() or [[] for _ in queries_QD], silent, rounds, rescored)
+        hits = merged.hits() or [[] for _ in queries_QD]
+        answer = self._answer(hits, silent, rounds, rescored, hybrid is not None)
         if silent:
             self._check_coverage(answer, min_coverage)
         return answer
+
+    def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
+        manifest = self.manifest
+        if manifest.lexical is None:
+            raise ShardIndexError(
+                f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid "
+                f"search needs; {NO_WORDS_HINT}"
+            )
+        if not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
+            raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; give a finite number from 0 on")
+        if len(hybrid.texts) != num_queries:
+            raise ShardIndexError(
+                f"{num_queries} query vectors come with {len(hybrid.texts)} texts; a hybrid search needs one each"
+            )
 
     @contextmanager
     def _record_time(self, stage: str) -> Iterator[None]:
@@ -252,6 +281,15 @@ class Router:
                     passage_id,
                 )
         return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
+
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        """By passage id, the BM25 score with each text, as a hybrid search counts it.
+
+        Raises ShardIndexError for a version without words, DigestError where the statistics are damaged.
+        """
+        self._check_hybrid(HybridQueries((), 0.0), 0)
+        statistics, words = open_statistics(self.store, self.manifest), tokenize(texts)
+        return {one.id: np.array([statistics.score(own, one) for own in words], np.float32) for one in passages}
 
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""
@@ -303,7 +341,12 @@ class Router:
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
     def _answer(
-        self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, num_rescored: int
+        self,
+        hits: list[list[Hit]],
+        silent: Mapping[int, ShardFailure],
+        rounds: int,
+        num_rescored: int,
+        is_hybrid: bool = False,
     ) -> Answer:
         manifest = self.manifest
         params = manifest.index_params
@@ -311,6 +354,8 @@ class Router:
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         if bound := manifest.metrics.get("pruned_bound", 0.0):
             method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
+        if is_hybrid:
+            method = f"bm25 + {method}"
         recall = None if kind == "flat" else manifest.recall
         exactness = Exactness(kind == "flat" and not silent, method, rounds, num_rescored, recall)
         states = tuple(

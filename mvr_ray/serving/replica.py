@@ -65,7 +65,7 @@ class SearchIngress:
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
         self._resources.callback(recall_monitor.close)
         self._metrics.watch(diagnostics)
-        self.service = SearchService(router, config.serve, catalog, router, recall_monitor)
+        self.service = SearchService(router, config.serve, catalog, router, recall_monitor, config.search.hybrid)
         self._tokens = TokenStore(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -55,7 +55,9 @@ class SearchService:
     switcher: "HotSwapRouter | None" = None
     """Opens other versions; without it no other one can be searched."""
     recall_monitor: RecallMonitor | None = None
-    """Gets every answer."""
+    """Gets every dense answer."""
+    hybrid: float | None = None
+    """Weight of the dense score where a request names none (`search.hybrid`); None: hits are ranked by it alone."""
 
     def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -68,16 +70,17 @@ class SearchService:
             require_encoder(request.encoder_fingerprint, current_version(router))
             require_fields(request.fields, router)
             k, least = request.k, request.min_coverage
+            weight = self._weight(request.hybrid, router) if texts else None
+            options = {"deadline": deadline, "min_coverage": least, "filter": request.filter}
             try:
                 if texts:
-                    answer = router.search_text(texts, k, deadline=deadline, min_coverage=least, filter=request.filter)
+                    answer = router.search_text(texts, k, **options, hybrid=weight)
                 else:
-                    queries_QD = parse_vectors(vectors, router.dimension)
-                    answer = router.search(queries_QD, k, deadline=deadline, min_coverage=least, filter=request.filter)
+                    answer = router.search(parse_vectors(vectors, router.dimension), k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
             require_encoder(request.encoder_fingerprint, answer)
-            if self.recall_monitor is not None and request.filter is None:
+            if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
             ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
@@ -107,7 +110,7 @@ class SearchService:
         """Every view of some passages with every question."""
         with self._pin(request.version, self._search_deadline(deadline)) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            return explain(router, request, self.limits)
+            return explain(router, request, self.limits, self._weight(request.hybrid, router))
 
     def passage(self, passage_id: str) -> schemas.PassageResponse:
         """One passage as it was indexed."""
@@ -184,6 +187,16 @@ class SearchService:
     def current_version(self) -> Answer:
         """The version that answers now."""
         return current_version(self.router)
+
+    def _weight(self, hybrid: schemas.Hybrid, router: "Router | HotSwapRouter") -> float | None:
+        """The weight that a request means. Raises RequestError (409) for a version without words."""
+        weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
+        if weight is not None and router.manifest.lexical is None:
+            manifest = router.manifest
+            message = f"index {manifest.index!r} version {manifest.version} has no words of its passages"
+            hint = 'send "hybrid": "off", or index them: mvr-ray index CONFIG index.lexical=true'
+            raise RequestError(409, "no_words", "hybrid", message, hint)
+        return weight
 
     def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
         """The end of the search: a share of the time that the sender, the request and the limits leave for it."""

@@ -68,7 +68,7 @@ _NAMES = {
 }
 _BEFORE = {
     "encoder": {"empty_snippets": "masked", "title_view": False},
-    "index": {"keep_refinement": True, "compact_share": 0.25},
+    "index": {"keep_refinement": True, "compact_share": 0.25, "lexical": False},
     "prepare": {"fields": {}},
     "retrieve": {"filter": None},
 }
@@ -210,7 +210,8 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu]
+    hybrid = [run.search.hybrid] if stage == "reading" and run.search.hybrid is not None else []
+    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:

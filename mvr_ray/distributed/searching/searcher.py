@@ -15,28 +15,33 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import distinct
+from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
+from mvr_ray.core.searching.hybrid import hybrid_search
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.lexical import open_lexical
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
+from mvr_ray.index.lexical import LexicalIndex, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import FloatArray, ShardHits
+from mvr_ray.types import CountedHits, FloatArray, HybridQueries, ShardHits
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+NO_WORDS_HINT = "index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
 
 Key = str
 """What an open shard is: its digest, a space, and how it is indexed."""
@@ -79,15 +84,18 @@ class Heartbeat(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """A manifest, with its entries by shard and what each is when open."""
+    """A manifest, with its entries by shard, what each is when open, and the words of each where it has them."""
 
     manifest: Manifest
     entries: dict[int, ShardEntry]
     keys: dict[int, Key]
+    word_keys: dict[int, Key]
 
     @classmethod
     def of(cls, manifest: Manifest) -> "_Version":
-        return cls(manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest))
+        return cls(
+            manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest), word_keys(manifest)
+        )
 
 
 class OpenShard(NamedTuple):
@@ -95,6 +103,7 @@ class OpenShard(NamedTuple):
     embedded: EmbeddingShard
     ids: pa.Array
     num_bytes: int
+    table: BlockTable | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
         """The same shard without its index: every view is scanned."""
@@ -113,6 +122,7 @@ class ShardSearcher:
         self._versions: dict[int, _Version] = {}
         self._dropped: set[int] = set()
         self._held: dict[Key, OpenShard] = {}
+        self._words: dict[Key, LexicalIndex] = {}
         self._damaged: dict[Key, str] = {}
         self._opening = threading.Lock()
         self._books = threading.Lock()
@@ -133,11 +143,13 @@ class ShardSearcher:
                 self._versions[manifest.version] = of
                 self._dropped.discard(manifest.version)
             for shard in shards:
-                try:
-                    self._open(of, shard)
-                except MvrRayError as error:
-                    self._damaged[of.keys[shard]] = str(error)
-                    failed = failed or error
+                for key, opens in ((of.keys[shard], self._open), (of.word_keys.get(shard), self._open_words)):
+                    try:
+                        if key is not None:
+                            opens(of, shard)
+                    except MvrRayError as error:
+                        self._damaged[key or ""] = str(error)
+                        failed = failed or error
         if failed:
             raise failed
         return self.born
@@ -148,8 +160,8 @@ class ShardSearcher:
         with self._books:
             self._dropped.add(version)
             self._versions.pop(version, None)
-            named = {key for one in self._versions.values() for key in one.keys.values()}
-            for kept in (self._held, self._damaged):
+            named = {key for one in self._versions.values() for key in (*one.keys.values(), *one.word_keys.values())}
+            for kept in (self._held, self._words, self._damaged):
                 for key in [key for key in kept if key not in named]:
                     del kept[key]
 
@@ -163,6 +175,7 @@ class ShardSearcher:
     def memory(self) -> MemoryUsage:
         """What is held here, and what is free on this machine."""
         held = {key: one.num_bytes for key, one in list(self._held.items())}
+        held |= {key: one.num_bytes for key, one in list(self._words.items())}
         return MemoryUsage(node_name(), free_bytes(), held)
 
     def scan(
@@ -174,9 +187,11 @@ class ShardSearcher:
         call: str = "",
         *,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """The best k passages of each of these shards for every query. Without a version: of the task's. With a filter
-        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged.
+        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged, and
+        so is one whose words cannot be, where `hybrid` ranks by words and views.
 
         Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
         """
@@ -184,14 +199,21 @@ class ShardSearcher:
         if self._passed_by(call):
             return answer
         of = self._version(version)
+        words = tokenize(hybrid.texts) if hybrid else []
         for shard in shards:
             held = self._get_open(of, shard, call)
             if isinstance(held, ShardFailure):
                 answer.failures.append(held)
                 continue
             mask_P = self._mask(of, shard, held, filter)
+            lexical = self._get_words(of, shard, call) if hybrid else None
             if isinstance(mask_P, ShardFailure):
                 answer.failures.append(mask_P)
+            elif isinstance(lexical, ShardFailure):
+                answer.failures.append(lexical)
+            elif hybrid and lexical:
+                by_words = _scan_hybrid(held, lexical, shard, queries_QD, words, hybrid.weight, k, mask_P)
+                answer.results.append(by_words)
             else:
                 answer.results.append(_scan(held, shard, queries_QD, k, mask_P))
         self._finished += 1
@@ -271,14 +293,25 @@ class ShardSearcher:
             return self._versions.setdefault(version, of)
 
     def _get_open(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
-        key = of.keys[shard]
-        held = self._held.get(key)
-        if held is not None:
-            return held
+        return self._held.get(of.keys[shard]) or self._open_late(self._open, of, shard, of.keys[shard], call)
+
+    def _get_words(self, of: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
+        if not of.word_keys:
+            raise ShardIndexError(
+                f"index {of.manifest.index!r} version {of.manifest.version} has no words of its passages; "
+                f"{NO_WORDS_HINT}"
+            )
+        key = of.word_keys[shard]
+        return self._words.get(key) or self._open_late(self._open_words, of, shard, key, call)
+
+    def _open_late(
+        self, opens: Callable[[_Version, int], T], of: _Version, shard: int, key: Key, call: str
+    ) -> T | ShardFailure:
+        """What a call opens that nothing opened before; a failure where its files are damaged."""
         if key not in self._damaged:
             with logs.request_context(call.rpartition("/")[0]):
                 try:
-                    return self._open(of, shard)
+                    return opens(of, shard)
                 except MvrRayError as error:
                     log.error("shard damaged: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
                     self._damaged[key] = str(error)
@@ -294,6 +327,23 @@ class ShardSearcher:
                     self._held[key] = held
                     self._damaged.pop(key, None)
         return held
+
+    def _open_words(self, of: _Version, shard: int) -> LexicalIndex:
+        key, entry = of.word_keys[shard], of.entries[shard]
+        with self._opening:
+            words = self._words.get(key)
+            if words is None:
+                words = open_lexical(Store(self.task.store), of.manifest, of.manifest.shards.index(entry))
+                if words.postings.num_passages != entry.num_passages:
+                    raise ManifestError(
+                        f"the words of shard {shard} of index {of.manifest.index!r} are those of "
+                        f"{words.postings.num_passages} passages, its manifest says {entry.num_passages}. "
+                        f"Roll back, or index again"
+                    )
+                with self._books:
+                    self._words[key] = words
+                    self._damaged.pop(key, None)
+        return words
 
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
@@ -311,7 +361,7 @@ class ShardSearcher:
         index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
         ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
-        return OpenShard(index, embedded, ids, entry.num_bytes)
+        return OpenShard(index, embedded, ids, entry.num_bytes, BlockTable(blocks))
 
 
 class Fleet(Protocol):
@@ -331,9 +381,11 @@ class Fleet(Protocol):
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """Scan these shards. `again`: a further round of a search, which no bound on queues refuses. `on_partial`
-        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one.
+        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one; `hybrid`:
+        rank by words and views.
         """
         ...
 
@@ -369,8 +421,10 @@ class LocalFleet:
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
-        return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version, filter=filter)
+        version = self.task.manifest.version
+        return self.searcher.scan(queries_QD, k, shards, version, filter=filter, hybrid=hybrid)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search."""
@@ -386,14 +440,63 @@ def shard_keys(manifest: Manifest) -> dict[int, Key]:
     return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
+def word_keys(manifest: Manifest) -> dict[int, Key]:
+    """What the words of each shard of a version are when open; empty for a version without."""
+    if manifest.lexical is None:
+        return {}
+    postings, statistics = manifest.lexical.postings, manifest.lexical.statistics.sha256
+    return {entry.shard: f"words {own.sha256} {statistics}" for entry, own in zip(manifest.shards, postings)}
+
+
+def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
+    """The bytes of what a searcher holds of these shards, by key."""
+    keys, words = shard_keys(manifest), word_keys(manifest)
+    own = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
+    if manifest.lexical:
+        postings = zip(manifest.shards, manifest.lexical.postings)
+        own |= {words[entry.shard]: file.num_bytes for entry, file in postings if entry.shard in shards}
+    return own
+
+
+def _scan_hybrid(
+    open_shard: OpenShard,
+    lexical: LexicalIndex,
+    shard: int,
+    queries_QD: FloatArray,
+    words: Sequence[Sequence[str]],
+    weight: float,
+    k: int,
+    mask_P: Mask | None,
+) -> ShardResult:
+    index, table = open_shard.index, open_shard.table
+    if index is None or table is None:
+        return _scan(open_shard, shard, queries_QD, k)
+    queries_QD, rows_P = check_queries(queries_QD, index.dimension), table.scorable_rows
+    counted_hits = hybrid_search(
+        lambda queries, depth: index.search(queries_QD[queries], depth, mask_P),
+        lambda pairs: table.rescore(queries_QD, pairs),
+        lambda query: lexical.scores(words[query]),
+        rows_P if mask_P is None else rows_P[mask_P[rows_P]],
+        len(queries_QD),
+        weight,
+        min(k, index.num_passages),
+        exact=index.exact,
+    )
+    return _as_result(shard, counted_hits, open_shard.ids)
+
+
 def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
-    index, _, ids, _ = open_shard
+    index, ids = open_shard.index, open_shard.ids
     if index is None:
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
         return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
-    hits, rescored_Q = index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P)
+    return _as_result(shard, index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P), ids)
+
+
+def _as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardResult:
+    hits, rescored_Q = counted_hits
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
     return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))

@@ -84,6 +84,13 @@ function scoreTable(explained, num) {
       made("td", {}, view.text ?? stands[view.kind]),
     );
   });
+  const { lexical, total } = explained.winners[0];
+  if (lexical !== null && lexical !== undefined) {
+    for (const [name, score] of [["words (BM25)", lexical], ["BM25 + weight x best view", total]]) {
+      rows.push(made("tr", {}, made("th", { scope: "row" }, ""), made("td", { class: "number" }, score.toFixed(4)),
+        made("td", {}, name)));
+    }
+  }
   const head = made("tr", {}, ...["View", "Score", "Stands for"].map((name) => made("th", { scope: "col" }, name)));
   return made("table", { "aria-label": `Views of passage ${num}` }, made("thead", {}, head), made("tbody", {}, ...rows));
 }
