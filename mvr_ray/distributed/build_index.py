@@ -29,7 +29,7 @@ from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
-from mvr_ray.distributed.lexical import build_lexical
+from mvr_ray.distributed.lexical import build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -77,9 +77,11 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
     plan = _plan_shards(store, draft, task.key, corpus, before)
-    postings = _kept_postings(store, draft, corpus) if run.index.lexical else {}
-    whole = len(plan.kept) == corpus.num_shards and len(postings) == corpus.num_shards * run.index.lexical
-    if whole and (live := _same_live_version(store, draft, plan.kept, run.index.lexical)):
+    base = find_base(store, draft.index, corpus) if run.index.lexical else None
+    if base and base.corpus_digest == corpus.digest:
+        draft = dataclasses.replace(draft, lexical=base.lexical)
+    ready = len(plan.kept) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
+    if ready and (live := _same_live_version(store, draft, plan.kept)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
@@ -88,9 +90,8 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
         shards = _build(task, draft, corpus, plan.kept, run.index, progress)
-        lexical = (
-            build_lexical(draft.index, corpus, corpus.num_shards, postings, progress) if run.index.lexical else None
-        )
+        words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
+        lexical = build_lexical(words, progress) if run.index.lexical else None
     counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(plan.kept))
     counts["carried_over"] += sum(entry.num_passages for entry in plan.kept.values())
     version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
@@ -156,8 +157,7 @@ def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus, before
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
     """Publish the version, unless the live one says the same; the staging folder goes."""
     require_all_rows(corpus, version)
-    entries = {entry.shard: entry for entry in version.shards}
-    repaired = _same_live_version(store, version, entries, version.lexical is not None)
+    repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
     published = repaired or manifests.publish(store, version)
     store.delete_dir(paths.staging_dir(version.index, task.key))
     progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
@@ -206,20 +206,6 @@ def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest
     return kept
 
 
-def _kept_postings(store: Store, draft: Manifest, corpus: Corpus) -> dict[int, FileEntry]:
-    """Postings that earlier versions have of the same passages, as far as they are whole; the newest first."""
-    kept: dict[int, FileEntry] = {}
-    for number in reversed(manifests.list_versions(store, draft.index)):
-        earlier = manifests.read(store, draft.index, number)
-        if earlier.lexical is None or len(earlier.shards) != corpus.num_shards:
-            continue
-        for shard in _same_parts(store, earlier, corpus) - set(kept):
-            entry = earlier.lexical.postings[shard]
-            if not store.damage(manifests.lexical_path(draft.index, entry), entry.num_bytes, entry.sha256):
-                kept[shard] = entry
-    return kept
-
-
 def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     """The parts of the corpus that hold what the shards of an earlier version were made from."""
     if len(earlier.shards) != corpus.num_shards:
@@ -234,17 +220,14 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
     return {shard for shard in range(len(now)) if len(now) == len(before) and now[shard].digest == before[shard].digest}
 
 
-def _same_live_version(
-    store: Store, draft: Manifest, reusable: dict[int, ShardEntry], has_words: bool
-) -> Manifest | None:
-    """The live version, where publishing these shards, with words or without, would say again what it says."""
+def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
+    """The live version, where publishing these shards would say again what it says."""
     if not draft.parent:
         return None
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
-    same = same and live.refined_queries == draft.refined_queries
-    words = dataclasses.replace(live, shards=(), refined_queries={})
-    same = same and (live.lexical is not None) == has_words and not manifests.verify(store, words).problems
+    same = same and live.refined_queries == draft.refined_queries and live.lexical == draft.lexical
+    same = same and not manifests.verify(store, dataclasses.replace(live, shards=(), refined_queries={})).problems
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 

@@ -75,13 +75,13 @@ def repair(store: Store, manifest: Manifest) -> RepairReport:
 
 
 def _repair_words(store: Store, manifest: Manifest, problems: Sequence[Problem]) -> Repair:
-    """Write the words again, from the corpus."""
+    """Write the words again, from the corpus and those before it."""
     try:
         is_whole = repair_lexical(store, manifest)
     except (MissingInputError, StorageError) as error:
         log.warning("words not indexed: index=%s error=%s", manifest.index, error)
         is_whole = False
-    cure = "" if is_whole else "prepare the corpus again (mvr-ray prepare CONFIG), then repair"
+    cure = "" if is_whole else "index again (mvr-ray index CONFIG index.lexical=true), which writes them whole"
     return Repair(LEXICAL, "repaired" if is_whole else "lost", _lines(problems), "", cure)
 
 

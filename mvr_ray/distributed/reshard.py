@@ -19,7 +19,7 @@ import ray
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.lexical import build_lexical
+from mvr_ray.distributed.lexical import build_lexical, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -103,7 +103,8 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
         new = manifest_over(base, _build(task, progress))
         if base.lexical:
             corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-            lexical = build_lexical(base.index, corpus, num_shards, progress=progress)
+            words = lexical_task(corpus, base.index, num_shards)
+            lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
             new = dataclasses.replace(new, lexical=lexical)
     require_same_counts(base, new)
     published = manifests.publish(store, new)

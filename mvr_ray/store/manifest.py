@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,18 +74,27 @@ class ShardEntry:
         return sum(file.num_bytes for file in self.files.values())
 
 
+OneOrTwo = Annotated[tuple[FileEntry, ...], Field(min_length=1, max_length=2)]
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class LexicalPart:
-    """The words of a version's passages, in files that are named by their content (`paths.lexical`)."""
+    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one, or two where
+    the second has what changed since the first was written."""
 
-    statistics: FileEntry
+    statistics: OneOrTwo
     """Of the whole corpus."""
-    postings: tuple[FileEntry, ...]
+    postings: tuple[OneOrTwo, ...]
     """Of each shard, in the order of the version's shards."""
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        return (self.statistics, *self.postings)
+        return tuple(dict.fromkeys(file for own in (self.statistics, *self.postings) for file in own))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a file of changes lies beside another one."""
+        return any(len(own) > 1 for own in (self.statistics, *self.postings))
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -264,8 +273,12 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
     return entry
 
 
-def open_lexical(store: Store, index: str, entry: FileEntry) -> Path:
-    """Return a local file of words. Reads it, and raises DigestError where it has another digest."""
+def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
+    """Return local files of words. Reads them, and raises DigestError where one has another digest."""
+    return [_open_lexical_file(store, index, entry) for entry in files]
+
+
+def _open_lexical_file(store: Store, index: str, entry: FileEntry) -> Path:
     remote = lexical_path(index, entry)
     path = store.local_path(remote)
     if not store.is_local and path.is_file() and not _equals(path, entry):
@@ -412,6 +425,11 @@ def rollback(store: Store, index: str, to: int) -> Manifest:
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
     """Raise ManifestError unless every file of the manifest is there with its size; renew the age of its folders."""
+    if manifest.lexical and len(manifest.lexical.postings) != len(manifest.shards):
+        raise ManifestError(
+            f"index {manifest.index!r} version {version} not published: it has {len(manifest.shards)} shards and the "
+            f"words of {len(manifest.lexical.postings)}; index again: mvr-ray index CONFIG index.lexical=true"
+        )
     missing = _missing_files(store, manifest)
     if missing:
         raise ManifestError(

@@ -1,23 +1,28 @@
 """Compares hybrid searches over any shards, precision, weight and filter with brute force over both scores."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_index import D, Views, bm25_over, hybrid_brute_force, publish_random_index, random_views
+from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
 
 from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, find_base, lexical_task
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.index.base import IndexParams
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
 from mvr_ray.types import HybridQueries
 
 WORDS = ("harbour", "ship", "library", "engine", "music", "river", "castle", "the")
@@ -101,3 +106,60 @@ def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     assert_brute_force(routed(root, version, together), views, rows, queries_QD, weight, k)
+
+
+def update_corpus(root: Path, upserts: dict[str, dict], deletions: set[str]) -> Corpus:
+    changes = root / "changes.jsonl"
+    lines = [*upserts.values(), *({"id": name, "delete": True} for name in sorted(deletions))]
+    changes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    update(PrepareConfig(), Store(str(root)), str(changes))
+    return Corpus.open(Store(str(root)), "corpus")
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 60), STEPS, st.integers(1, 8), PRECISIONS, WEIGHTS, st.integers(0, 999))
+def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
+    tmp_path_factory, count, steps, shards, precision, weight, seed
+):
+    """Updates, deletions, compactions and reshards; every version of the history still answers for itself."""
+    scan, dtype = precision
+    root, rng = tmp_path_factory.mktemp("history"), np.random.default_rng(seed)
+    store, views = Store(str(root)), random_views(count, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus = corpus_of(root, rows, shards)
+    params = IndexParams(scan=scan)
+    version = publish_random_index(root, views, shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
+    history = [(version, views, rows)]
+    for step in steps:
+        base, lexical = dataclasses.replace(version, lexical=None), version.lexical
+        assert lexical
+        if step[0] == "update":
+            fresh = random_views(80, int(rng.integers(1 << 30)), levels=2)
+            upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
+            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            changed = random_rows(upserts, int(rng.integers(1 << 30)))
+            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
+            rows = {name: row for name, row in (rows | changed).items() if name in views}
+            if not views:
+                break
+            corpus = update_corpus(root, changed, deleted)
+            if len(base.shards) != corpus.num_shards:  # as `mvr-ray index` does
+                base = publish_reshard(store, base, corpus.num_shards)
+            plain = publish_update(store, base, upserts, deleted)
+            task = lexical_task(corpus, "random", corpus.num_shards, find_base(store, "random", corpus))
+            lexical = build_lexical(task, here=True)
+        elif step[0] == "compact":
+            plain = publish_compaction(store, base)
+            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards)), lexical, here=True)
+            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards)), here=True)
+        else:
+            plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1])
+            lexical = build_lexical(task, statistics=lexical.statistics, here=True)
+        own = {"parent": plain.version, "corpus_digest": corpus.digest, "lexical": lexical}
+        version = manifests.publish(store, dataclasses.replace(plain, **own))
+        history.append((version, views, rows))
+        event(f"shards with changes of words beside them: {sum(len(own) > 1 for own in lexical.postings)}")
+    for version, there, own in history:
+        assert_brute_force(routed(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
+        assert manifests.verify(store, version).problems == []

@@ -116,7 +116,7 @@ def test_damaged_words_of_a_shard_are_told_and_views_are_still_searched(lexical_
     store = shutil.copytree(lexical_index, tmp_path / "store")
     version = manifest.read(Store(str(store)), "index")
     assert version.lexical
-    path = store / manifest.lexical_path("index", version.lexical.postings[1])
+    path = store / manifest.lexical_path("index", version.lexical.postings[1][0])
     path.write_bytes(path.read_bytes()[:-8] + b"x" * 8)
     with open_hot_swap_router(run_over(store), local=True) as router:
         assert router.search_text(texts, 5).coverage_share == 1.0
@@ -135,8 +135,9 @@ def test_versions_that_share_a_shard_have_each_its_own_statistics(lexical_index,
     assert second.lexical
     from mvr_ray.index.lexical import Postings, write_statistics
 
-    write_statistics([Postings(manifest.open_lexical(store, "index", second.lexical.postings[0]))], tmp_path / "other")
-    other = dataclasses.replace(second.lexical, statistics=manifest.add_lexical(store, "index", tmp_path / "other"))
+    [path] = manifest.open_lexical(store, "index", second.lexical.postings[0])
+    write_statistics([Postings(path).whole], tmp_path / "other")
+    other = dataclasses.replace(second.lexical, statistics=(manifest.add_lexical(store, "index", tmp_path / "other"),))
     manifest.publish(store, dataclasses.replace(second, parent=2, lexical=other))
     with open_hot_swap_router(run_over(root), 2, local=True) as router:
 

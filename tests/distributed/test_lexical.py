@@ -8,10 +8,11 @@ import pytest
 
 from mvr_ray.distributed import build_index, repair, reshard
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.lexical import open_lexical
+from mvr_ray.distributed.lexical import open_postings, open_statistics
 from mvr_ray.index.lexical import tokenize
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import LEXICAL, Manifest
@@ -33,8 +34,9 @@ def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest) -> bool
         scores: dict[str, float] = {}
         for at, entry in enumerate(version.shards):
             folder = manifest.open_shard(store, version.index, entry)
-            ids = build_index.EmbeddingShard.open(folder / paths.EMBEDDINGS).ids()
-            scores |= dict(zip(ids, open_lexical(store, version, at).scores(words).tolist(), strict=True))
+            ids = open_embeddings(folder, entry.files).ids()
+            own = open_postings(store, version, at).scores(words, open_statistics(store, version))
+            scores |= dict(zip(ids, own.tolist(), strict=True))
         assert len(scores) == corpus.num_passages and expected
         assert {i: s for i, s in scores.items() if s} == {hit.passage_id: hit.score for hit in expected}
     return True
@@ -72,6 +74,10 @@ def test_a_changed_corpus_has_new_statistics_and_the_postings_of_parts_that_stay
     assert after.lexical.statistics != before.lexical.statistics
     kept = [old == new for old, new in zip(before.lexical.postings, after.lexical.postings, strict=True)]
     assert sorted(kept) == [False, True, True]
+    shard = kept.index(False)
+    old, new = before.lexical.postings[shard], after.lexical.postings[shard]
+    assert new[:1] == old and len(new) == 2 and new[1].num_bytes < old[0].num_bytes / 2
+    assert after.lexical.statistics[:1] == before.lexical.statistics and len(after.lexical.statistics) == 2
     assert words_score_as_bm25_over_the_corpus(store, after)
 
 
@@ -94,7 +100,7 @@ def test_damaged_words_are_found_and_written_again_from_the_corpus(with_words, r
     (problem,) = manifest.verify(store, version).problems
     assert problem.shard == LEXICAL and problem.path in str(path)
     with pytest.raises(manifest.DigestError, match=r"missing or damaged .*versions CONFIG repair"):
-        [open_lexical(store, version, at) for at in range(3)]
+        open_statistics(store, version), [open_postings(store, version, at) for at in range(3)]
     report = repair.repair(store, version)
     assert [(one.shard, one.state) for one in report.repairs] == [(LEXICAL, "repaired")]
     assert path.read_bytes() == whole and not manifest.verify(store, version).problems

@@ -38,8 +38,12 @@ def make_shards(folder: Path, passages: list[Passage], num_shards: int) -> list[
     shards = [[one for one in passages if shard_of(one.id, num_shards) == shard] for shard in range(num_shards)]
     for number, own in enumerate(shards):
         write_postings(own, folder / f"{number}.arrow")
-    write_statistics([Postings(folder / f"{n}.arrow") for n in range(num_shards)], folder / "statistics.arrow")
+    write_statistics([Postings(folder / f"{n}.arrow").whole for n in range(num_shards)], folder / "statistics.arrow")
     return shards
+
+
+def opened(folder: Path, name: str) -> LexicalIndex:
+    return LexicalIndex(Postings(folder / f"{name}.arrow"), CorpusStatistics(folder / "statistics.arrow"))
 
 
 def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
@@ -55,7 +59,7 @@ def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
 def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, passages, questions, num_shards):
     oracle = whole_corpus(passages)
     shards = make_shards(tmp_path, passages, num_shards)
-    indexes = [LexicalIndex.open(tmp_path / f"{n}.arrow", tmp_path / "statistics.arrow") for n in range(num_shards)]
+    indexes = [opened(tmp_path, str(n)) for n in range(num_shards)]
     row_of = {passage.id: row for row, passage in enumerate(passages)}
     num_scored = 0
     for words in tokenize(questions):
@@ -71,7 +75,7 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     make_shards(tmp_path, passages, 1)
-    index = LexicalIndex.open(tmp_path / "0.arrow", tmp_path / "statistics.arrow")
+    index = opened(tmp_path, "0")
     for words in tokenize(questions[:20]):
         score_P = index.scores(words)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
@@ -80,7 +84,7 @@ def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
     make_shards(tmp_path, passages, 1)
-    index = LexicalIndex.open(tmp_path / "0.arrow", tmp_path / "statistics.arrow")
+    index = opened(tmp_path, "0")
     once, twice = index.scores(["team"]), index.scores(["team", "zzyzx", "team"])
     assert once.any() and np.array_equal(twice, once + once)
     assert not index.scores([]).any() and not index.scores(["zzyzx"]).any()
@@ -90,11 +94,12 @@ def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path,
     for name in ("a", "b"):
         write_postings(passages[:50], tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    write_postings([], tmp_path / "empty")
-    write_statistics([Postings(tmp_path / "empty"), Postings(tmp_path / "a")], tmp_path / "statistics")
-    assert LexicalIndex.open(tmp_path / "empty", tmp_path / "statistics").scores(["team"]).shape == (0,)
+    write_postings([], tmp_path / "empty.arrow")
+    shards = [Postings(tmp_path / name).whole for name in ("empty.arrow", "a")]
+    write_statistics(shards, tmp_path / "statistics.arrow")
+    assert opened(tmp_path, "empty").scores(["team"]).shape == (0,)
     lengths = [len(words) for words in tokenize([indexed_text(passage) for passage in passages[:50]])]
-    assert CorpusStatistics(tmp_path / "statistics").mean_length == np.mean(lengths)
+    assert CorpusStatistics(tmp_path / "statistics.arrow").mean_length == np.mean(lengths)
 
 
 def test_a_file_of_another_kind_is_refused_by_name(tmp_path, passages):

@@ -24,19 +24,19 @@ from mvr_ray import logs
 from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.lexical import open_lexical
+from mvr_ray.distributed.lexical import open_postings, open_statistics
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
-from mvr_ray.index.lexical import LexicalIndex, tokenize
+from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import CountedHits, FloatArray, HybridQueries, ShardHits
 
 log = logging.getLogger(__name__)
@@ -89,13 +89,21 @@ class _Version(NamedTuple):
     manifest: Manifest
     entries: dict[int, ShardEntry]
     keys: dict[int, Key]
-    word_keys: dict[int, Key]
+    postings_keys: dict[int, Key]
+    statistics_key: Key
 
     @classmethod
     def of(cls, manifest: Manifest) -> "_Version":
-        return cls(
-            manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest), word_keys(manifest)
-        )
+        entries = {entry.shard: entry for entry in manifest.shards}
+        return cls(manifest, entries, shard_keys(manifest), postings_keys(manifest), statistics_key(manifest))
+
+    def words_key(self, shard: int) -> Key | None:
+        """What the words of a shard are, postings and statistics; None for a version without."""
+        return f"{self.postings_keys[shard]} {self.statistics_key}" if self.statistics_key else None
+
+    def all_keys(self) -> set[Key]:
+        words = {key for shard in self.postings_keys if (key := self.words_key(shard))}
+        return {*self.keys.values(), *self.postings_keys.values(), self.statistics_key, *words}
 
 
 class OpenShard(NamedTuple):
@@ -122,7 +130,8 @@ class ShardSearcher:
         self._versions: dict[int, _Version] = {}
         self._dropped: set[int] = set()
         self._held: dict[Key, OpenShard] = {}
-        self._words: dict[Key, LexicalIndex] = {}
+        self._postings: dict[Key, Postings] = {}
+        self._statistics: dict[Key, CorpusStatistics] = {}
         self._damaged: dict[Key, str] = {}
         self._opening = threading.Lock()
         self._books = threading.Lock()
@@ -143,7 +152,7 @@ class ShardSearcher:
                 self._versions[manifest.version] = of
                 self._dropped.discard(manifest.version)
             for shard in shards:
-                for key, opens in ((of.keys[shard], self._open), (of.word_keys.get(shard), self._open_words)):
+                for key, opens in ((of.keys[shard], self._open), (of.words_key(shard), self._open_words)):
                     try:
                         if key is not None:
                             opens(of, shard)
@@ -160,8 +169,8 @@ class ShardSearcher:
         with self._books:
             self._dropped.add(version)
             self._versions.pop(version, None)
-            named = {key for one in self._versions.values() for key in (*one.keys.values(), *one.word_keys.values())}
-            for kept in (self._held, self._words, self._damaged):
+            named = {key for one in self._versions.values() for key in one.all_keys()}
+            for kept in (self._held, self._postings, self._statistics, self._damaged):
                 for key in [key for key in kept if key not in named]:
                     del kept[key]
 
@@ -175,7 +184,7 @@ class ShardSearcher:
     def memory(self) -> MemoryUsage:
         """What is held here, and what is free on this machine."""
         held = {key: one.num_bytes for key, one in list(self._held.items())}
-        held |= {key: one.num_bytes for key, one in list(self._words.items())}
+        held |= {key: one.num_bytes for kept in (self._postings, self._statistics) for key, one in list(kept.items())}
         return MemoryUsage(node_name(), free_bytes(), held)
 
     def scan(
@@ -296,13 +305,13 @@ class ShardSearcher:
         return self._held.get(of.keys[shard]) or self._open_late(self._open, of, shard, of.keys[shard], call)
 
     def _get_words(self, of: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
-        if not of.word_keys:
+        key = of.words_key(shard)
+        if key is None:
             raise ShardIndexError(
                 f"index {of.manifest.index!r} version {of.manifest.version} has no words of its passages; "
                 f"{NO_WORDS_HINT}"
             )
-        key = of.word_keys[shard]
-        return self._words.get(key) or self._open_late(self._open_words, of, shard, key, call)
+        return self._open_late(self._open_words, of, shard, key, call)
 
     def _open_late(
         self, opens: Callable[[_Version, int], T], of: _Version, shard: int, key: Key, call: str
@@ -329,21 +338,22 @@ class ShardSearcher:
         return held
 
     def _open_words(self, of: _Version, shard: int) -> LexicalIndex:
-        key, entry = of.word_keys[shard], of.entries[shard]
+        key, entry, store = of.postings_keys[shard], of.entries[shard], Store(self.task.store)
+        postings, statistics = self._postings.get(key), self._statistics.get(of.statistics_key)
+        if postings is not None and statistics is not None:
+            return LexicalIndex(postings, statistics)
         with self._opening:
-            words = self._words.get(key)
-            if words is None:
-                words = open_lexical(Store(self.task.store), of.manifest, of.manifest.shards.index(entry))
-                if words.postings.num_passages != entry.num_passages:
-                    raise ManifestError(
-                        f"the words of shard {shard} of index {of.manifest.index!r} are those of "
-                        f"{words.postings.num_passages} passages, its manifest says {entry.num_passages}. "
-                        f"Roll back, or index again"
-                    )
-                with self._books:
-                    self._words[key] = words
-                    self._damaged.pop(key, None)
-        return words
+            postings = self._postings.get(key) or open_postings(store, of.manifest, of.manifest.shards.index(entry))
+            statistics = self._statistics.get(of.statistics_key) or open_statistics(store, of.manifest)
+            if postings.num_passages != entry.num_passages:
+                raise ManifestError(
+                    f"the words of shard {shard} of index {of.manifest.index!r} are those of {postings.num_passages} "
+                    f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
+                )
+            with self._books:
+                self._postings[key], self._statistics[of.statistics_key] = postings, statistics
+                self._damaged.pop(of.words_key(shard) or "", None)
+        return LexicalIndex(postings, statistics)
 
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
@@ -440,21 +450,30 @@ def shard_keys(manifest: Manifest) -> dict[int, Key]:
     return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
-def word_keys(manifest: Manifest) -> dict[int, Key]:
-    """What the words of each shard of a version are when open; empty for a version without."""
-    if manifest.lexical is None:
-        return {}
-    postings, statistics = manifest.lexical.postings, manifest.lexical.statistics.sha256
-    return {entry.shard: f"words {own.sha256} {statistics}" for entry, own in zip(manifest.shards, postings)}
+def postings_keys(manifest: Manifest) -> dict[int, Key]:
+    """What the postings of each shard of a version are when open; empty for a version without words."""
+    postings = manifest.lexical.postings if manifest.lexical else ()
+    return {entry.shard: _words_key(files) for entry, files in zip(manifest.shards, postings)}
+
+
+def statistics_key(manifest: Manifest) -> Key:
+    """What the statistics of a version's corpus are when open; empty for a version without words."""
+    return _words_key(manifest.lexical.statistics) if manifest.lexical else ""
+
+
+def _words_key(files: Sequence[FileEntry]) -> Key:
+    return " ".join(["words", *(file.sha256 for file in files)])
 
 
 def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
     """The bytes of what a searcher holds of these shards, by key."""
-    keys, words = shard_keys(manifest), word_keys(manifest)
+    keys, words = shard_keys(manifest), postings_keys(manifest)
     own = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
     if manifest.lexical:
-        postings = zip(manifest.shards, manifest.lexical.postings)
-        own |= {words[entry.shard]: file.num_bytes for entry, file in postings if entry.shard in shards}
+        files = {statistics_key(manifest): manifest.lexical.statistics}
+        files |= {words[entry.shard]: one for entry, one in zip(manifest.shards, manifest.lexical.postings)}
+        named = {statistics_key(manifest), *(words[shard] for shard in shards)}
+        own |= {key: sum(file.num_bytes for file in files[key]) for key in named}
     return own
 
 
