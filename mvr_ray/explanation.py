@@ -48,7 +48,7 @@ class ExplainedPassage(BaseModel):
 
 class Explanation(BaseModel):
     """Some questions against some passages, from one index version. `hybrid` is the weight of the dense score in the
-    sum with BM25; None where passages are ranked by the dense score alone."""
+    sum with BM25, rrf for reciprocal ranks; None where passages are ranked by the dense score alone."""
 
     index: str
     version: int
@@ -56,7 +56,7 @@ class Explanation(BaseModel):
     num_views: int
     questions: list[str]
     passages: list[ExplainedPassage]
-    hybrid: float | None = None
+    hybrid: float | Literal["rrf"] | None = None
 
 
 class Scale(NamedTuple):

@@ -69,9 +69,10 @@ def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> T
         wins = [winner.view == view.view for winner in passage.winners]
         scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
         output.add_row(str(view.view), Text(stands_for(view)), *scores)
-    if any(winner.total is not None for winner in passage.winners):
-        output.add_row("", "words (BM25)", *(f"{winner.lexical:.4f}" for winner in passage.winners))
-        output.add_row("", "BM25 + weight x best view", *(f"{winner.total:.4f}" for winner in passage.winners))
+    for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
+        scores = [getattr(winner, kind) for winner in passage.winners]
+        if any(score is not None for score in scores):
+            output.add_row("", name, *("" if score is None else f"{score:.4f}" for score in scores))
     return output
 
 

@@ -254,9 +254,10 @@ class RefineConfig(Section):
 
 
 class SearchConfig(Section):
-    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve` and `serve`; absent: by the dense
-    score alone. Needs `index.lexical`; `mvr-ray tune` finds it."""
+    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
+    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf: by
+    reciprocal ranks in both, where no questions choose a weight; absent: by the dense score alone. Needs
+    `index.lexical`; `mvr-ray tune` finds it."""
 
 
 class RetrieveConfig(Section):
@@ -302,9 +303,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
-    hybrid_depth: Count = 1000
-    """Hits of each list that are fused."""
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported; absent: as
+    `search.hybrid` says. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 

@@ -42,7 +42,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, HybridQueries, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 log = logging.getLogger(__name__)
 
@@ -335,11 +335,12 @@ class HotSwapRouter:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
-        hybrid: float | None = None,
+        hybrid: HybridWeight | None = None,
+        parts: bool = False,
     ) -> Answer:
         options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
         with self.pin() as router:
-            return router.search_text(texts, k, **options)
+            return router.search_text(texts, k, **options, parts=parts)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pin() as router:

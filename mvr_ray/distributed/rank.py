@@ -23,7 +23,7 @@ from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, Passage, Progress, Question, no_progress
+from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RankSettings(NamedTuple):
     snippets: bool = False
     refined_queries: bool = False
     filter: Mapping[str, Any] | None = None
-    hybrid: float | None = None
+    hybrid: HybridWeight | None = None
 
 
 class QuestionRanker:

@@ -8,7 +8,7 @@ from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.router import open_router, require_words
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets, read_questions
@@ -52,6 +52,8 @@ def retrieve(
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
     require_encoder(store, base)
+    if run.search.hybrid is not None:
+        require_words(base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)

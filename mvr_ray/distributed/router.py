@@ -26,6 +26,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
+from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
@@ -36,11 +37,11 @@ from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, ShardIndexError, UnknownPassageError
-from mvr_ray.index.lexical import tokenize
+from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
@@ -50,7 +51,9 @@ from mvr_ray.types import (
     Exactness,
     FloatArray,
     Hit,
+    HybridParts,
     HybridQueries,
+    HybridWeight,
     Passage,
     PassageScores,
     ShardState,
@@ -111,6 +114,7 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
+        self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @property
@@ -153,16 +157,21 @@ class Router:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
-        hybrid: float | None = None,
+        hybrid: HybridWeight | None = None,
+        parts: bool = False,
     ) -> Answer:
         """`search` with the questions' embeddings; embedding them counts towards the time. With `hybrid` w a passage
-        scores BM25 + w x its dense score."""
+        scores BM25 + w x its dense score, with "rrf" the sum of its reciprocal ranks in both; `parts`: the answer has
+        both scores of every hit."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
         words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
         options = {"deadline": deadline, "min_coverage": min_coverage}
-        return self.search(queries_QD, k, **options, filter=filter, hybrid=words)
+        answer = self.search(queries_QD, k, **options, filter=filter, hybrid=words)
+        if parts and words is not None:
+            answer = answer._replace(parts=self._parts(queries_QD, texts, answer.hits, deadline))
+        return answer
 
     def search(
         self,
@@ -184,7 +193,8 @@ class Router:
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
 
         With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate. The
-        statistics of BM25 are those of the whole corpus, whatever a filter lets pass.
+        statistics of BM25 are those of the whole corpus, whatever a filter lets pass. With "rrf" it scores by its ranks
+        among the first 100 (or k) of both sides; certified then means that both lists are.
 
         Raises ShardIndexError for k below 1, vectors of another dimension, a weight below 0 and a version without
         words, FilterError for a filter that does not fit the version's corpus, OverloadedError when too many calls
@@ -197,10 +207,12 @@ class Router:
         text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
         if hybrid is not None:
             self._check_hybrid(hybrid, len(queries_QD))
+            if hybrid.weight == "rrf":
+                return self._search_by_ranks(queries_QD, k, hybrid, deadline, min_coverage, filter)
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
-        exact = self.manifest.index_params["kind"] == "flat"
+        exact = self._is_exact(hybrid)
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
@@ -223,19 +235,44 @@ class Router:
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in failures for shard in missing.shards}
         hits = merged.hits() or [[] for _ in queries_QD]
-        answer = self._answer(hits, silent, rounds, rescored, hybrid is not None)
+        answer = self._answer(hits, silent, rounds, rescored, hybrid)
         if silent:
             self._check_coverage(answer, min_coverage)
         return answer
 
+    def _search_by_ranks(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        hybrid: HybridQueries,
+        deadline: Deadline,
+        min_coverage: float,
+        filter: Mapping[str, Any] | None,
+    ) -> Answer:
+        """Fuse the best of both sides by reciprocal rank (`core.searching.fusion`)."""
+        depth, options = max(k, LIST_DEPTH), {"deadline": deadline, "min_coverage": min_coverage, "filter": filter}
+        words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
+        dense = self.search(queries_QD, depth, **options)
+        hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
+        shards = tuple(max(both, key=lambda shard: shard.state != SEARCHED) for both in zip(words.shards, dense.shards))
+        exact = dense.exact._replace(
+            certified=words.exact.certified and dense.exact.certified,
+            method=f"reciprocal ranks in the first {depth} by bm25 and the first {depth} by {dense.exact.method}",
+            rounds=max(words.exact.rounds, dense.exact.rounds),
+            rescored=words.exact.rescored + dense.exact.rescored,
+        )
+        answer = dense._replace(hits=hits, shards=shards, exact=exact)
+        if answer.coverage_share < 1:
+            self._check_coverage(answer, min_coverage)
+        return answer
+
+    def _is_exact(self, hybrid: HybridQueries | None = None) -> bool:
+        """Whether shards answer exactly: words do, whatever the index of the views is."""
+        return self.manifest.index_params["kind"] == "flat" or (hybrid is not None and hybrid.weight == "words")
+
     def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
-        manifest = self.manifest
-        if manifest.lexical is None:
-            raise ShardIndexError(
-                f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid "
-                f"search needs; {NO_WORDS_HINT}"
-            )
-        if not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
+        require_words(self.manifest)
+        if not isinstance(hybrid.weight, str) and not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
             raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; give a finite number from 0 on")
         if len(hybrid.texts) != num_queries:
             raise ShardIndexError(
@@ -260,11 +297,22 @@ class Router:
         dimension, CoverageError when a shard is silent.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
+        stored = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
+        for passage_id in passage_ids:
+            if passage_id not in stored:
+                raise UnknownPassageError(
+                    f"index {self.manifest.index!r} version {self.manifest.version} holds no passage {passage_id!r}; "
+                    f"give an id as `mvr-ray search CONFIG` shows it",
+                    passage_id,
+                )
+        return [score_views(queries_QD, passage_id, *stored[passage_id]) for passage_id in passage_ids]
+
+    def _stored_views(self, passage_ids: Sequence[str], deadline: Deadline) -> dict[str, Views]:
         manifest = self.manifest
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             wanted.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
-        stored = self.fleet.views(wanted, Deadline.after(self.timeout_s))
+        stored = self.fleet.views(wanted, deadline)
         for missing in stored.failures:
             if missing.reason == DAMAGED:
                 raise DamagedShardsError(missing.detail)
@@ -273,23 +321,42 @@ class Router:
                 f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
                 f"Searchers that died start again by themselves: ask again"
             )
-        for passage_id in passage_ids:
-            if passage_id not in stored.views:
-                raise UnknownPassageError(
-                    f"index {manifest.index!r} version {manifest.version} holds no passage {passage_id!r}; "
-                    f"give an id as `mvr-ray search CONFIG` shows it",
-                    passage_id,
-                )
-        return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
+        return stored.views
 
     def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
         """By passage id, the BM25 score with each text, as a hybrid search counts it.
 
         Raises ShardIndexError for a version without words, DigestError where the statistics are damaged.
         """
-        self._check_hybrid(HybridQueries((), 0.0), 0)
-        statistics, words = open_statistics(self.store, self.manifest), tokenize(texts)
-        return {one.id: np.array([statistics.score(own, one) for own in words], np.float32) for one in passages}
+        statistics, words = self._statistics(), tokenize(texts)
+        counts = zip(passages, count_words(passages))
+        return {one.id: np.array([statistics.score(own, of) for own in words], np.float32) for one, of in counts}
+
+    def _statistics(self) -> CorpusStatistics:
+        require_words(self.manifest)
+        with self._lock:
+            if self._corpus_statistics is None:
+                self._corpus_statistics = open_statistics(self.store, self.manifest)
+            return self._corpus_statistics
+
+    def _parts(
+        self, queries_QD: FloatArray, texts: Sequence[str], hits: Sequence[Sequence[Hit]], deadline: Deadline
+    ) -> list[list[HybridParts]]:
+        """Both scores of every hit. Raises CoverageError where the shard of one does not answer again in time."""
+        statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
+        passages = list(self.passages(sorted({hit.passage_id for own in hits for hit in own})).values())
+        counts = dict(zip((passage.id for passage in passages), count_words(passages)))
+        views = self._stored_views(list(counts), deadline)
+        return [
+            [
+                HybridParts(
+                    statistics.score(words, counts[hit.passage_id]),
+                    float(score_views(query_1D, hit.passage_id, *views[hit.passage_id]).scores_QN.max()),
+                )
+                for hit in own
+            ]
+            for query_1D, words, own in zip(queries_QD[:, None], tokenize(texts), hits)
+        ]
 
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""
@@ -346,7 +413,7 @@ class Router:
         silent: Mapping[int, ShardFailure],
         rounds: int,
         num_rescored: int,
-        is_hybrid: bool = False,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         manifest = self.manifest
         params = manifest.index_params
@@ -354,10 +421,11 @@ class Router:
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         if bound := manifest.metrics.get("pruned_bound", 0.0):
             method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
-        if is_hybrid:
-            method = f"bm25 + {method}"
-        recall = None if kind == "flat" else manifest.recall
-        exactness = Exactness(kind == "flat" and not silent, method, rounds, num_rescored, recall)
+        if hybrid is not None:
+            method = "bm25" if hybrid.weight == "words" else f"bm25 + {method}"
+        is_exact = self._is_exact(hybrid)
+        recall = None if is_exact else manifest.recall
+        exactness = Exactness(is_exact and not silent, method, rounds, num_rescored, recall)
         states = tuple(
             ShardState(entry.shard, entry.num_passages, missing.reason, missing.detail)
             if (missing := silent.get(entry.shard))
@@ -380,6 +448,15 @@ class Router:
                     raise DamagedShardsError(f"{told}. {shard.reason}", answer.shards)
             raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again", answer.shards)
         log.warning(told)
+
+
+def require_words(manifest: Manifest) -> None:
+    """Raise ShardIndexError for a version that has not the words of its passages."""
+    if manifest.lexical is None:
+        raise ShardIndexError(
+            f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
+            f"needs; {NO_WORDS_HINT}"
+        )
 
 
 @contextmanager

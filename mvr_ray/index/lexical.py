@@ -82,6 +82,11 @@ class PostingsFile:
         return score_P
 
 
+def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
+    """How often each passage has which word."""
+    return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
+
+
 class Postings:
     """The words of one shard's passages, from a file of all and, where it has one, a file of the changes since."""
 
@@ -131,7 +136,7 @@ def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden
 
 
 def _postings_columns(passages: Sequence[Passage]) -> dict[str, Any]:
-    counts = [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
+    counts = count_words(passages)
     terms = sorted(set().union(*counts))
     number_of = {term: number for number, term in enumerate(terms)}
     rows_N = np.repeat(np.arange(len(counts)), [len(own) for own in counts])
@@ -160,9 +165,9 @@ class WordCounts(NamedTuple):
         frequencies: Counter[str] = Counter()
         num_words = 0
         for sign, passages in ((1, after), (-1, before)):
-            for words in tokenize([indexed_text(passage) for passage in passages]):
-                num_words += sign * len(words)
-                for word in set(words):
+            for counts in count_words(passages):
+                num_words += sign * counts.total()
+                for word in counts:
                     frequencies[word] += sign
         return cls(len(after) - len(before), num_words, frequencies)
 
@@ -205,9 +210,8 @@ class CorpusStatistics:
         counts = count_N.astype(np.float64)
         return (np.float64(idf) * (counts / (norm_N + counts))).astype(np.float32)
 
-    def score(self, words: Sequence[str], passage: Passage) -> float:
-        """Score one passage as the index does, from its text."""
-        counts = Counter(tokenize([indexed_text(passage)])[0])
+    def score(self, words: Sequence[str], counts: Counter[str]) -> float:
+        """Score one passage as the index does, from the words of its text (`count_words`)."""
         length_1, score = np.array([counts.total()]), np.float32(0)
         for word in words:
             if counts[word] and (idf := self.idf(word)) is not None:

@@ -16,7 +16,7 @@ from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
-from mvr_ray.types import Answer, FloatArray, HybridQueries, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
@@ -27,7 +27,7 @@ Ranks = list[dict[str, int]]
 
 
 def explain(
-    router: "Router | HotSwapRouter", request: ExplainRequest, limits: ServeConfig, hybrid: float | None = None
+    router: "Router | HotSwapRouter", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
 ) -> Explanation:
     """Explain the passages of the request, or the questions' best hits: every view with every question; with `hybrid`
     the words, too.
@@ -57,7 +57,7 @@ def explain(
         passage = passages[scores.passage_id]
         one = _explain_passage(passage, scores, ranks, router.view_spans(passage), router.num_views)
         if hybrid is not None:
-            _add_lexical(one, lexical[passage.id], hybrid)
+            _add_lexical(one, lexical[passage.id], hybrid, answer)
         explanations.append(one)
     return Explanation(
         index=answer.index,
@@ -95,10 +95,17 @@ def _explain_passage(
     return ExplainedPassage(id=passage.id, title=passage.title, text=passage.text, views=views, winners=winners)
 
 
-def _add_lexical(passage: ExplainedPassage, scores: FloatArray, weight: float) -> None:
-    """Put the BM25 score and the sum beside the best view's dense score, for each question."""
-    dense = np.array([winner.score for winner in passage.winners], np.float32)
-    for winner, lexical, total in zip(passage.winners, scores.tolist(), hybrid_scores(scores, dense, weight).tolist()):
+def _add_lexical(passage: ExplainedPassage, scores: FloatArray, weight: HybridWeight, answer: Answer) -> None:
+    """Put the BM25 score and the total beside the best view's dense score, for each question. Reciprocal ranks have a
+    total where the passage is among the question's hits."""
+    totals: list[float | None]
+    if isinstance(weight, str):
+        hits = answer.hits or [[] for _ in passage.winners]
+        totals = [next((hit.score for hit in own if hit.passage_id == passage.id), None) for own in hits]
+    else:
+        dense = np.array([winner.score for winner in passage.winners], np.float32)
+        totals = hybrid_scores(scores, dense, weight).tolist()
+    for winner, lexical, total in zip(passage.winners, scores.tolist(), totals):
         winner.lexical, winner.total = lexical, total
 
 

@@ -31,7 +31,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-Hybrid = Annotated[float, Field(ge=0)] | Literal["off"] | None
+Hybrid = Annotated[float, Field(ge=0)] | Literal["rrf", "off"] | None
 
 
 class SearchRequest(RequestModel):
@@ -66,8 +66,8 @@ class SearchRequest(RequestModel):
     fields: list[str] = Field(default_factory=list)
     """Fields of the corpus to send with each hit."""
     hybrid: Hybrid = None
-    """Score by BM25 + so much times the dense score; "off": by the dense score alone, as vectors always are; absent: as
-    the server's run file says (`search.hybrid`)."""
+    """Score by BM25 + so much times the dense score; "rrf": by reciprocal ranks in both; "off": by the dense score
+    alone, as vectors always are; absent: as the server's run file says (`search.hybrid`)."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -84,7 +84,7 @@ class SearchRequest(RequestModel):
             message = f"min_coverage is {self.min_coverage:g}"
             hint = "give a share from 0 to 1"
             raise RequestError(422, "coverage_out_of_range", "min_coverage", message, hint)
-        if isinstance(self.hybrid, float) and not isinstance(self.queries[0], str):
+        if self.hybrid not in (None, "off") and not isinstance(self.queries[0], str):
             hint = 'send texts, or leave "hybrid" out'
             raise RequestError(422, "hybrid_needs_texts", "hybrid", "vectors have no words", hint)
         _check_count("queries", self.queries, limits)
@@ -177,6 +177,10 @@ class PassageHit(BaseModel):
     snippet: Snippet | None = None
     fields: dict[str, FieldContent | None] | None = None
     """Those that the request names; null where the passage lacks one. Dates and timestamps are ISO 8601."""
+    lexical: float | None = None
+    """Of a hybrid search with `text`: the BM25 score."""
+    dense: float | None = None
+    """Of a hybrid search with `text`: the score of the view."""
 
 
 class Shard(BaseModel):

@@ -26,7 +26,7 @@ from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
-from mvr_ray.types import Answer, FloatArray, Hit, Passage
+from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
@@ -56,7 +56,7 @@ class SearchService:
     """Opens other versions; without it no other one can be searched."""
     recall_monitor: RecallMonitor | None = None
     """Gets every dense answer."""
-    hybrid: float | None = None
+    hybrid: HybridWeight | None = None
     """Weight of the dense score where a request names none (`search.hybrid`); None: hits are ranked by it alone."""
 
     def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
@@ -74,7 +74,7 @@ class SearchService:
             options = {"deadline": deadline, "min_coverage": least, "filter": request.filter}
             try:
                 if texts:
-                    answer = router.search_text(texts, k, **options, hybrid=weight)
+                    answer = router.search_text(texts, k, **options, hybrid=weight, parts=request.text)
                 else:
                     answer = router.search(parse_vectors(vectors, router.dimension), k, **options)
             except FilterError as error:
@@ -83,6 +83,8 @@ class SearchService:
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
+            if answer.parts:
+                results = [list(map(add_parts, *own)) for own in zip(results, answer.parts)]
             ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
             passages = router.passages(ids) if request.text or request.fields else {}
             if request.fields:
@@ -188,7 +190,7 @@ class SearchService:
         """The version that answers now."""
         return current_version(self.router)
 
-    def _weight(self, hybrid: schemas.Hybrid, router: "Router | HotSwapRouter") -> float | None:
+    def _weight(self, hybrid: schemas.Hybrid, router: "Router | HotSwapRouter") -> HybridWeight | None:
         """The weight that a request means. Raises RequestError (409) for a version without words."""
         weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
         if weight is not None and router.manifest.lexical is None:
@@ -290,6 +292,11 @@ def coverage(answer: Answer) -> schemas.Coverage:
 def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
     return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+
+
+def add_parts(hit: schemas.PassageHit, parts: HybridParts) -> schemas.PassageHit:
+    """The hit with both parts of its score."""
+    return hit.model_copy(update=parts._asdict())
 
 
 def add_fields(hit: schemas.PassageHit, passage: Passage, names: Sequence[str]) -> schemas.PassageHit:

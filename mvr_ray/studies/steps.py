@@ -74,6 +74,9 @@ _BEFORE = {
 }
 """What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
 
+_REMOVED = {"evaluate": {"hybrid_depth": 1000}, "retrieve": {"dense_weight": None}}
+"""Settings that are no more, with the value that the steps on file had."""
+
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
 
@@ -210,7 +213,7 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    hybrid = [run.search.hybrid] if stage == "reading" and run.search.hybrid is not None else []
+    hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
     return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
 
 
@@ -219,7 +222,7 @@ def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
     before = _BEFORE.get(section, {})
     return {
         name: value
-        for name, value in run.model_dump(mode="json")[section].items()
+        for name, value in {**_REMOVED.get(section, {}), **run.model_dump(mode="json")[section]}.items()
         if name not in _NAMES.get(section, ()) and (name not in before or value != before[name])
     }
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from random_index import D, Views, bm25_over, hybrid_brute_force, publish_random_index, random_views
+from random_index import (
+    D,
+    Views,
+    bm25_over,
+    brute_force,
+    hybrid_brute_force,
+    publish_random_index,
+    random_views,
+)
 from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
 
 from mvr_ray.config import PrepareConfig, SourceConfig
@@ -106,6 +114,40 @@ def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     assert_brute_force(routed(root, version, together), views, rows, queries_QD, weight, k)
+
+
+@given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 150), st.integers(1, 40), PRECISIONS, st.booleans())
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
+    tmp_path, seed, num_shards, num_passages, k, precision, together
+):
+    scan, dtype = precision
+    root = tmp_path / "index"
+    shutil.rmtree(root, ignore_errors=True)
+    views = random_views(num_passages, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus, params = corpus_of(root, rows, 2), IndexParams(scan=scan)
+    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    router = routed(root, version, together)
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
+    texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
+    for filter in FILTERS:
+        answer = router.search(queries_QD, k, filter=filter, hybrid=HybridQueries(QUESTIONS, "rrf"))
+        there = {name: own for name, own in views.items() if passes(filter, rows[name])}
+        for question, query_D, hits in zip(QUESTIONS, queries_QD, answer.hits, strict=True):
+            lexical = {name: score for name, score in bm25_over(texts, question).items() if score and name in there}
+            near = brute_force(there, query_D, len(there))
+            lists = [sorted(lexical, key=lambda name: (-lexical[name], name))[:100], [hit[0] for hit in near][:100]]
+            total: dict[str, float] = {}
+            for ranking in lists:
+                for rank, name in enumerate(ranking, 1):
+                    total[name] = total.get(name, 0.0) + 1 / (60 + rank)
+            views_of = {name: view for name, _, view in near}
+            best = sorted(total, key=lambda name: (-total[name], name))[:k]
+            expected = [(name, total[name], views_of[name]) for name in best]
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == expected
+        assert answer.exact.certified and answer.coverage_share == 1.0
+        assert answer.exact.method.startswith("reciprocal ranks in the first 100 by bm25 and the first 100 by flat")
 
 
 def update_corpus(root: Path, upserts: dict[str, dict], deletions: set[str]) -> Corpus:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
-from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
+from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError, ShardIndexError
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -58,35 +59,42 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     return ranked
 
 
-def test_fusion_with_bm25_is_the_two_rankings_summed_by_a_weight_chosen_elsewhere(own_index, run_over):
-    store = Store(str(own_index))
+def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_chosen_elsewhere(
+    lexical_index, small_index, run_over, tmp_path
+):
+    root = shutil.copytree(lexical_index, tmp_path / "store")
+    store = Store(str(root))
     questions = corpus.read_questions(only_corpus(store), "dev")
     corpus.write_questions(only_corpus(store), "held", questions[:15])
     corpus.write_questions(only_corpus(store), "asked", questions[15:])
-    run = run_over(own_index, evaluate={"questions": ["asked"], "hybrid": "held", "k": [1, 5], "hybrid_depth": 60})
-    rows = {row.metric: row for row in evaluate(run).rows if "dense" in row.system}
-    weight = float(rows["gold/top-1"].system.split()[2])
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
-    with open_router(run, local=True) as router:
+    with open_router(run_over(root), local=True) as router:
         dense = router.search_text([question.text for question in questions], 60).hits
 
     def share(some: list[Question], at: int, weight: float, k: int) -> float:
+        """Of questions with their gold passage among the first k of all passages by both scores."""
         found = 0
-        for question, hits in zip(some, dense[at:]):
-            sparse = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
-            near = {hit.passage_id: hit.score for hit in hits}
-            low = min(sparse.values()), min(near.values())
-            total = {i: sparse.get(i, low[0]) + weight * near.get(i, low[1]) for i in {*sparse, *near}}
+        for question, near in zip(some, dense[at:]):
+            lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
+            total = {hit.passage_id: lexical.get(hit.passage_id, 0.0) + weight * hit.score for hit in near}
             best = sorted(total, key=lambda i: (-total[i], i))[:k]
             found += question.positive_ids[0] in best
         return found / len(some)
 
-    for k in (1, 5):
-        assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
+    for settings in ({"search": {"hybrid": 7}}, {"evaluate": {"hybrid": "held"}}):
+        measured = {"questions": ["asked"], "k": [1, 5], **settings.get("evaluate", {})}
+        report = evaluate(run_over(root, **{**settings, "evaluate": measured}))
+        rows = {row.metric: row for row in report.rows if row.system.startswith("bm25 + ")}
+        weight = float(rows["gold/top-1"].system.split()[2])
+        assert weight == 7 or "search" not in settings
+        for k in (1, 5):
+            assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
     chosen = share(questions[:15], 0, weight, 1)
     assert all(share(questions[:15], 0, other, 1) <= chosen for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
     with pytest.raises(ConfigError, match=r"evaluate\.hybrid is 'held', which is also reported on"):
-        evaluate(run_over(own_index, evaluate={"questions": ["held"], "hybrid": "held"}))
+        evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
+    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
+        evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
 
 def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snippets(lexical_index, tmp_path, run_over):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from mvr_ray.distributed.hybrid import WEIGHTS
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.tune import WEIGHTS, tune
+from mvr_ray.distributed.tune import tune
 from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.store.corpus import Corpus, read_questions
 from mvr_ray.store.files import Store
@@ -15,7 +16,7 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     run = run_over(lexical_index, evaluate={"questions": ["other"]})
     report = tune(run, "dev")
     questions = read_questions(Corpus.open(Store(str(lexical_index)), "corpus"), "dev")
-    assert [row.weight for row in report.rows] == [None, *WEIGHTS]
+    assert [row.weight for row in report.rows] == [None, "rrf", *WEIGHTS]
     with open_router(run, local=True) as router:
         for row in report.rows:
             hits = router.search_text([question.text for question in questions], 1, hybrid=row.weight).hits

@@ -12,6 +12,7 @@ from mvr_ray.index.lexical import (
     CorpusStatistics,
     LexicalIndex,
     Postings,
+    count_words,
     indexed_text,
     tokenize,
     write_postings,
@@ -79,7 +80,7 @@ def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     for words in tokenize(questions[:20]):
         score_P = index.scores(words)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
-            assert index.statistics.score(words, passages[row]) == score_P[row]
+            assert index.statistics.score(words, count_words([passages[row]])[0]) == score_P[row]
 
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):

@@ -55,13 +55,7 @@ def hybrid_search(
     `lexical_scores` gives b of all rows for one query, `rows_P` are the rows that may be hits, ascending. Hits name the
     view that won; the frontier is at least the score of every row that was left out, +inf where `exact` is false.
     """
-    empty_QK = np.full((num_queries, k), -1, np.int64)
-    hits = ShardHits(
-        empty_QK,
-        np.full((num_queries, k), -np.inf, np.float32),
-        np.full((num_queries, k), -1, np.int16),
-        np.full(num_queries, -np.inf, np.float32),
-    )
+    hits = _no_hits(num_queries, k)
     rescored_Q = np.zeros(num_queries, np.int64)
     queries = np.arange(num_queries)
     depth = min(max(k, least_depth), len(rows_P))
@@ -95,6 +89,37 @@ def hybrid_search(
             rescored_Q[query] += one.num_rescored
         queries, depth = np.array(deeper, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
     return CountedHits(hits, rescored_Q)
+
+
+def lexical_search(
+    rescore: Rescore, lexical_scores: Callable[[int], FloatArray], rows_P: IntArray, num_queries: int, k: int
+) -> CountedHits:
+    """The best k rows of every query by BM25 alone, of those that have a word of it; exact beside any dense index.
+
+    Hits name the view with the best dense score, which does not count.
+    """
+    hits, rescored_Q = _no_hits(num_queries, k), np.zeros(num_queries, np.int64)
+    for query in range(num_queries):
+        score_P = lexical_scores(query)[rows_P]
+        places = np.flatnonzero(score_P > 0)
+        places = places[np.argsort(-score_P[places], kind="stable")]
+        best, rescored_Q[query] = places[:k], min(k, len(places))
+        hits.rows_QK[query, : len(best)], hits.scores_QK[query, : len(best)] = rows_P[best], score_P[best]
+        if len(places) > k:
+            hits.frontier_Q[query] = score_P[places[k]]
+        if len(best):
+            pairs = rescore(Pairs(np.full(len(best), query), np.sort(rows_P[best])))
+            hits.views_QK[query, : len(best)] = pairs.view_M[np.searchsorted(pairs.row_M, rows_P[best])]
+    return CountedHits(hits, rescored_Q)
+
+
+def _no_hits(num_queries: int, k: int) -> ShardHits:
+    return ShardHits(
+        np.full((num_queries, k), -1, np.int64),
+        np.full((num_queries, k), -np.inf, np.float32),
+        np.full((num_queries, k), -1, np.int16),
+        np.full(num_queries, -np.inf, np.float32),
+    )
 
 
 class _Candidates:

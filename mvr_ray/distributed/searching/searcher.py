@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
-from mvr_ray.core.searching.hybrid import hybrid_search
+from mvr_ray.core.searching.exact import BlockTable, Pairs, ScoredPairs, check_queries, distinct
+from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.lexical import open_postings, open_statistics
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
@@ -37,7 +37,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import CountedHits, FloatArray, HybridQueries, ShardHits
+from mvr_ray.types import CountedHits, FloatArray, HybridQueries, HybridWeight, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -483,24 +483,31 @@ def _scan_hybrid(
     shard: int,
     queries_QD: FloatArray,
     words: Sequence[Sequence[str]],
-    weight: float,
+    weight: HybridWeight,
     k: int,
     mask_P: Mask | None,
 ) -> ShardResult:
     index, table = open_shard.index, open_shard.table
     if index is None or table is None:
         return _scan(open_shard, shard, queries_QD, k)
+    assert weight != "rrf", "the router fuses ranks of whole lists"
     queries_QD, rows_P = check_queries(queries_QD, index.dimension), table.scorable_rows
-    counted_hits = hybrid_search(
-        lambda queries, depth: index.search(queries_QD[queries], depth, mask_P),
-        lambda pairs: table.rescore(queries_QD, pairs),
-        lambda query: lexical.scores(words[query]),
-        rows_P if mask_P is None else rows_P[mask_P[rows_P]],
-        len(queries_QD),
-        weight,
-        min(k, index.num_passages),
-        exact=index.exact,
-    )
+    rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(k, index.num_passages)
+
+    def search(queries: IntArray, depth: int) -> ShardHits:
+        return index.search(queries_QD[queries], depth, mask_P)
+
+    def rescore(pairs: Pairs) -> ScoredPairs:
+        return table.rescore(queries_QD, pairs)
+
+    def lexical_scores(query: int) -> FloatArray:
+        return lexical.scores(words[query])
+
+    if weight == "words":
+        counted_hits = lexical_search(rescore, lexical_scores, rows_P, len(queries_QD), k)
+    else:
+        sides = search, rescore, lexical_scores
+        counted_hits = hybrid_search(*sides, rows_P, len(queries_QD), weight, k, exact=index.exact)
     return _as_result(shard, counted_hits, open_shard.ids)
 
 
