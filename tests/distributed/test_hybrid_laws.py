@@ -22,7 +22,6 @@ from test_compact import STEPS, publish_compaction, publish_reshard, publish_upd
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.lexical import build_lexical, compact_lexical, find_base, lexical_task
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest as manifests
@@ -71,10 +70,10 @@ def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
     return Corpus.open(Store(str(root)), "corpus")
 
 
-def routed(root: Path, version: Manifest, together: bool = False) -> Router:
+def routed(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
     fleet = LocalFleet(SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards)))
-    return Router(store, version, DynamicBatcher(fleet, at_once=0) if together else fleet)
+    return Router(store, version, fleet)
 
 
 def assert_brute_force(
@@ -99,11 +98,10 @@ def assert_brute_force(
     st.integers(1, 95),
     PRECISIONS,
     WEIGHTS,
-    st.booleans(),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes(
-    tmp_path, seed, num_shards, num_parts, num_passages, k, precision, weight, together
+    tmp_path, seed, num_shards, num_parts, num_passages, k, precision, weight
 ):
     scan, dtype = precision
     root = tmp_path / "index"
@@ -113,13 +111,13 @@ def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes
     corpus, params = corpus_of(root, rows, num_parts), IndexParams(scan=scan)
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
-    assert_brute_force(routed(root, version, together), views, rows, queries_QD, weight, k)
+    assert_brute_force(routed(root, version), views, rows, queries_QD, weight, k)
 
 
-@given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 150), st.integers(1, 40), PRECISIONS, st.booleans())
+@given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 150), st.integers(1, 40), PRECISIONS)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
-    tmp_path, seed, num_shards, num_passages, k, precision, together
+    tmp_path, seed, num_shards, num_passages, k, precision
 ):
     scan, dtype = precision
     root = tmp_path / "index"
@@ -128,7 +126,7 @@ def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
     rows = random_rows(views, seed)
     corpus, params = corpus_of(root, rows, 2), IndexParams(scan=scan)
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
-    router = routed(root, version, together)
+    router = routed(root, version)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
     for filter in FILTERS:
