@@ -1,9 +1,9 @@
-# make demo | test | test-slow | check | chaos | studies | bench | clean. Every target makes .venv itself.
+# make demo | test | test-slow | check | chaos | chaos-soak | studies | bench | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow check chaos studies bench clean
+.PHONY: demo test test-slow check chaos chaos-soak studies bench clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -35,6 +35,10 @@ test-slow: $(STAMP)
 # Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
 chaos: $(STAMP)
 	$(BIN)/pytest -m 'chaos or nodes' --fault-table=benchmarks/results/faults.md $(ARGS)
+
+# Histories of publishers, updaters and readers under faults, for hours: make chaos-soak SEEDS=0:10000
+chaos-soak: $(STAMP)
+	MVR_RAY_HISTORIES=$(SEEDS) $(PYTEST) -m chaos tests/histories $(ARGS)
 
 # Every study at the size for two cores; what is on file is not run again.
 studies: $(STAMP)

@@ -121,7 +121,7 @@ def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int
     corpus = Corpus(store, info)
     for name, count in sets.items():
         write_questions(corpus, name, [_question(name, i, next(gold)) for i in range(count)])
-    corpus.publish()
+    corpus.publish(after=corpus.number)
     return corpus
 
 

@@ -177,6 +177,8 @@ def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
 def main(passages: int) -> None:
     shape = synthetic.Shape(passages, VIEWS, DIMENSION)
     part = Part("search", "Exact search on a CPU", "queries")
+    if library() is None:  # figures of another kind of processor, which do not take the place of those
+        part = Part("search-avx2", "Exact search on a CPU with AVX2 alone", "queries")
     bandwidth = {threads: read_bandwidth(threads) for threads in THREADS}
     rate = {threads: matrix_rate(threads) for threads in THREADS}
     short = {threads: matrix_rate(threads, kind="bfloat16") if has_bfloat16() else 0.0 for threads in THREADS}
@@ -238,7 +240,7 @@ def main(passages: int) -> None:
         "k": K,
         "view-pair cosine": f"{synthetic.SEEN}, and {synthetic.ALIKE} where alike",
         "faiss-cpu": f"{faiss.__version__} ({faiss.get_compile_options().strip()})",
-        "compiled loops": ("with AMX" if NativeKernel().tiles else "without AMX") if library() else "none",
+        "compiled loops": ("with AMX" if NativeKernel().tiles else "without AMX") if library() else "for AVX2",
         **{f"memory, {threads} thread(s), GB/s": value / 1e9 for threads, value in bandwidth.items()},
         **{f"matrix rate, {threads} thread(s), GFLOP/s": value / 1e9 for threads, value in rate.items()},
         **{

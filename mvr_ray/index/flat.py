@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes, encode
-from mvr_ray.core.searching.engines import make_kernel
+from mvr_ray.core.searching.engines import FEW_QUERIES, make_kernel, make_kernel_for_few
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
@@ -80,6 +80,8 @@ class FlatIndex:
         halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         faster = codes is not None and halves and getattr(kernel, "halves_are_faster", False)
         self._vectors = self.scan.of_vectors() if faster else None
+        few = make_kernel_for_few(engine, device, threads)
+        self._few = Scan(blocks, few, codes=codes) if few else None
         self.num_passages = self.scan.table.num_passages
         self.num_vectors = self.scan.table.num_vectors
         self.dimension = self.scan.table.dimension
@@ -97,7 +99,9 @@ class FlatIndex:
         return self.scan_for(len(queries_QD)).search_with_counts(queries_QD, check_k(k), mask_P)
 
     def scan_for(self, num_queries: int) -> Scan[Any, Any]:
-        """Choose the faster scan for so many queries, of the codes or of the vectors: the hits are the same."""
+        """Choose the fastest scan for so many queries, of the codes or of the vectors: the hits are the same."""
+        if self._few is not None and num_queries <= FEW_QUERIES:
+            return self._few
         if self._vectors is None or num_queries < 2:
             return self.scan
         in_memory = all(_in_memory(block.vectors_ND) for block in self.scan.table.blocks)

@@ -3,9 +3,9 @@
 A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; after
 an update it may be the earlier part's file and beside it a file of changes: passages that are new or differ, and in its
 metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
-version finds the corpus that it was made from whatever was prepared since. `corpus.json` is a copy of the one that was
-prepared last: replacing that file replaces the corpus. A passage's shard is a hash of its id. Question sets belong to
-the corpus of one digest.
+version finds the corpus that it was made from whatever was prepared since. Publications, numbered and each created
+once, say which corpus is the last of its name. A passage's shard is a hash of its id. Question sets belong to the
+corpus of one digest.
 """
 
 import bisect
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
+from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, same_file, sha256_of
@@ -65,7 +65,7 @@ class ChangesInfo:
 
 @dataclass(frozen=True)
 class PartInfo:
-    """One part of a corpus, as corpus.json describes it. `num_passages` counts them with the changes."""
+    """One part of a corpus, as its description has it. `num_passages` counts them with the changes."""
 
     file: str
     num_passages: int
@@ -101,7 +101,7 @@ class SourceInfo:
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What corpus.json holds. `digest` is that of the passages, whatever files they came from."""
+    """What a corpus's description holds. `digest` is that of the passages, whatever files they came from."""
 
     name: str
     digest: str
@@ -220,25 +220,38 @@ def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
     return map(Passage, *(column.to_pylist() for column in batch.columns))
 
 
+def publications(store: Store, name: str) -> list[int]:
+    """List the numbers of the publications under a name, ascending."""
+    stems = (file.removesuffix(".json") for file in store.list(paths.corpus_publications(name)))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
 class Corpus:
     """A prepared corpus: `Corpus.open(store, name)`."""
 
-    def __init__(self, store: Store, info: CorpusInfo) -> None:
+    def __init__(self, store: Store, info: CorpusInfo, number: int = 0) -> None:
+        """`number` is that of the publication that it was opened from; 0 where there is none."""
         self.store = store
         self.info = info
+        self.number = number
         self._parts: dict[int, CorpusPart] = {}
 
     @classmethod
     def open(cls, store: Store, name: str, digest: str | None = None) -> Self:
-        """Open the corpus that was prepared last under a name, or the one of this digest, which a version names.
+        """Open the corpus that was published last under a name, or the one of this digest, which a version names.
 
         Raises MissingInputError where it is not there, StorageError for a description that is damaged.
         """
-        path = paths.corpus_json(name)
+        number = 0
         if digest and store.exists(paths.corpus_version(name, digest)):
             path = paths.corpus_version(name, digest)
+        elif number := max(publications(store, name), default=0):
+            path = paths.corpus_publication(name, number)
+        else:
+            path = paths.corpus_json(name)
         if not store.exists(path):
-            raise MissingInputError(f"corpus {name!r} not found ({store.where(path)}); make it: mvr-ray prepare CONFIG")
+            where = store.where(paths.corpus_dir(name))
+            raise MissingInputError(f"corpus {name!r} not found in {where}; make it: mvr-ray prepare CONFIG")
         info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
         if digest and info.digest != digest:
             raise MissingInputError(
@@ -246,13 +259,55 @@ class Corpus:
                 f"the one that was prepared last has digest {info.digest}; index again (mvr-ray index CONFIG), or "
                 f"prepare the old sources"
             )
-        return cls(store, info)
+        return cls(store, info, number)
 
-    def publish(self) -> None:
-        """Make this the corpus of its name, and keep its description under its digest. Its parts must be there."""
-        data = self.info.to_json()
-        self.store.write_bytes(paths.corpus_version(self.name, self.digest), data)
-        self.store.write_bytes(paths.corpus_json(self.name), data)
+    def publish(self, after: int) -> None:
+        """Make this the last corpus of its name, as publication `after + 1`, and keep its description under its digest.
+
+        Raises PublishConflictError where publication `after` is not the last one any more, StorageError where a part is
+        not there or the store fails. Then the corpus that was the last one still is.
+        """
+        store, number, data = self.store, after + 1, self.info.to_json()
+        self._require_parts("was not published")
+        store.write_bytes(paths.corpus_version(self.name, self.digest), data)
+        last = max(publications(store, self.name), default=0)
+        if last != after or not self._create_publication(number, data):
+            raise PublishConflictError(
+                f"corpus {self.name!r} of digest {self.digest} was not published: another update or `prepare` was "
+                f"faster (publication {max(last, number)}); nothing was lost: run the same command again"
+            )
+        self.number = number
+        try:
+            self._require_parts("lost files while it was published, as when a clock leaps and `versions collect` runs")
+        except StorageError:
+            if after:
+                self._create_publication(number + 1, store.read_bytes(paths.corpus_publication(self.name, after)))
+            raise
+
+    def _create_publication(self, number: int, data: bytes) -> bool:
+        """Create a publication; False where it is another's."""
+        path = paths.corpus_publication(self.name, number)
+        try:
+            self.store.create_once(path, data)
+        except OSError as error:
+            if self.store.holds(path, data, error):
+                return True
+            if isinstance(error, FileExistsError):
+                return False
+            raise
+        return True
+
+    def missing_files(self) -> list[str]:
+        """List the paths of parts that are not there with their size."""
+        files = [file for part in self.info.parts for file in part.files]
+        return [path for file in files if self.store.size_bytes(path := self._path_of(file)) != file.num_bytes]
+
+    def _require_parts(self, what: str) -> None:
+        if missing := self.missing_files():
+            raise StorageError(
+                f"corpus {self.name!r} of digest {self.digest} {what}: {len(missing)} files are missing or cut short "
+                f"(first: {self.store.where(missing[0])}); run the same command again"
+            )
 
     @property
     def name(self) -> str:

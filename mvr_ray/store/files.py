@@ -22,6 +22,8 @@ from mvr_ray.store.objects import ObjectFiles, open_address
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
 STALE_SCRATCH_S = 86_400
+READ_TRIES = 2
+FIRST_PAUSE_S = 0.1
 
 
 class Store:
@@ -92,6 +94,25 @@ class Store:
                     if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
                         raise
                     self._create_claimed(aside, self._local(path))
+
+    def holds(self, path: str, data: bytes, error: OSError) -> bool:
+        """Whether `path` holds `data` after its creation failed with `error`, which may be an answer that was lost.
+
+        Raises StorageError where that cannot be read either.
+        """
+        reading = error
+        for attempt in range(READ_TRIES):
+            try:
+                return self.exists(path) and self.read_bytes(path) == data
+            except MissingInputError:
+                return False
+            except OSError as unread:
+                reading = unread
+                time.sleep(FIRST_PAUSE_S * 2**attempt)
+        raise StorageError(
+            f"whether {self.where(path)} was published is not known: creating it failed ({error}), and so did reading "
+            f"it ({reading}). When the store answers again, see whether it is there; if not, run the same command again"
+        ) from error
 
     def put_file(self, source: Path, path: str) -> None:
         """Move a finished local file to `path`, replacing what is there in one step."""

@@ -4,10 +4,14 @@ import logging
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
+
+GRACE_S = 3600.0
+KEPT_PUBLICATIONS = 100
+"""So that a publisher that stood still for an hour does not find the number free that another one had taken."""
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
@@ -41,13 +45,16 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     return removals
 
 
-def collect_corpus(store: Store, name: str, before: str | None = None, grace_s: float = 0.0) -> list[str]:
-    """Remove corpora of a name, at least `grace_s` old, but the last one, the one of digest `before`, and those that an
-    index version names; nothing where a version cannot be read. Returns the removed paths.
+def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[str]:
+    """Remove corpora of a name, at least `grace_s` old, but the last one, and those that an index version names;
+    nothing where a version cannot be read. Returns the removed paths.
+
+    A younger file may belong to an update or to an index version that is on its way.
     """
     try:
+        numbers = publications(store, name)
         corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-        kept = {Corpus.open(store, name).digest, before, *_digests_named(store, name)}
+        kept = {Corpus.open(store, name).digest, *_digests_named(store, name)}
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora stay: corpus=%s (%s)", name, error)
         return []
@@ -64,6 +71,11 @@ def collect_corpus(store: Store, name: str, before: str | None = None, grace_s: 
     for file in store.list(paths.corpus_dir(name)):
         path = f"{paths.corpus_dir(name)}/{file}"
         if file.endswith(".arrow") and file not in parts and store.age_s(path) >= grace_s:
+            store.delete(path)
+            removals.append(path)
+    for number in numbers[:-KEPT_PUBLICATIONS]:
+        path = paths.corpus_publication(name, number)
+        if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     return removals

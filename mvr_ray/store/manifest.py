@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import field
@@ -23,14 +22,13 @@ from pydantic.dataclasses import dataclass
 from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, sha256_of
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DIGEST_HEX = 32
-READ_TRIES = 2
-FIRST_PAUSE_S = 0.1
 
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[int, Field(ge=0, le=2**31)]
@@ -339,8 +337,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     except ManifestError:
         raise
     except OSError as error:
-        # It may have been created all the same, by a try whose answer was lost: what is there decides, not the error.
-        if _is_there(store, path, data, error):
+        if _holds(store, path, data, error):
             log.warning("published in spite of an error: index=%s version=%d error=%s", index, version, error)
         elif isinstance(error, FileExistsError):
             raise _conflict(index, version, latest_version(store, index)) from None
@@ -377,22 +374,12 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
     raise ManifestError(f"{problem}; {now}; run the same command again")
 
 
-def _is_there(store: Store, path: str, data: bytes, error: OSError) -> bool:
-    """Whether `path` holds `data` after a failed creation. Raises ManifestError where that cannot be read either."""
-    last_error = error
-    for attempt in range(READ_TRIES):
-        try:
-            return store.exists(path) and store.read_bytes(path) == data
-        except MissingInputError:
-            return False
-        except OSError as unread:
-            last_error = unread
-            time.sleep(FIRST_PAUSE_S * 2**attempt)
-    raise ManifestError(
-        f"whether {store.where(path)} was published is not known: creating it failed ({error}), and so did reading it "
-        f"({last_error}). When the store answers again: mvr-ray versions CONFIG list; if it is not there, run the same "
-        f"command again"
-    )
+def _holds(store: Store, path: str, data: bytes, error: OSError) -> bool:
+    """`Store.holds`, whose error is a ManifestError."""
+    try:
+        return store.holds(path, data, error)
+    except StorageError as unknown:
+        raise ManifestError(f"{unknown} (mvr-ray versions CONFIG list)") from error
 
 
 def verify(store: Store, manifest: Manifest) -> VerifyReport:
@@ -440,10 +427,12 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
         store.touch(paths.shard_dir(manifest.index, shard.digest))
     for entry in manifest.lexical.files if manifest.lexical else ():
         store.touch(lexical_path(manifest.index, entry))
+    if store.exists(corpus := paths.corpus_version(manifest.corpus, manifest.corpus_digest)):
+        store.write_bytes(corpus, store.read_bytes(corpus))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
-    """List the paths of the manifest that are not there with their size."""
+    """List the paths of the manifest, and of the corpus that it names, that are not there with their size."""
     sizes = [
         (f"{paths.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
         for shard in manifest.shards
@@ -453,7 +442,13 @@ def _missing_files(store: Store, manifest: Manifest) -> list[str]:
         sizes += [(lexical_path(manifest.index, entry), entry.num_bytes) for entry in manifest.lexical.files]
     missing = [path for path, num_bytes in sizes if store.size_bytes(path) != num_bytes]
     queries = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
-    return missing + [path for path in queries if store.size_bytes(path) < 0]
+    missing += [path for path in queries if store.size_bytes(path) < 0]
+    if not manifest.corpus_digest:
+        return missing
+    try:
+        return missing + Corpus.open(store, manifest.corpus, manifest.corpus_digest).missing_files()
+    except (MissingInputError, StorageError):
+        return [*missing, paths.corpus_version(manifest.corpus, manifest.corpus_digest)]
 
 
 def _num_files(manifest: Manifest) -> int:

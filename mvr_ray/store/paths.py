@@ -1,6 +1,6 @@
 """Define every file and folder name of a store.
 
-    <store>/corpora/<name>/corpus.json             the corpus that was prepared last
+    <store>/corpora/<name>/publications/<n>.json   the corpora of the name in order; the highest is the last one
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
     <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
@@ -35,7 +35,17 @@ def corpus_dir(name: str) -> str:
 
 
 def corpus_json(name: str) -> str:
+    """Description of the last corpus as programs before publications stored it."""
     return f"corpora/{name}/{CORPUS_JSON}"
+
+
+def corpus_publications(name: str) -> str:
+    return f"corpora/{name}/publications"
+
+
+def corpus_publication(name: str, number: int) -> str:
+    """Description of the corpus that was published under a name as the `number`-th. The highest is the last one."""
+    return f"corpora/{name}/publications/{number}.json"
 
 
 def corpus_part(shard: int, digest: str) -> str:

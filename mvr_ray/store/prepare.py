@@ -2,7 +2,7 @@
 
 Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
 the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-replaced is corpus.json, which names the parts. Corpora that index versions name stay.
+changed is the next publication, which names the parts. Corpora that index versions name stay.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError, StorageError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, RowsLostError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
@@ -23,6 +23,7 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    publications,
     question_sets,
     read_questions,
     write_passages,
@@ -341,8 +342,8 @@ def _write_parts(
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
-    """Move parts to the store under names of their content, then question sets, and corpus.json last."""
-    before = _digest_before(cfg, store)
+    """Move parts to the store under names of their content, then question sets, and publish the corpus last."""
+    _keep_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     for name in report.questions:
@@ -358,24 +359,32 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
     )
-    Corpus(store, info).publish()
-    # The corpus before this one stays for readers that have it open, and every one that an index version names.
-    collect_corpus(store, cfg.corpus, before)
+    _publish(Corpus(store, info))
+    collect_corpus(store, cfg.corpus)
 
 
-def _digest_before(cfg: PrepareConfig, store: Store) -> str | None:
-    """The digest of the corpus that this one replaces. What an earlier program prepared is kept under its digest."""
+def _publish(corpus: Corpus) -> None:
+    """Publish after whatever was published meanwhile: the sources say all that the corpus holds."""
+    while True:
+        after = max(publications(corpus.store, corpus.name), default=0)
+        try:
+            return corpus.publish(after)
+        except PublishConflictError as error:
+            log.info("published once more: %s", error)
+
+
+def _keep_before(cfg: PrepareConfig, store: Store) -> None:
+    """Keep the corpus that this one replaces under its digest, where an earlier program prepared it."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
-        return None
+        return
     path = paths.corpus_version(before.name, before.digest)
     if not store.exists(path):
         for name in question_sets(before):
             if name in before.info.questions:
                 write_questions(before, name, read_questions(before, name))
         store.write_bytes(path, before.info.to_json())
-    return before.digest
 
 
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
     ChangesInfo,
@@ -240,10 +240,5 @@ def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Questi
         else:
             copy_questions(parent, corpus, name)
     corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
-    if (last := Corpus.open(parent.store, parent.name)).digest != parent.digest:
-        raise PublishConflictError(
-            f"update: corpus {parent.name!r} of digest {parent.digest} was replaced by {last.digest} meanwhile; "
-            f"nothing was lost: run the same command again"
-        )
-    corpus.publish()
-    collect_corpus(parent.store, parent.name, parent.digest)
+    corpus.publish(after=parent.number)
+    collect_corpus(parent.store, parent.name)

@@ -21,7 +21,7 @@ from mvr_ray import __version__, versions
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.stage_pool import StagePool
-from mvr_ray.errors import MvrRayError, StudyError
+from mvr_ray.errors import MissingInputError, MvrRayError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -177,7 +177,10 @@ def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: 
     name = step.run.prepare.corpus
     path = paths.study_corpus(name)
     marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
-    digest = Corpus.open(store, name).digest if store.exists(paths.corpus_json(name)) else None
+    try:
+        digest = Corpus.open(store, name).digest
+    except MissingInputError:
+        digest = None
     if marker.get("key") != step.corpus or marker.get("digest") != digest:
         _prepare(plan.steps[step.corpus], store, progress)
 

@@ -210,7 +210,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers")})
     assert message_of(MissingInputError, elsewhere, bare) == (
         f"ranking {bare} has {distinct(bare)} passages without text, and corpus 'corpus' not found "
-        f"({tmp_path / 'empty'}/corpora/corpus/corpus.json); make it: mvr-ray prepare CONFIG"
+        f"in {tmp_path / 'empty'}/corpora/corpus; make it: mvr-ray prepare CONFIG"
     )
     row = json.loads(bare.read_text().splitlines()[0])
     row["hits"][1]["id"], row["hits"][2]["score"] = "nobody", None

@@ -493,8 +493,11 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
 @pytest.mark.ray
 def test_passages_of_another_corpus_are_refused(own_index, run_over):
     store = Store(str(own_index))
-    info = corpus.Corpus.open(store, "corpus").info
-    (own_index / paths.corpus_json("corpus")).write_bytes(dataclasses.replace(info, digest="0" * 32).to_json())
+    last = corpus.Corpus.open(store, "corpus")
+    info = last.info
+    (own_index / paths.corpus_publication("corpus", last.number)).write_bytes(
+        dataclasses.replace(info, digest="0" * 32).to_json()
+    )
     with open_router(run_over(own_index), local=True) as router:
         assert router.corpus.digest == info.digest
     store.delete(paths.corpus_version("corpus", info.digest))

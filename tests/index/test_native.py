@@ -77,6 +77,56 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 9))
 
 
+avx2 = pytest.mark.skipif(native.library_avx2() is None, reason="not compiled, or a processor without AVX2")
+
+
+@avx2
+@given(
+    seed=SEEDS,
+    num_queries=st.sampled_from([1, 2, 8, 17]),
+    dimension=st.sampled_from([1, 5, 8, 31, 32, 40, 65, 130]),
+    max_views=st.sampled_from([1, 3, 8, 20]),
+    gaps=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32"]),
+    with_codes=st.booleans(),
+    step=st.sampled_from([5, 200, 16384]),
+    threads=st.sampled_from([1, 2, 5]),
+)
+@SLOW
+def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
+    shard, queries, palette, seed, num_queries, dimension, max_views, gaps, dtype, with_codes, step, threads
+):
+    blocks = shard(seed, 80, max_views, dimension, palette=palette, gaps=gaps, empty=gaps, dtype=dtype)
+    batch = queries(seed, num_queries, dimension, palette)
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    kernel = native.Avx2Kernel(threads)
+    kernel.vectors_per_step = step
+    mask_P = np.random.default_rng(seed).random(sum(len(block.ids) for block in blocks)) < 0.5
+    plain = FlatIndex(blocks, engine="numpy")
+    scan = Scan(blocks, kernel, codes=codes)
+    assert as_bytes(scan.search(batch, 9)) == as_bytes(plain.search(batch, 9))
+    assert as_bytes(scan.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
+
+
+@avx2
+@given(
+    seed=SEEDS, num_queries=st.sampled_from([1, 7]), dimension=st.sampled_from([1, 4, 65, 768]),
+    with_codes=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
+)  # fmt: skip
+@SLOW
+def test_products_for_avx2_err_within_the_bound(queries, palette, seed, num_queries, dimension, with_codes, spread):
+    vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
+    vectors_ND = vectors_ND * np.float32(spread)
+    codes, kernel = encode(vectors_ND), native.Avx2Kernel(1)
+    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if with_codes else kernel.ready(vectors_ND)
+    decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
+    best_QP = kernel.best_views(asked_QD, rows, np.ones(40, np.int64), 1)
+    norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
+    assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
+    true_QP = asked_QD.astype(np.float64) @ decoded_ND.T
+    assert (np.abs(best_QP - true_QP) <= score_error(norm_Q, norm, dimension, 0.0)[:, None]).all()
+
+
 def misalign(values_ND: np.ndarray, skew: int) -> np.ndarray:
     """The same, `skew` bytes behind a line of memory. What lies before and behind is no number."""
     room = np.full(values_ND.nbytes + 320, 0xFF, np.uint8)

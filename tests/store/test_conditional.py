@@ -26,7 +26,7 @@ Serve = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mvr_ray.store.objects.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("mvr_ray.store.manifest.READ_TRIES", 1)
+    monkeypatch.setattr("mvr_ray.store.files.READ_TRIES", 1)
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
 
 

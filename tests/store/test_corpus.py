@@ -204,6 +204,6 @@ def test_damage_is_named(corpus: Corpus):
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)
     for bad in (b"{", b"[]", b'{"format_version": 9}', b'{"format_version": 1}'):
-        corpus.store.write_bytes(paths.corpus_json("corpus"), bad)
-        with pytest.raises(StorageError, match=r"corpus\.json"):
+        corpus.store.write_bytes(paths.corpus_publication("corpus", 1), bad)
+        with pytest.raises(StorageError, match=r"publications/1\.json"):
             Corpus.open(corpus.store, "corpus")

@@ -17,10 +17,10 @@ from prepared_corpus import only_corpus
 from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus, publications, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import read_source
-from mvr_ray.store.gc import collect
+from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.sampling import draw
 from mvr_ray.types import Question
@@ -224,15 +224,18 @@ def test_settings_that_cannot_work_are_refused_before_reading(write: Write, tmp_
         prepare(config(tmp_path / "none.json"), store)
 
 
-def test_a_reader_of_the_corpus_before_keeps_it_and_what_is_older_goes(write: Write, store: Store):
+def test_a_corpus_that_was_replaced_stays_for_its_readers_and_is_collected_once_it_is_old(write: Write, store: Store):
     opened = []
     for number in range(3):
         prepare(config(write("r.jsonl", lines(passage(number))), num_shards=1), store)
         opened.append(Corpus.open(store, "corpus"))
-    assert [p.id for p in opened[1]] == ["p1"]
-    assert [p.id for p in opened[2]] == ["p2"]
-    assert part_files(store) == {part.file for corpus in opened[1:] for part in corpus.info.parts}
-    assert set(store.list(paths.corpus_versions("corpus"))) == {f"{corpus.digest}.json" for corpus in opened[1:]}
+    assert [[p.id for p in corpus] for corpus in opened] == [["p0"], ["p1"], ["p2"]]
+    assert [corpus.number for corpus in opened] == publications(store, "corpus") == [1, 2, 3]
+    assert part_files(store) == {part.file for corpus in opened for part in corpus.info.parts}
+    assert collect_corpus(store, "corpus") == []  # they are young
+    collect_corpus(store, "corpus", grace_s=0)
+    assert part_files(store) == {part.file for part in opened[2].info.parts}
+    assert store.list(paths.corpus_versions("corpus")) == [f"{opened[2].digest}.json"]
 
 
 def part_files(store: Store) -> set[str]:

@@ -76,6 +76,8 @@ class Kernel(Protocol[Array, Queries]):
     vectors_per_step: int
     threads: int
     """How many of the kernel's calls may run side by side, each for a share of the steps."""
+    skips_masked: bool
+    """Whether the vectors of passages outside a mask are not even read for one query."""
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Copy host rows to the device, in their own dtype."""
@@ -127,15 +129,16 @@ class NumpyKernel:
 
     vectors_per_step = CPU_STEP
     threads = 1
+    skips_masked = False
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> FloatArray:
+    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
         vectors_ND = rows_ND.astype(np.float32, copy=False)
         return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
 
-    def max_norm(self, ready: FloatArray) -> float:
+    def max_norm(self, ready: Any) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
             return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
 
@@ -146,13 +149,13 @@ class NumpyKernel:
     def candidates(
         self,
         queries: PlainQueries[FloatArray],
-        ready: FloatArray,
+        ready: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
-        best_QP = self._best_views(queries.queries_QD, ready, counts_P, uniform)
+        best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
         error_Q1 = error_Q[:, None].astype(np.float32)
         upper_QP = best_QP + error_Q1
         inside_QP = upper_QP >= queries.low_QK[:, -1:]
@@ -168,11 +171,9 @@ class NumpyKernel:
         inside = upper_M >= queries.low_QK[query_M, -1]
         return Candidates(query_M[inside], passage_M[inside], upper_M[inside])
 
-    def _best_views(
-        self, queries_QD: FloatArray, vectors_ND: FloatArray, counts_P: IntArray, uniform: int
-    ) -> FloatArray:
+    def best_views(self, queries_QD: FloatArray, ready: Any, counts_P: IntArray, uniform: int) -> FloatArray:
         """Compute best_QP, each passage's best inner product."""
-        scores_QN = queries_QD @ vectors_ND.T
+        scores_QN = queries_QD @ ready.T
         if uniform:
             return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
         return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
@@ -191,6 +192,7 @@ class TorchKernel:
     """Torch on a CPU or a GPU. It has threads of its own."""
 
     threads = 1
+    skips_masked = False
 
     def __init__(self, device: str = "cpu") -> None:
         import torch

@@ -1,11 +1,12 @@
-"""Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI.
+"""Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI, or with AVX2.
 
 The loops exist where the package was built with a C compiler; without them, or on other processors, the kernels of
-`kernels` give the same answers.
+`kernels` give the same answers. With AVX2 alone (`Avx2Kernel`) they multiply in float32, widening half precision and
+codes in registers, and are for a few queries: torch's product of matrices is faster for many.
 
-What it does otherwise: vectors are read as they are stored, half precision and codes being widened in registers; the
-best view of each passage is taken and compared in registers too, so scores never reach memory; of eight-bit codes the
-products are integers. To that end a query is rounded to sixteen bits,
+What the loops for AVX-512 do otherwise: vectors are read as they are stored, half precision and codes being widened in
+registers; the best view of each passage is taken and compared in registers too, so scores never reach memory; of
+eight-bit codes the products are integers. To that end a query is rounded to sixteen bits,
 
     q' = t n,  n = rint(q / t) = 256 h + l,  t = max_d |q_d| / 32512,  |h|, |l| <= 128
 
@@ -45,12 +46,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import Candidates, Coarse
+from mvr_ray.core.searching.kernels import Candidates, Coarse, NumpyKernel
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 3
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 4
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
@@ -87,13 +88,16 @@ def load_library(name: str, interface: int) -> ctypes.CDLL | None:
     return None
 
 
+_C_TYPES = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Load the compiled loops; None where they were not built or this processor cannot run them."""
     loops = load_library(LIBRARY, INTERFACE)
     if loops is None or not loops.mvr_supported():
         return None
-    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    whole, long, at = _C_TYPES
     loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, whole, at, at]
     loops.mvr_scan.restype = long
     loops.mvr_max_norm.argtypes = [whole, at, at, long, whole]
@@ -102,6 +106,20 @@ def library() -> ctypes.CDLL | None:
     loops.mvr_max_residual.restype = ctypes.c_float
     loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
     loops.mvr_rescore.restype = None
+    return loops
+
+
+@functools.cache
+def library_avx2() -> ctypes.CDLL | None:
+    """Load the loops for AVX2; None where they were not built or this processor cannot run them."""
+    loops = load_library(LIBRARY, INTERFACE)
+    if loops is None or not loops.mvr_supported_avx2():
+        return None
+    whole, long, at = _C_TYPES
+    loops.mvr_best_views.argtypes = [whole, at, at, at, long, whole, at, whole, at]
+    loops.mvr_best_views.restype = None
+    loops.mvr_max_norm_avx2.argtypes = [whole, at, at, long, whole]
+    loops.mvr_max_norm_avx2.restype = ctypes.c_float
     return loops
 
 
@@ -114,6 +132,13 @@ class NativeRows(NamedTuple):
 
     rows_ND: NDArray[Any]
     scale_N: NDArray[np.float32] | None
+
+
+def _as_stored(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> NativeRows:
+    rows_ND = np.ascontiguousarray(rows_ND)
+    if rows_ND.dtype not in KINDS:
+        rows_ND = rows_ND.astype(np.float32)
+    return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
 
 
 @dataclass
@@ -152,6 +177,7 @@ class NativeKernel:
     """Runs the loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     vectors_per_step = STEP
+    skips_masked = True
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
         """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""
@@ -173,10 +199,7 @@ class NativeKernel:
         return rows
 
     def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
-        rows_ND = np.ascontiguousarray(rows_ND)
-        if rows_ND.dtype not in KINDS:
-            rows_ND = rows_ND.astype(np.float32)
-        return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
+        return _as_stored(rows_ND, scale_N1)
 
     def max_norm(self, ready: NativeRows) -> float:
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
@@ -262,6 +285,37 @@ class NativeKernel:
 
     def restart(self, queries: NativeQueries, low_QK: FloatArray) -> None:
         queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
+
+
+class Avx2Kernel(NumpyKernel):
+    """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
+
+    vectors_per_step = STEP
+
+    def __init__(self, threads: int | None = None) -> None:
+        loops = library_avx2()
+        if loops is None:
+            raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX2")
+        self.loops = loops
+        self.threads = threads or num_threads()
+
+    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
+        return _as_stored(rows_ND, scale_N1)
+
+    def max_norm(self, ready: NativeRows) -> float:
+        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
+        return self.loops.mvr_max_norm_avx2(kind, _address(ready.rows_ND), _address(ready.scale_N), count, dimension)
+
+    def best_views(
+        self, queries_QD: FloatArray, ready: NativeRows, counts_P: IntArray, uniform: int
+    ) -> NDArray[np.float32]:
+        counts_P, queries_QD = np.ascontiguousarray(counts_P, np.int64), np.ascontiguousarray(queries_QD, np.float32)
+        best_QP = np.empty((len(queries_QD), len(counts_P)), np.float32)
+        self.loops.mvr_best_views(
+            KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N), _address(counts_P),
+            len(counts_P), queries_QD.shape[1], _address(queries_QD), len(queries_QD), _address(best_QP),
+        )  # fmt: skip
+        return best_QP
 
 
 def rescores(block: EmbeddingBlock) -> bool:

@@ -1,4 +1,5 @@
 /* The hot loops of exact search for processors with AVX-512 and VNNI; `native.py` calls them, and says what they mean.
+   Those at the end are for processors with AVX2 alone.
 
    A tile is ROWS vectors in a row. Its inner products with a panel of queries stay in registers: the best view of each
    passage is taken there, and compared there with what a passage must reach, so that scores never go to memory. A
@@ -679,6 +680,13 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
     return (const char *)wide;
 }
 
+/* Whether a passage from `first` on, up to `end`, is in the mask. */
+INLINE int any_passes(const uint8_t *mask_P, int64_t first, int64_t end) {
+    for (; first < end; first++)
+        if (mask_P[first]) return 1;
+    return 0;
+}
+
 /* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
    `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
@@ -713,6 +721,11 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             if (left > 0) break;
             ends |= 1u << (stop - 1);
             if (++passage == passages) break;
+        }
+        const int begun = passage < passages && left < count_P[passage]; /* the last passage goes over into the next */
+        if (s->mask_P && !any_passes(s->mask_P, before, passage + begun)) {
+            for (int q = 0; q < padded; q++) best_Q[q] = -INFINITY;
+            continue;
         }
         const char *part = (const char *)rows + at * dimension * size;
         float some[BLOCK] = {0};
@@ -867,11 +880,104 @@ FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
     }
     _mm_setcsr(state);
 }
+
+#define SHORTER __attribute__((target("avx2,fma,f16c")))
+
+/* Whether the two functions below may be called. */
+int mvr_supported_avx2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+/* Eight values in float32. */
+SHORTER static inline __attribute__((always_inline)) __m256 load_eight(const int kind, const char *at) {
+    if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
+    if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
+/* The inner product of a row with a query; with itself if that is NULL. */
+SHORTER static inline __attribute__((always_inline)) float row_product(const int kind, const char *row,
+                                                                       const float *query, int dimension) {
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, rest = dimension % 8;
+    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    int d = 0;
+    for (; d + 32 <= dimension; d += 32) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m256 eight = load_eight(kind, row + (d + 8 * i) * size);
+            sum[i] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query + d + 8 * i) : eight, sum[i]);
+        }
+    }
+    for (; d + 8 <= dimension; d += 8) {
+        const __m256 eight = load_eight(kind, row + d * size);
+        sum[0] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query + d) : eight, sum[0]);
+    }
+    if (rest) {
+        char last[32] = {0};
+        float asked[8] = {0};
+        memcpy(last, row + d * size, rest * size);
+        if (query) memcpy(asked, query + d, rest * sizeof(float));
+        const __m256 eight = load_eight(kind, last);
+        sum[1] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(asked) : eight, sum[1]);
+    }
+    const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+SHORTER static inline __attribute__((always_inline)) void best_views(const int kind, const char *row,
+                                                                     const float *scale_N, const int64_t *count_P,
+                                                                     int64_t passages, int dimension,
+                                                                     const float *queries_QD, int queries,
+                                                                     float *best_QP) {
+    const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
+    for (int64_t p = 0; p < passages; p++) {
+        for (int q = 0; q < queries; q++) {
+            float best = -INFINITY;
+            for (int64_t v = 0; v < count_P[p]; v++) {
+                float score = row_product(kind, row + v * stride, queries_QD + (int64_t)q * dimension, dimension);
+                if (kind == INT8) score *= scale_N[v];
+                best = score > best ? score : best;
+            }
+            best_QP[q * passages + p] = best;
+        }
+        row += count_P[p] * stride;
+        if (kind == INT8) scale_N += count_P[p];
+    }
+}
+
+/* The best inner product of each passage's rows with each query, in float32. */
+SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *count_P, int64_t passages,
+                            int dimension, const float *queries_QD, int queries, float *best_QP) {
+    if (kind == FLOAT32)
+        best_views(FLOAT32, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+    else if (kind == FLOAT16)
+        best_views(FLOAT16, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+    else
+        best_views(INT8, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+}
+
+/* The same as `mvr_max_norm`. */
+SHORTER float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N, int64_t count, int dimension) {
+    float most = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t at = n * dimension;
+        const float square = kind == FLOAT32   ? row_product(FLOAT32, rows + at * 4, NULL, dimension)
+                             : kind == FLOAT16 ? row_product(FLOAT16, rows + at * 2, NULL, dimension)
+                                               : row_product(INT8, rows + at, NULL, dimension);
+        const float norm = sqrtf(square) * (kind == INT8 ? scale_N[n] : 1);
+        if (norm != norm) return norm;
+        most = norm > most ? norm : most;
+    }
+    return most;
+}
 #else
 int mvr_supported(void) { return 0; }
+int mvr_supported_avx2(void) { return 0; }
 int mvr_short(void) { return 0; }
 int mvr_tiles(void) { return 0; }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
-int mvr_interface(void) { return 3; }
+int mvr_interface(void) { return 4; }

@@ -1,0 +1,155 @@
+"""mvr_ray's own side of `engines.py`: vectors given, an index version of them published, opened and changed.
+
+It is what `prepare`, `index` and `update` leave, without an encoder: the views go where an encoder's go, and a change
+is laid beside each shard's first file, as `index` does it. Questions go through a router in this process.
+
+Shapes: Q questions, P passages, V views per passage, D dimension.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.router import Router, open_router
+from mvr_ray.distributed.shards import build_shard, index_params, shard_folder
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import open_embeddings, write_changed
+from mvr_ray.store.embeddings import EmbeddingWriter, Views
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import EmbeddingBlock
+
+PASSAGES_A_SHARD = 50_000
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Ours:
+    """An index of kind flat, searched exactly; `int8` scans codes beside vectors of half precision."""
+
+    def __init__(self, folder: Path, task: dict[str, Any], precision: str, threads: int) -> None:
+        self.folder, self.passages, self.views, self.dimension = (
+            folder,
+            task["passages"],
+            task["views"],
+            task["dimension"],
+        )
+        self.run = RunConfig.model_validate(
+            {
+                "store": {"path": str(folder)},
+                "prepare": {
+                    "corpus": "engines",
+                    "sources": [{"path": str(folder / "passages.jsonl")}],
+                    "fields": {"n": "int"},
+                    "num_shards": -(-self.passages // PASSAGES_A_SHARD),
+                },
+                "index": {
+                    "name": "engines",
+                    "dtype": "fp32" if precision == "fp32" else "fp16",
+                    "scan": "int8" if precision == "int8" else "vectors",
+                },
+                "resources": {"torch_threads": threads},
+            }
+        )
+        self.stack = ExitStack()
+        if folder.exists():
+            self._open()
+
+    def _open(self) -> None:
+        self.router: Router = self.stack.enter_context(open_router(self.run, local=True))
+
+    def build(self, batches: Iterator[Rows]) -> None:
+        self.folder.mkdir()
+        source = self.folder / "passages.jsonl"
+        kept: list[Rows] = []
+        dtype = np.float16 if self.run.index.dtype == "fp16" else np.float32
+        with source.open("w") as file:
+            for rows, fields, vectors_PVD in batches:
+                for row, n in zip(rows.tolist(), fields.tolist()):
+                    file.write(json.dumps({"id": name(row), "title": "", "text": f"passage {row}", "n": n}) + "\n")
+                kept.append((rows, fields, vectors_PVD.astype(dtype)))
+        store = Store(self.run.store.path)
+        prepare(self.run.prepare, store)
+        source.unlink()
+        draft, entries = self._draft(store), []
+        for shard in range(self.run.prepare.num_shards):
+            with shard_folder(store) as folder:
+                with EmbeddingWriter(folder / paths.EMBEDDINGS, self.dimension, self.views, draft.dtype) as writer:
+                    for rows, _, vectors_PVD in kept:
+                        own_P = [shard_of(name(row), self.run.prepare.num_shards) == shard for row in rows.tolist()]
+                        writer.write(block([name(row) for row in rows[own_P].tolist()], vectors_PVD[own_P]))
+                entries.append(build_shard(store, draft, shard, folder))
+        manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+        self._open()
+
+    def _draft(self, store: Store) -> Manifest:
+        corpus = Corpus.open(store, self.run.prepare.corpus)
+        return Manifest(
+            index=self.run.index.name,
+            operation="index",
+            encoder_name="none",
+            encoder_fingerprint="f" * 16,
+            similarity="cosine",
+            num_views=self.views,
+            dimension=self.dimension,
+            dtype=self.run.index.dtype,
+            corpus=corpus.name,
+            corpus_digest=corpus.digest,
+            index_params=dataclasses.asdict(index_params(self.run.index, self.dimension)),
+            shards=(),
+            parent=manifests.latest_version(store, self.run.index.name),
+        )
+
+    def search(self, query_D: np.ndarray, k: int, share: int) -> list[tuple[int, float]]:
+        condition = {"n": {"lt": share}} if share < 100 else None
+        return _pairs(self.router.search(query_D[None], k, filter=condition).hits[0])
+
+    def search_batch(self, queries_QD: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
+        return [_pairs(hits) for hits in self.router.search(queries_QD, k).hits]
+
+    def upsert(self, rows: np.ndarray, fields: np.ndarray, vectors_PVD: np.ndarray) -> None:
+        """Publish the next version, and open it in the place of this one."""
+        store = Store(self.run.store.path)
+        draft, before, entries = self._draft(store), manifests.read(store, self.run.index.name), []
+        numbers_V = np.arange(self.views, dtype=np.int16)
+        for entry in before.shards:
+            upserts = {
+                name(row): Views(numbers_V, views_VD)
+                for row, views_VD in zip(rows.tolist(), vectors_PVD)
+                if shard_of(name(row), len(before.shards)) == entry.shard
+            }
+            base = open_embeddings(manifests.open_shard(store, before.index, entry), entry.files)
+            with shard_folder(store) as folder:
+                known = write_changed(base, folder, upserts, (), self.run.index.compact_share)
+                files = {paths.EMBEDDINGS: entry.files[paths.EMBEDDINGS]} if known else {}
+                entries.append(build_shard(store, draft, entry.shard, folder, files))
+        manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+def name(row: int) -> str:
+    return f"{row:08d}"
+
+
+def block(ids: list[str], vectors_PVD: np.ndarray) -> EmbeddingBlock:
+    count, views, dimension = vectors_PVD.shape
+    numbers_N = np.tile(np.arange(views, dtype=np.int16), count)
+    return EmbeddingBlock(
+        ids, np.arange(count + 1, dtype=np.int64) * views, numbers_N, vectors_PVD.reshape(-1, dimension)
+    )
+
+
+def _pairs(hits: list[Any]) -> list[tuple[int, float]]:
+    return [(int(hit.passage_id), hit.score) for hit in hits]

@@ -1,0 +1,434 @@
+"""What a change of a corpus costs: 0.01, 0.1, 1 and 10 % of 100,000 passages, from the file of changes to an answer.
+
+    python benchmarks/updates.py [passages]          # 100,000 unless said otherwise: half an hour on two cores
+    python benchmarks/updates.py --sizes 20000 200000    # the same number of changes in ten times the passages
+
+The passages are SQuAD's paragraphs and 10,033 summaries, as far as they go, then texts made of their sentences. MiniLM
+would take half an hour to encode them, so made-up views (`made_up`) are put where its own would go; what the updates
+change, it encodes. New contents are paragraphs of SQuAD without their first sentence, for passages that lie everywhere
+in the corpus. Each update is done twice, on other passages: by the commands `mvr-ray update` and `mvr-ray index` and a
+router opened after them, and by the same functions in a process that is connected to Ray. Beside it stand the encoding
+of the same number of contents alone, the build of the whole index, and upserts of as many vectors in LanceDB and Milvus
+Lite, in environments of their own.
+
+Bytes written are those of all files that appeared in the store while the update ran, the scratch ones too, by a look
+twenty times a second: a file that is linked under another name has no new bytes.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import made_up
+import numpy as np
+import torch
+import yaml
+from machine import ROOT
+from measure import Bar, Part, write
+from peers import PEERS, Peer, environment
+
+from mvr_ray.config import RunConfig, SourceConfig
+from mvr_ray.deadline import Deadline
+from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.distributed.encoders import open_encoder, resolve_encoder
+from mvr_ray.distributed.router import Router, open_router
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.embeddings import Views
+from mvr_ray.store.files import Store
+from mvr_ray.store.formats import PassageRecord, read_source
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.types import Passage
+
+PASSAGES, SHARDS = 100_000, 8
+SHARES = (0.0001, 0.001, 0.01, 0.1)
+ENCODED_ALONE = 1_000
+"""More contents are not encoded a second time: their time is in proportion."""
+LOOK_S = 0.05
+SAMPLE = 200
+OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 1_000_000, 1.3
+SIZE_ROUNDS = 3
+DATA = ROOT.parent / "shared" / "data"
+SOURCES = (("squad/train-v1.1.json.gz", "squad"), ("squad/dev-v1.1.json.gz", "squad"))
+SUMMARIES = ("wiki_vital/psgs_vital.tsv.gz", "dpr_tsv")
+QUESTION = "When was the university founded?"
+PINS = {
+    "lancedb": ("lancedb==0.40.0", "numpy==2.4.6"),
+    "milvus-lite": ("milvus-lite==3.2.2", "pymilvus==3.0.2", "numpy==2.4.6"),
+}
+ENGINES = {"lancedb": ("lancedb", "fp16", "LanceDB"), "milvus-lite": ("milvus", "fp32", "Milvus Lite")}
+
+
+class Cost(NamedTuple):
+    """What one update took. `stages`: seconds of each part of it."""
+
+    stages: dict[str, float]
+    written_bytes: int
+    changed_bytes: int
+    encoded: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages.values())
+
+
+class Written:
+    """Bytes of the files that appear or grow under a folder while the block runs, by inode."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.most = folder, dict[int, int]()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Written":
+        self.before = self._sizes()
+        self._thread = threading.Thread(target=self._look_until_ended, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(max(0, size - self.before.get(inode, 0)) for inode, size in self.most.items())
+
+    def _look_until_ended(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        for inode, size in self._sizes().items():
+            self.most[inode] = max(self.most.get(inode, 0), size)
+
+    def _sizes(self) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                try:
+                    stat = Path(folder, name).stat()
+                except OSError:
+                    continue
+                sizes[stat.st_ino] = stat.st_size
+        return sizes
+
+
+def real_passages() -> Iterator[Passage]:
+    for file, kind in (*SOURCES, SUMMARIES):
+        if (DATA / file).exists():
+            for record in read_source(SourceConfig.model_validate({"path": str(DATA / file), "format": kind})):
+                if isinstance(record, PassageRecord):
+                    yield record.passage
+
+
+def passages_of(count: int) -> list[tuple[str, str]]:
+    """Titles and texts: real ones first, then sentences of theirs put together at random."""
+    real = [(passage.title, passage.text) for passage in real_passages()]
+    if not real:
+        real = [("made up", " ".join(made_up.WORDS) + ". " * 5)]
+    draw = random.Random(0)
+    made = (
+        (title, ". ".join(draw.choice(real)[1].split(". ")[0] for _ in range(5)) + f". Number {number}.")
+        for number, (title, _) in enumerate(draw.choices(real, k=max(0, count - len(real))))
+    )
+    return [*real[:count], *made]
+
+
+def name(number: int) -> str:
+    return f"{number:07d}"
+
+
+class Corpora:
+    """A store with an index of so many passages, and the files of changes for it."""
+
+    def __init__(self, folder: Path, passages: int) -> None:
+        self.folder, self.passages = folder, passages
+        self.texts = passages_of(passages)
+        self.store_folder, self.source = folder / "store", folder / "passages.jsonl"
+        self.values: dict[str, Any] = {
+            "store": {"path": str(self.store_folder)},
+            "prepare": {
+                "corpus": "updated",
+                "sources": [{"path": str(folder / "passages.jsonl")}],
+                "num_shards": SHARDS,
+            },
+            "encoder": {"use_title": False},
+            "index": {"name": "updated", "encoder": "untrained"},
+            "resources": {"encoders_max": 2},
+        }
+        self.run = RunConfig.model_validate(self.values)
+        self.config = folder / "run.yaml"
+        self.config.write_text(yaml.safe_dump(self.values))
+        self.store = Store(self.run.store.path)
+        self.used = 0
+
+    def build(self) -> dict[str, float]:
+        """Prepare the corpus, stage made-up views and index them; seconds of each but the staging."""
+        with self.source.open("w") as file:
+            for number, (title, text) in enumerate(self.texts):
+                file.write(json.dumps({"id": name(number), "title": title, "text": text}) + "\n")
+        seconds = {}
+        with timed(seconds, "prepare"):
+            prepare(self.run.prepare, self.store)
+        made_up.stage(self.run, Corpus.open(self.store, "updated"))
+        with timed(seconds, "index without encoding"):
+            build_index.index(self.run)
+        return seconds
+
+    def changes(self, count: int) -> tuple[Path, list[Passage]]:
+        """A file with new contents for `count` passages that lie everywhere and were not changed before."""
+        step = self.passages // count
+        real = max(1, min(self.passages, 20_000))
+        passages = []
+        for number in range(count):
+            title, text = self.texts[(self.used + number) * 7 % real]
+            row = (number * step + self.used) % self.passages
+            passages.append(
+                Passage(name(row), title, f"{text.partition('. ')[2] or text} Edited {self.used + number}.")
+            )
+        self.used += count + 1
+        file = self.folder / f"changes-{self.used}.jsonl"
+        rows = (json.dumps({"id": one.id, "title": one.title, "text": one.text}) + "\n" for one in passages)
+        file.write_text("".join(rows))
+        return file, passages
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+
+
+def by_commands(corpora: Corpora, count: int) -> Cost:
+    file, passages = corpora.changes(count)
+    stages: dict[str, float] = {}
+    with Written(corpora.store_folder) as written:
+        with timed(stages, "mvr-ray update"):
+            report = command("update", corpora, f"changes={file}")
+        assert report["replaced"] == count, report
+        with timed(stages, "mvr-ray index"):
+            report = command("index", corpora)
+        with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
+            check(router, passages)
+    return Cost(stages, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"]))
+
+
+def command(stage: str, corpora: Corpora, *words: str) -> dict[str, Any]:
+    python = [sys.executable, "-m", "mvr_ray.cli", stage, str(corpora.config), *words, "--json"]
+    done = subprocess.run(python, cwd=corpora.folder, capture_output=True, text=True, env=environ())
+    if done.returncode:
+        sys.exit(f"mvr-ray {stage} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def in_process(corpora: Corpora, count: int) -> Cost:
+    """The same in a process that is connected to Ray already."""
+    file, passages = corpora.changes(count)
+    stages: dict[str, float] = {}
+    with Written(corpora.store_folder) as written:
+        with timed(stages, "update"):
+            update(corpora.run.prepare, corpora.store, str(file))
+        with timed(stages, "index"):
+            build_index.index(corpora.run)
+        with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
+            check(router, passages)
+    return Cost(stages, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"]))
+
+
+def check(router: Router, passages: Sequence[Passage]) -> None:
+    """A question is answered from the new contents: asked with a view of the last of them, it finds that passage."""
+    last = passages[-1]
+    query_D = np.asarray(stored_views(router, [last])[last.id].vectors_ND[0], np.float32)
+    answer = router.search(query_D[None], 10)
+    assert answer.exact.certified and answer.hits[0][0].passage_id == last.id, answer.hits[0][0]
+
+
+def stored_views(router: Router, passages: Sequence[Passage]) -> Mapping[str, Views]:
+    of_shard: dict[int, list[str]] = {}
+    for one in passages:
+        of_shard.setdefault(shard_of(one.id, SHARDS), []).append(one.id)
+    return router.fleet.views(of_shard, Deadline.after(60)).views
+
+
+def changed_bytes(router: Router, passages: Sequence[Passage]) -> int:
+    """Bytes of the changed rows as they are at rest: their vectors and their texts."""
+    texts = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages)
+    sample = stored_views(router, passages[:SAMPLE])
+    views = sum(len(one.view_numbers_N) for one in sample.values()) / len(sample)
+    return texts + int(views * len(passages) * made_up.D * 2)
+
+
+class Encoding:
+    """The encoding of new contents alone, by as many threads as the updates have encoders."""
+
+    def __init__(self, corpora: Corpora) -> None:
+        held = resolve_encoder(corpora.run, Corpus.open(corpora.store, "updated"))
+        self.encoder = open_encoder(corpora.store, held.name, held.fingerprint, threads=2)
+        self.index = corpora.run.index
+
+    def seconds(self, passages: Sequence[Passage]) -> float:
+        torch.set_num_threads(2)
+        began = time.perf_counter()
+        tokens = self.encoder.tokenize_passages(list(passages))
+        ids = [one.id for one in passages]
+        embed_chunk(self.encoder, ids, tokens, self.index.tokens_per_batch, self.index.dtype)
+        return time.perf_counter() - began
+
+
+def alone(encoding: Encoding, corpora: Corpora, count: int) -> float:
+    few = corpora.changes(min(count, ENCODED_ALONE))[1]
+    return encoding.seconds(few) * count / len(few)
+
+
+def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Of each peer: the seconds to load all vectors, and of each upsert until it is in an answer."""
+    data = folder / "peers"
+    data.mkdir()
+    for file, first, count in (("vectors.npy", 0, passages), ("changed.npy", 9_000, max(counts))):
+        vectors = np.lib.format.open_memmap(data / file, "w+", np.float16, (count, made_up.V, made_up.D))
+        for number, start in enumerate(range(0, count, made_up.BLOCK)):
+            size = min(made_up.BLOCK, count - start)
+            vectors[start : start + size] = made_up.views(first + number, size).reshape(size, made_up.V, made_up.D)
+        vectors.flush()
+    np.save(data / "fields.npy", np.arange(passages) % 100)
+    np.save(data / "queries.npy", made_up.queries(16))
+    (data / "task.json").write_text(json.dumps({"passages": passages, "views": made_up.V, "dimension": made_up.D}))
+    costs: dict[str, dict[str, Any]] = {}
+    for peer_name, (engine, precision, title) in ENGINES.items():
+        python = environment(PEERS, peer_name, PINS[peer_name])
+        with Peer(python, "engine_peer.py", str(data), engine, precision, "2", threads=2) as peer:
+            found = {"build": peer.ask("build")["seconds"]}
+            for count in counts:
+                with Written(data) as written:
+                    told = peer.ask(f"update {passages // count}")
+                found[f"{count}"] = {"seconds": told["seconds"], "written_bytes": written.num_bytes}
+            costs[title] = found
+            print(title, found, flush=True)
+    return costs
+
+
+def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encoding_s: float) -> None:
+    """One share of changes: its samples, and the bars on it."""
+    share = f"{100 * count / passages:g} %"
+    for way, cost in ways.items():
+        part.add({f"{share} of {passages:,} changed, {way}": [cost.seconds]}, count)
+        part.facts[f"{share}, {way}"] = (
+            f"{', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in cost.stages.items())}; "
+            f"{cost.encoded:,} passages encoded; {cost.written_bytes / 1e6:.1f} MB written for "
+            f"{cost.changed_bytes / 1e6:.2f} MB of changed rows"
+        )
+        allowed = TIMES_BYTES * cost.changed_bytes + MORE_BYTES
+        written = cost.written_bytes / 1e6
+        part.bars.append(Bar(f"{share}, {way}: bytes written", written, allowed / 1e6, at_least=False, unit="MB"))
+        part.bars.append(Bar(f"{share}, {way}: passages encoded", cost.encoded, count, at_least=False, unit="passages"))
+    part.add({f"{share} of {passages:,}, encoding alone": [encoding_s]}, count)
+    most = TIMES_ENCODING * encoding_s + OVERHEAD_S
+    for way, cost in ways.items():
+        what = f"{share}, {way}: seconds against {TIMES_ENCODING:g} x encoding alone + {OVERHEAD_S:g} s"
+        part.bars.append(Bar(what, cost.seconds, most, at_least=False, unit="s"))
+
+
+def measure(passages: int) -> None:
+    torch.set_num_threads(2)
+    part = Part("updates", f"Updates of {passages:,} passages", "passages")
+    with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
+        folder = Path(scratch)
+        corpora = Corpora(folder, passages)
+        counts = [max(1, round(passages * share)) for share in SHARES]
+        with session.connect(corpora.run.resources):
+            build = corpora.build()
+            encoding = Encoding(corpora)
+            within = {}
+            for count in counts[:-1]:
+                within[count] = in_process(corpora, count), alone(encoding, corpora, count)
+                print(count, within[count], flush=True)
+        for count in counts:
+            ways = {"commands": by_commands(corpora, count)}
+            print(count, ways, flush=True)
+            if count in within:
+                ways["in a process"] = within[count][0]
+                encoding_s = within[count][1]
+            else:
+                encoding_s = within[counts[-2]][1] * count / counts[-2]
+            table(part, passages, count, ways, encoding_s)
+        rate = counts[-2] / within[counts[-2]][1]
+        part.facts["full build"] = (
+            f"{', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in build.items())}; encoding, at the "
+            f"{rate:.0f} passages/s of {counts[-2]:,} contents alone, {passages / rate:.0f} s more"
+        )
+        part.facts |= peer_facts(peer_costs(folder, passages, counts), counts)
+    finish(part)
+
+
+def peer_facts(costs: Mapping[str, Mapping[str, Any]], counts: Sequence[int]) -> dict[str, str]:
+    return {
+        f"{title}, vectors given": f"all loaded in {found['build']:.1f} s; "
+        + "; ".join(
+            f"{count:,} upserted and answered from in {found[str(count)]['seconds']:.2f} s, "
+            f"{found[str(count)]['written_bytes'] / 1e6:.1f} MB written"
+            for count in counts
+        )
+        for title, found in costs.items()
+    }
+
+
+def measure_sizes(sizes: Sequence[int]) -> None:
+    """The same number of changes, a hundredth of the smaller corpus, in corpora of these sizes in turn."""
+    small, large = sizes
+    part = Part("updates-sizes", f"The same update of {small:,} and of {large:,} passages", "passages")
+    count = small // 100
+    with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
+        made = {}
+        for size in sizes:
+            folder = Path(scratch) / str(size)
+            folder.mkdir()
+            made[size] = Corpora(folder, size)
+            with session.connect(made[size].run.resources):
+                made[size].build()
+        costs: dict[int, list[Cost]] = {size: [] for size in sizes}
+        for _ in range(SIZE_ROUNDS):
+            for size in sizes:
+                costs[size].append(by_commands(made[size], count))
+                print(size, costs[size][-1], flush=True)
+        for size, own in costs.items():
+            part.add({f"{count} of {size:,} changed, commands": [cost.seconds for cost in own]}, count)
+            stages = {stage: [round(cost.stages[stage], 2) for cost in own] for stage in own[0].stages}
+            part.facts[f"{size:,} passages"] = f"{stages} s; MB written {[cost.written_bytes / 1e6 for cost in own]}"
+        ratios = [b.seconds / a.seconds for a, b in zip(costs[small], costs[large])]
+        what = f"{count} changes, {large // small} times the passages: times the seconds"
+        part.bars.append(Bar(what, float(np.median(ratios)), TIMES_SIZE, at_least=False))
+    finish(part)
+
+
+def finish(part: Part) -> None:
+    part.facts |= {
+        "index": f"{SHARDS} shards of up to {made_up.V} views of {made_up.D} dimensions in fp16, kind flat",
+        "contents": "of the updates encoded by MiniLM (snippet means); all other views made up",
+        "peers": ", ".join(pin for pins in PINS.values() for pin in pins[:1]),
+        "load average at the end": Path("/proc/loadavg").read_text().split()[0],
+    }
+    write(part)
+
+
+if __name__ == "__main__":
+    PEERS.mkdir(exist_ok=True)
+    if "--sizes" in sys.argv:
+        measure_sizes([int(word) for word in sys.argv[2:4]])
+    else:
+        measure(int(sys.argv[1]) if len(sys.argv) > 1 else PASSAGES)

@@ -1,0 +1,291 @@
+"""Acts upon one store in every role at once, and decides whether each answer could have been given.
+
+    updater    applies files of changes to the corpus, one after the other
+    indexer    publishes a version of the corpus that is current, whole or as changes beside the version before
+    keeper     compacts or reshards the live version, or rolls back
+    collector  removes what no kept version names
+    reader     asks the live version, or one that it read of, and looks its hits up
+
+What a corpus should hold follows from its list of sources alone: the passages at first, and each file of changes in
+its order. What a passage's views should be follows from its text. So the model takes nothing from the code that it
+judges but those names.
+
+A history is right if
+- every answer is that of brute force over what the answering version's corpus should hold, texts too;
+- a reader that did not read a stale list answers from a version no older than any that was acknowledged before;
+- no acknowledged update is lost: each is among the sources of the corpus at the end, once and in an order of its own;
+- no acknowledged version has another content than its publisher gave it;
+- only named errors came; and at the end an update and a version of it can be published, whose answers are right.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from random_index import D, V, Views, block_of, brute_force
+from simulation import Actor, ActorKill, Schedule, run_in_turn
+
+from mvr_ray.config import PrepareConfig
+from mvr_ray.distributed.compact import compact_one
+from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import build_shard
+from mvr_ray.errors import MvrRayError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import embeddings, manifest, paths
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.versions import verify
+
+INDEX, CORPUS, SHARDS, K = "random", "c", 2, 5
+GRACE_S = 3600.0
+Texts = dict[str, str]
+
+
+class Answer(NamedTuple):
+    """What a reader was given, and the version that was acknowledged last before it asked."""
+
+    version: int
+    corpus: str
+    sources: tuple[str, ...]
+    hits: list[tuple[str, float, int]]
+    texts: Texts
+    query: tuple[int, ...]
+    known_before: int
+    is_stale: bool
+
+
+def views_of(text: str) -> dict[int, np.ndarray]:
+    """What stands in for an encoder: small whole numbers that follow from the text, so that scores tie."""
+    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+    chosen = sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
+    return {view: rng.integers(-2, 3, D).astype(np.float32) for view in chosen}
+
+
+class History:
+    """One store, what its actors did, and what they were told."""
+
+    def __init__(self, root: Path, address: str, seed: int, faults: frozenset[str]) -> None:
+        self.draw = random.Random(seed)
+        self.files = root / "files"
+        self.files.mkdir(parents=True)
+        self.address = address
+        self.schedule = Schedule(seed, faults)
+        self.first: Texts = {f"p{n:02d}": f"text {n}" for n in range(self.draw.randint(2, 20))}
+        self.changes: dict[str, dict[str, str | None]] = {}
+        """Digest of a file of changes -> text by id, None for what it deletes."""
+        self.acknowledged_updates: list[str] = []
+        self.acknowledged: dict[int, Manifest] = {}
+        self.answers: list[Answer] = []
+        self.config = PrepareConfig(
+            corpus=CORPUS,
+            num_shards=SHARDS,
+            sources=[{"path": str(self._write("first", self.first)), "format": "jsonl"}],
+        )
+        prepare(self.config, Store(address))
+        self.first_source = Corpus.open(Store(address), CORPUS).info.sources[0].sha256
+        self.index(Store(address), whole=True)
+
+    def _write(self, name: str, texts: dict[str, str | None] | Texts) -> Path:
+        rows = [
+            {"id": i, "delete": True} if text is None else {"id": i, "title": "", "text": text}
+            for i, text in texts.items()
+        ]
+        file = self.files / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    def expected(self, sources: tuple[str, ...]) -> Texts:
+        """What a corpus of these sources should hold."""
+        texts = dict(self.first)
+        for source in sources[1:]:
+            for name, text in self.changes[source].items():
+                texts.pop(name, None) if text is None else texts.update({name: text})
+        return texts
+
+    # what actors do
+
+    def update(self, store: Store) -> None:
+        number = len(self.changes)
+        names = [f"p{n:02d}" for n in self.draw.sample(range(24), self.draw.randint(1, 4))]
+        keep = names[0] if self.draw.random() < 0.8 else None  # an update mostly adds something
+        own = {i: None if i != keep and self.draw.random() < 0.3 else f"text {number} of {i}" for i in names}
+        file = self._write(f"changes-{number}", own)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.changes[digest] = own
+        report = update(self.config, store, str(file))
+        if report.digest != report.parent:  # else nothing was to be changed
+            self.acknowledged_updates.append(digest)
+
+    def index(self, store: Store, whole: bool) -> None:
+        """Publish a version of the corpus as it is: every shard anew, or the changes beside those of the live one."""
+        corpus = Corpus.open(store, CORPUS)
+        live = manifest.read(store, INDEX) if manifest.list_versions(store, INDEX) else None
+        views = {passage.id: views_of(passage.text) for n in range(SHARDS) for passage in corpus.part(n).passages()}
+        draft = Manifest(
+            index=INDEX,
+            operation="index",
+            encoder_name="none",
+            encoder_fingerprint="f" * 16,
+            similarity="inner_product",
+            num_views=V,
+            dimension=D,
+            dtype="fp16",
+            corpus=corpus.name,
+            corpus_digest=corpus.digest,
+            index_params=dataclasses.asdict(IndexParams()),
+            shards=(),
+            parent=live.version if live else 0,
+        )
+        entries = []
+        for shard in range(SHARDS):
+            own = {i: one for i, one in views.items() if shard_of(i, SHARDS) == shard}
+            with store.scratch() as scratch:
+                folder = scratch / "shard"
+                folder.mkdir()
+                before = live.shards[shard] if live and not whole and len(live.shards) == SHARDS else None
+                if before and not self._write_beside(store, before, own, folder):
+                    entries.append(before)
+                    continue
+                if before is None:
+                    with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, "fp16") as writer:
+                        writer.write(block_of(own))
+                entries.append(build_shard(store, draft, shard, folder))
+        self._acknowledge(manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries))))
+
+    def _write_beside(self, store: Store, entry: manifest.ShardEntry, own: Views, folder: Path) -> bool:
+        embedded = open_embeddings(manifest.open_shard(store, INDEX, entry), entry.files)
+        earlier = {
+            i: {int(n): vector for n, vector in zip(view.view_numbers_N, view.vectors_ND)}
+            for i, view in views_by_id(embedded.blocks()).items()
+        }
+        upserts = {i: one for i, one in own.items() if i not in earlier or not _same(earlier[i], one)}
+        deleted = sorted(set(earlier) - set(own))
+        if not upserts and not deleted:
+            return False
+        stacked = {
+            i: embeddings.Views(np.array(list(one), np.int16), np.array(list(one.values()), np.float32))
+            for i, one in upserts.items()
+        }
+        write_changed(embedded, folder, stacked, deleted)
+        return True
+
+    def keep(self, store: Store, what: str) -> None:
+        live = manifest.read(store, INDEX)
+        match what:
+            case "compact":
+                shards = [
+                    compact_one(store.address, live, one) if paths.CHANGES in one.files else one for one in live.shards
+                ]
+                next_version = dataclasses.replace(live, parent=live.version, shards=tuple(shards))
+                self._acknowledge(manifest.publish(store, next_version))
+            case "reshard":
+                task = ReshardTask(store.address, live, SHARDS, staging_key(live, SHARDS), 0)
+                built = [reshard_one(task, shard) for shard in range(SHARDS)]
+                self._acknowledge(manifest.publish(store, manifest_over(live, built)))
+            case _:
+                to = self.draw.choice(manifest.list_versions(store, INDEX))
+                Corpus.open(store, CORPUS, manifest.read(store, INDEX, to).corpus_digest)
+                self._acknowledge(manifest.rollback(store, INDEX, to))
+
+    def _acknowledge(self, version: Manifest) -> None:
+        assert version.version not in self.acknowledged, f"version {version.version} was acknowledged to two publishers"
+        self.acknowledged[version.version] = version
+
+    def read(self, store: Store) -> None:
+        known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
+        live = manifest.read(store, INDEX)
+        query = tuple(self.draw.randint(-2, 2) for _ in range(D))
+        task = SearcherTask(store.address, live, tuple(entry.shard for entry in live.shards))
+        router = Router(store, live, LocalFleet(task))
+        answer = router.search(np.array([query], np.float32), K)
+        assert answer.coverage_share == 1.0
+        hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
+        texts = {name: passage.text for name, passage in router.passages([name for name, _, _ in hits]).items()}
+        info = router.corpus.info
+        sources = tuple(source.sha256 for source in info.sources)
+        is_stale = any(turn.fate == "stale" for turn in self.schedule.turns[turns:])
+        self.answers.append(Answer(live.version, info.digest, sources, hits, texts, query, known_before, is_stale))
+
+    # what the model says of it
+
+    def run(self) -> None:
+        """Let the actors act, and judge the history."""
+        roles: list[Actor] = []
+        for number in range(self.draw.randint(1, 3)):
+            roles.append(self._actor(f"updater {number}", 3, self.update))
+        for number in range(self.draw.randint(1, 2)):
+            roles.append(self._actor(f"indexer {number}", 3, partial(self.index, whole=self.draw.random() < 0.3)))
+        for what in self.draw.sample(["compact", "reshard", "rollback"], self.draw.randint(0, 2)):
+            roles.append(self._actor(what, 2, partial(self.keep, what=what)))
+        if self.draw.random() < 0.5:
+            keep = self.draw.randint(1, 3)
+            role = self._actor("collector", 3, lambda store: collect(store, INDEX, keep, GRACE_S))
+            role.cannot_be_stale = True  # object stores list what is there; what collection removes rests on it
+            roles.append(role)
+        for number in range(self.draw.randint(1, 3)):
+            roles.append(self._actor(f"reader {number}", 4, self.read))
+        with run_in_turn(self.schedule):
+            self.schedule.run(roles)
+        for role in roles:
+            assert role.error is None or isinstance(role.error, ActorKill), f"{role.name} raised {role.error!r}"
+        self._judge_answers()
+        self._judge_end()
+
+    def _actor(self, name: str, times: int, work: Callable[[Store], object]) -> Actor:
+        def act() -> None:
+            for _ in range(times):
+                with contextlib.suppress(MvrRayError):  # a named error is an answer; the next try may succeed
+                    work(Store(self.address))
+
+        return Actor(name, act)
+
+    def _judge_answers(self) -> None:
+        for answer in self.answers:
+            texts = self.expected(answer.sources)
+            views = {name: views_of(text) for name, text in texts.items()}
+            right = brute_force(views, np.array(answer.query, np.float32), K)
+            assert answer.hits == right, f"{answer} is not {right}"
+            assert answer.texts == {name: texts[name] for name, _, _ in right}
+            assert answer.is_stale or answer.version >= answer.known_before, answer
+
+    def _judge_end(self) -> None:
+        store, has_leapt = Store(self.address), self.schedule.clock_s > 0
+        for number in manifest.list_versions(store, INDEX):
+            if number in self.acknowledged:
+                assert manifest.read(store, INDEX, number) == self.acknowledged[number]
+        live = manifest.read(store, INDEX)
+        assert has_leapt or live.version >= max(self.acknowledged)
+        if not has_leapt:  # then a version may be torn, and its publisher was told
+            problems = [one for one in verify(store, live).problems if "encoder" not in one.path]
+            assert not problems, problems
+        sources = [source.sha256 for source in Corpus.open(store, CORPUS).info.sources[1:]]
+        assert len(sources) == len(set(sources))
+        lost = [digest for digest in self.acknowledged_updates if digest not in sources]
+        assert not lost, f"{len(lost)} acknowledged updates are lost"
+        if has_leapt:
+            prepare(self.config, store)  # parts of the corpus may be gone
+        answers = len(self.answers)
+        self.update(store)
+        self.index(store, whole=has_leapt)
+        self.read(store)
+        assert len(self.answers) == answers + 1
+        self._judge_answers()
+
+
+def _same(earlier: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:
+    return list(earlier) == list(own) and all(np.array_equal(earlier[view], own[view]) for view in own)

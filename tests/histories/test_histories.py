@@ -1,0 +1,65 @@
+"""Histories of publishers, updaters, collectors and readers over one store, under faults, judged by a model.
+
+`MVR_RAY_HISTORIES=FIRST:LAST` runs those seeds (`make chaos-soak SEEDS=FIRST:LAST`). A seed alone repeats a history.
+"""
+
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from model import History
+from simulation import FAULTS
+
+FEW, MORE = range(12), range(12, 100)
+FIRST, _, LAST = os.environ.get("MVR_RAY_HISTORIES", "").partition(":")
+SLOW_SEEDS = range(int(FIRST), int(LAST)) if LAST else MORE
+
+
+def run_history(root: Path, address: str, seed: int, record_property) -> None:
+    draw = random.Random(seed)
+    faults = frozenset(draw.sample(sorted(FAULTS), draw.randint(0, len(FAULTS))))
+    history = History(root, address, seed, faults)
+    try:
+        history.run()
+    except BaseException:
+        sys.stderr.write("".join(f"{turn.actor}: {turn.call} {turn.fate}\n" for turn in history.schedule.turns))
+        raise
+    counts = Counter(turn.fate for turn in history.schedule.turns if turn.fate)
+    told = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "no fault"
+    record_property("figures", f"seed {seed}: {len(history.answers)} answers, {told}")
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_every_answer_of_a_history_could_have_been_given(tmp_path, seed, record_property):
+    run_history(tmp_path, str(tmp_path / "store"), seed, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos(
+    "publishers, updaters, collectors and readers killed, refused, cut off, unanswered, misled by old lists or a clock",
+    "no wrong answer, no acknowledged version or update lost; the next update and version are right",
+)
+@pytest.mark.parametrize("seed", SLOW_SEEDS)
+def test_every_answer_of_many_histories_could_have_been_given(tmp_path, seed, record_property):
+    run_history(tmp_path, str(tmp_path / "store"), seed, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_histories_over_an_object_store_are_right_too(tmp_path, s3_service, monkeypatch, seed, record_property):
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    options = f"region=us-east-1&scheme=http&endpoint_override={s3_service}"
+    run_history(tmp_path, f"s3://key:secret@bucket/history-{seed}?{options}", seed, record_property)
+
+
+def test_the_same_seed_gives_the_same_history(tmp_path):
+    """Another order of turns would be another history, and a failure could not be looked into."""
+    turns = []
+    for number in range(2):
+        history = History(tmp_path / str(number), str(tmp_path / str(number) / "store"), 5, frozenset(FAULTS))
+        history.run()
+        turns.append([(turn.actor, turn.call.split()[0], turn.fate) for turn in history.schedule.turns])
+    assert turns[0] == turns[1]
