@@ -47,7 +47,7 @@ COMPILED_BYTES = 236_000_000
 passages of 8 views one took 261 MB, of which 25 are its half of these."""
 
 POSTINGS_SHARE = 0.85
-"""Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with their titles take 1.02 MB for 1.20 MB."""
+"""Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
 STATISTICS_BYTES = 216
 """Statistics of a corpus, times the root of its bytes (Heaps' law with an exponent of a half): 0.24 MB for the same."""
 

@@ -321,6 +321,30 @@ class _Endpoints:
 
     @Endpoint
     @staticmethod
+    def embed(
+        texts: Sequence[str], *, model: str, timeout_s: float | None = None
+    ) -> EndpointRequest[schemas.EmbeddingsResponse]:
+        """Vectors of texts by the index's encoder, as a search embeds its queries. `model` names that encoder."""
+        body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=list(texts))
+        return EndpointRequest(
+            "POST",
+            "/v1/embeddings",
+            schemas.EmbeddingsResponse,
+            lambda s, deadline: s.embed(body, deadline),
+            body,
+            timeout_s,
+        )
+
+    @Endpoint
+    @staticmethod
+    def examples(*, timeout_s: float | None = None) -> EndpointRequest[schemas.ExampleQueries]:
+        """A few texts to search for: questions that came with the corpus, else titles."""
+        return EndpointRequest(
+            "GET", "/v1/examples", schemas.ExampleQueries, lambda s, _: s.examples(), timeout_s=timeout_s
+        )
+
+    @Endpoint
+    @staticmethod
     def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[PassageResponse]:
         """One passage as it was indexed."""
         # Dots too: as a part of a path, `.` and `..` would mean folders.

@@ -178,11 +178,24 @@ def actor_processes(ray_session) -> Callable[[str], list[int]]:
     return processes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve_turn() -> Iterator[None]:
-    """The cluster has one Ray Serve: one test at a time may start it."""
+    """The cluster has one Ray Serve: the tests of one module at a time may start it."""
     with lock_of_run("serve.lock"):
         yield
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path):
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        yield None
+        return
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.fixture(scope="session")
@@ -227,7 +240,7 @@ def small_run(store: Path, **sections) -> RunConfig:
         "index": {"encoder": "untrained", "sort_window": 6, "tokens_per_batch": 512},
         "retrieve": {"k": 10, "batch": 16},
         "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
-        "resources": {"encoders_max": 1},
+        "resources": {"encoders_max": 1, "local_passages": 0},
     }
     for name, values in sections.items():
         small[name] = {**small.get(name, {}), **values}

@@ -3,7 +3,6 @@
 A question needs no cluster: where none is named, the shards are opened in this process.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,11 +59,11 @@ def _refusals_as_errors(command: str) -> Iterator[None]:
 
 @contextmanager
 def _router(run: RunConfig, version: int | None) -> "Iterator[Router]":
+    from mvr_ray.distributed import session
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import open_router
 
     store = Store(run.store.path)
     require_encoder(store, manifests.read(store, run.index.name, version))
-    alone = not (run.resources.address or os.environ.get("RAY_ADDRESS"))
-    with open_router(run, version, local=alone) as router:
+    with open_router(run, version, local=not session.cluster_address(run.resources)) as router:
         yield router

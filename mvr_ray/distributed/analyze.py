@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import ray
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -33,7 +32,7 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, system_result
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import manifest as manifests
@@ -297,19 +296,18 @@ def _search(
     gold_ids: Sequence[str],
     progress: Progress,
 ) -> list[_ShardViews]:
-    with session.connect(run.resources) as info:
+    with session.connect(run.resources, manifest.num_passages) as info:
         session.require(info, [session.Need("analyzers", 1, run.resources.cpus_per_encoder)])
-        task: Any = ray.remote(_analyze_shard).options(num_cpus=run.resources.cpus_per_encoder)
-        shipped, ids = ray.put(queries_QD), ray.put(sorted(set(gold_ids)))
-        waiting: list[Any] = [
-            task.remote(store.address, manifest, entry.shard, shipped, ids, max(run.evaluate.k))
+        shared, ids = share(queries_QD), share(sorted(set(gold_ids)))
+        calls = [
+            (store.address, manifest, entry.shard, shared, ids, max(run.evaluate.k))
             for entry in manifest.shards
             if entry.num_passages
         ]
         done: list[_ShardViews] = []
-        for views in task_results(waiting, "analyzing views"):
+        for views in run_tasks(_analyze_shard, calls, "analyzing views", cpus=run.resources.cpus_per_encoder):
             done.append(views)
-            progress("analyze views", len(done), len(waiting))
+            progress("analyze views", len(done), len(calls))
     return sorted(done, key=lambda views: views.results[0].shard)
 
 

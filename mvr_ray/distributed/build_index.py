@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import ray
 
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
@@ -42,7 +41,7 @@ from mvr_ray.distributed.shards import (
     shard_recall,
     write_note,
 )
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StorageError
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
@@ -85,7 +84,7 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
-    with session.connect(run.resources) as info:
+    with session.connect(run.resources, corpus.num_passages) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         carry_over(task, corpus, plan.missing, progress)
         encode_corpus(task, corpus, plan.missing, run.resources, progress)
@@ -245,11 +244,9 @@ def _build(
     progress: Progress,
 ) -> list[BuiltShard]:
     """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
-    remote: Any = ray.remote(build_one).options(num_cpus=BUILD_CPUS)
-    shards = range(corpus.num_shards)
-    tasks = [remote.remote(task, draft, shard, reusable.get(shard), cfg) for shard in shards]
+    calls = [(task, draft, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
     built: list[BuiltShard] = []
-    for shard in task_results(tasks, "building the index"):
+    for shard in run_tasks(build_one, calls, "building the index", cpus=BUILD_CPUS):
         built.append(shard)
         progress("build shards", len(built), corpus.num_shards)
     return sorted(built, key=lambda shard: shard.entry.shard)

@@ -16,13 +16,11 @@ its own views come first.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import ray
+from typing import NamedTuple
 
 from mvr_ray.distributed.encode import BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.distributed.shards import BUILD_CPUS
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -47,7 +45,7 @@ class EmbeddedCorpus(NamedTuple):
 
 
 def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
-    """Plan these shards: what can be taken from where, and what is to be encoded. Ray must be connected.
+    """Plan these shards: what can be taken from where, and what is to be encoded. Runs where `session.connect` says.
 
     Shards of which a chunk or a plan is staged already stay as they are. Raises StorageError where the views that
     refinement changed are to stay, and are damaged.
@@ -55,10 +53,10 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
     store = Store(task.store)
     begun = staged_shards(task)
     sources = embedded_corpora(store, task)
-    remote: Any = ray.remote(carry_shard).options(num_cpus=BUILD_CPUS)
     open_shards = [shard for shard in shards if shard not in begun] if sources else []
-    tasks = [remote.remote(task, shard, sources) for shard in open_shards]
-    for done, _ in enumerate(task_results(tasks, "looking for embeddings of earlier versions"), 1):
+    calls = [(task, shard, sources) for shard in open_shards]
+    results = run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", cpus=BUILD_CPUS)
+    for done, _ in enumerate(results, 1):
         progress("look for embeddings of earlier versions, shards", done, len(open_shards))
     counts = count_passages(task, corpus, shards)
     total = counts["encoded"] + counts["carried_over"]

@@ -6,16 +6,14 @@ A shard that is written is noted in the staging folder, so the same command cont
 """
 
 import dataclasses
-from typing import Any, NamedTuple
-
-import ray
+from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.lexical import compact_lexical, lexical_task
 from mvr_ray.distributed.reshard import require_same_counts
 from mvr_ray.distributed.shards import BUILD_CPUS, BuiltShard, read_note, shard_folder, write_note
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -48,7 +46,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     changed = [entry for entry in base.shards if paths.CHANGES in entry.files]
     lexical, published = base.lexical, base
     if changed or (lexical and lexical.has_changes):
-        with session.connect(run.resources) as info:
+        with session.connect(run.resources, base.num_passages) as info:
             session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
             written = _write(store, base, changed, progress)
             if lexical and lexical.has_changes:
@@ -73,9 +71,9 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
 
 
 def _write(store: Store, base: Manifest, entries: list[ShardEntry], progress: Progress) -> dict[int, ShardEntry]:
-    remote: Any = ray.remote(compact_one).options(num_cpus=BUILD_CPUS)
+    calls = [(store.address, base, entry) for entry in entries]
     written: dict[int, ShardEntry] = {}
-    for entry in task_results([remote.remote(store.address, base, entry) for entry in entries], "compacting"):
+    for entry in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
         written[entry.shard] = entry
         progress("compact", len(written), len(entries))
     return written

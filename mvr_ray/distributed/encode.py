@@ -13,21 +13,21 @@ import ctypes
 import hashlib
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
-import ray.data
 import torch
-from ray.data import TaskPoolStrategy
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
@@ -39,6 +39,9 @@ from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
+
+if TYPE_CHECKING:
+    import ray.data
 
 __all__ = [
     "ChunkRange",
@@ -193,15 +196,32 @@ def encode_corpus(
         progress("encode", before, total)
     if not missing:
         return 0
-    with session.connect(resources) as info:
+    with session.connect(resources, corpus.num_passages) as info:
         session.require(info, [pool_need("encoders", resources)])
-        for row in stream_rows(_pipeline(task, missing, resources), "encoding"):
-            done += row["passages"]
+        for num_passages in _encode_chunks(task, missing, resources):
+            done += num_passages
             progress("encode", done, total)
     return done - before
 
 
-def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> ray.data.Dataset:
+def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> Iterator[int]:
+    """Encode chunks on a pool of actors, or one after another in this process; yields the passages of each."""
+    if session.in_ray():
+        yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
+        return
+    gpu = resources.gpus_per_encoder > 0
+    backbone = kept_encoder(task.store, task.encoder_name, task.fingerprint).passage_tower.backbone
+    threads = resources.torch_threads
+    if not gpu and supports_unpadded_cpu(backbone):  # elsewhere bytes depend on how many threads there are
+        threads = max(threads, os.cpu_count() or 1)
+    encoder = ChunkEncoder(task, threads, gpu)
+    for chunk in chunks:
+        yield encoder(tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()
+
+
+def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> "ray.data.Dataset":
+    from ray.data import TaskPoolStrategy
+
     tokenize: Any = tokenize_chunks
     tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
     encoder: Any = ChunkEncoder
@@ -270,7 +290,6 @@ class ChunkEncoder:
         return kept_encoder(task.store, task.encoder_name, task.fingerprint)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        torch.set_num_threads(self.threads)
         embedded = [self.encode(batch, at) for at in range(batch.num_rows)]
         return pa.table({"passages": pa.array(embedded, pa.int64())})
 
@@ -281,8 +300,10 @@ class ChunkEncoder:
         if not self.store.exists(path):
             packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
             ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
+            encoder = self.encoder
+            torch.set_num_threads(self.threads)
             with self.turn, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
-                block = embed_chunk(self.encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
+                block = embed_chunk(encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
             self._write(block, path)
         return stop - start
 

@@ -22,22 +22,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from ray.exceptions import RayError
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.fleet import LocalSearchers, RemoteSearchers, Searchers, version_name
-from mvr_ray.distributed.searching.health import HealthMonitor
-from mvr_ray.distributed.searching.node_placement import Rebalancer
+from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
-from mvr_ray.errors import InsufficientMemoryError, MvrRayError, StorageError
+from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -157,7 +154,7 @@ class HotSwapRouter:
                 return False
             try:
                 return self._move(None) != before.version
-            except (MvrRayError, RayError) as error:
+            except (MvrRayError, *ray_error_types()) as error:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
 
@@ -175,13 +172,19 @@ class HotSwapRouter:
 
     def _move(self, version: int | None) -> int:
         number = version or manifests.latest_version(self.store, self.index)
-        if number == self._state.version:
-            self._state = SwapState(number, version is None)
-            return number
         try:
+            if version is None and self._state.follows and number < self._state.version:
+                raise MissingInputError(
+                    f"index {self.index!r} has no version {self._state.version} any more, which answers here and goes "
+                    f"on; the newest one is {number}: put the manifest back, or start anew to answer from {number}"
+                )
             manifest = manifests.read(self.store, self.index, number or None)
+            if number == self._state.version:
+                self._require_same(manifest)
+                self._state = SwapState(number, version is None)
+                return number
             served = self._beside_instead(manifest, moves=True)
-        except (MvrRayError, RayError) as error:
+        except (MvrRayError, *ray_error_types()) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
             raise
         with self._lock:
@@ -193,6 +196,14 @@ class HotSwapRouter:
         for one in (served, before):
             self._release(one)
         return manifest.version
+
+    def _require_same(self, manifest: Manifest) -> None:
+        """Raises StorageError where another manifest has taken the number of the version that answers."""
+        if manifest.content_digest() != self.manifest.content_digest():
+            raise StorageError(
+                f"index {self.index!r} version {manifest.version} is another one now than that which answers here and "
+                f"goes on: its manifest was deleted, and its number taken; publish once more, or start anew"
+            )
 
     def _acquire(self, version: int | None) -> _OpenVersion | None:
         """A version that is open, held by one more call."""
@@ -358,6 +369,14 @@ class HotSwapRouter:
         with self.pin() as router:
             return router.passages(ids)
 
+    def example_queries(self, num: int) -> list[str]:
+        with self.pin() as router:
+            return router.example_queries(num)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        with self.pin() as router:
+            return router.count_tokens(texts)
+
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
         with self.pin() as router:
             return router.view_spans(passage)
@@ -376,7 +395,7 @@ def open_hot_swap_router(
     run: RunConfig,
     version: int | None = None,
     *,
-    local: bool = False,
+    local: bool | None = None,
     timeout_s: float = TIMEOUT_S,
     follow_s: float | None = None,
     probe_s: float = 5.0,
@@ -387,18 +406,24 @@ def open_hot_swap_router(
 
     With `follow_s` it looks so often for a newer version, unless one was named. Searchers are asked a probe every
     `probe_s`, and move when nodes come. Searches that come while others run are asked together (`coalesce`). `local`
-    holds the shards in this process and needs no Ray. A first version with damaged shards is answered from without
-    them; a later one is not moved to.
+    holds the shards in this process and needs no Ray; None: as `session.needs_ray` says. A first version with damaged
+    shards is answered from without them; a later one is not moved to.
 
     Raises MissingInputError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
-    resources, task = run.resources, searcher_task(run, manifest, local=local)
+    resources = run.resources
+    local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
+    task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
             searchers: Searchers = LocalSearchers(task, resources.searcher_bytes)
         else:
+            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+            from mvr_ray.distributed.searching.health import HealthMonitor
+            from mvr_ray.distributed.searching.node_placement import Rebalancer
+
             info = stack.enter_context(session.connect(resources))
             searchers = started = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)

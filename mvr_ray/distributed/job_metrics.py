@@ -15,9 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-from ray.util.metrics import Gauge
-
+from mvr_ray.distributed import session
 from mvr_ray.types import Progress
 
 _NUMBER = re.compile(r" [\d.]+")
@@ -28,7 +26,7 @@ def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
 
     def report(what: str, count: int, total: int) -> None:
         progress(what, count, total)
-        if ray.is_initialized():
+        if session.in_ray():
             job = {"stage": stage, "index": index}
             step = {**job, "step": _NUMBER.sub("", what)}
             _gauge("job_done", "Units of a step that are done.", *step).set(count, step)
@@ -41,11 +39,13 @@ def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
 def record_round(index: str, figures: Mapping[str, Any]) -> None:
     """Set a gauge for each figure of a refinement round's report; figures that are nan are left out."""
     for name, value in figures.items():
-        if ray.is_initialized() and not math.isnan(value):
+        if session.in_ray() and not math.isnan(value):
             gauge = _gauge(f"refine_{name}", f"{name} of the newest refinement round.", "index")
             gauge.set(value, {"index": index})
 
 
 @functools.cache
-def _gauge(name: str, description: str, *tags: str) -> Gauge:
+def _gauge(name: str, description: str, *tags: str) -> Any:
+    from ray.util.metrics import Gauge
+
     return Gauge(f"mvr_ray_{name}", description, tag_keys=tags)

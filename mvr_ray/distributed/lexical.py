@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute
-import ray
 
 from mvr_ray.distributed.shards import BUILD_CPUS
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import (
     CorpusStatistics,
@@ -84,14 +83,12 @@ def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
     return None
 
 
-def build_lexical(
-    task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = (), here: bool = False
-) -> LexicalPart:
-    """Write what is missing, a Ray task a shard that differs; `here`: in this process, without Ray. `statistics` are
-    those of the corpus, where they are there."""
+def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
+    """Write what is missing, in a Ray session a task for each shard that differs. `statistics` are those of the corpus,
+    where they are there."""
     kept = _kept_words(task)
     missing = [shard for shard in range(task.num_shards) if shard not in kept]
-    words = [*kept.values(), *_words_of(task, missing, "index the words", progress, here)]
+    words = [*kept.values(), *_words_of(task, missing, "index the words", progress)]
     return _lexical_part(task, words, statistics)
 
 
@@ -134,25 +131,17 @@ def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Fi
     return LexicalPart(_change_statistics(task, before.lexical.statistics, total), files)
 
 
-def compact_lexical(
-    task: LexicalTask, part: LexicalPart, progress: Progress = no_progress, *, here: bool = False
-) -> LexicalPart:
-    """The same words with every file whole, as a version has them that is built from nothing. `here`: without Ray."""
+def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
+    """The same words with every file whole, as a version has them that is built from nothing."""
     changed, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
-    for words in _words_of(task._replace(before=None), changed, "compact the words", progress, here):
+    for words in _words_of(task._replace(before=None), changed, "compact the words", progress):
         postings[words.shard] = words.files
     return LexicalPart(_merged_statistics(task, part.statistics), tuple(postings))
 
 
-def _words_of(
-    task: LexicalTask, shards: Sequence[int], what: str, progress: Progress, here: bool
-) -> Iterator[ShardWords]:
-    if here:
-        yield from (shard_words(task, shard) for shard in shards)
-        return
-    remote: Any = ray.remote(shard_words).options(num_cpus=BUILD_CPUS)
-    tasks = [remote.remote(task, shard) for shard in shards]
-    for done, words in enumerate(task_results(tasks, what), 1):
+def _words_of(task: LexicalTask, shards: Sequence[int], what: str, progress: Progress) -> Iterator[ShardWords]:
+    results = run_tasks(shard_words, [(task, shard) for shard in shards], what, cpus=BUILD_CPUS)
+    for done, words in enumerate(results, 1):
         yield words
         progress(f"{what}, shards", done, len(shards))
 
@@ -171,17 +160,17 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
     assert manifest.lexical, "the version has no words"
     index, num_shards = manifest.index, len(manifest.shards)
     corpus = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
-    build_lexical(lexical_task(corpus, index, num_shards), here=True)
+    build_lexical(lexical_task(corpus, index, num_shards))
     for number in manifests.list_versions(store, index) if manifest.lexical.has_changes else ():
         base = manifests.read(store, index, number)
         if base.lexical is None or base.lexical.has_changes or not {*base.lexical.files} & {*manifest.lexical.files}:
             continue
         try:
             earlier = Corpus.open(store, base.corpus, base.corpus_digest)
-            build_lexical(lexical_task(earlier, index, num_shards), here=True)
+            build_lexical(lexical_task(earlier, index, num_shards))
         except (MissingInputError, StorageError):
             continue
-        build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0), here=True)
+        build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0))
     return _are_whole(store, index, manifest.lexical.files)
 
 

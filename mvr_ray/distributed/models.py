@@ -10,6 +10,7 @@ refuses one that is not what the driver has.
     <store>/encoders/...                              the same, with encoder.json; found by `encoders`
 """
 
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -26,12 +27,14 @@ from mvr_ray.core.encoding.stored_model import StoredModel
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, PairSpec
 from mvr_ray.core.reading.reader import Reader, ReaderSpec
 from mvr_ray.core.reading.task_model import TaskModel
-from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
+from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
 AnyModel = TypeVar("AnyModel")
 M = TypeVar("M", bound=TaskModel)
+_FULL = f"os error {errno.ENOSPC}"
+"""How libraries in Rust say that a disk is full."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -128,11 +131,23 @@ def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | N
 
 
 def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel) -> str:
-    """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays."""
+    """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays, and nothing
+    is written. Raises StorageError where there is no room."""
     fingerprint = model.fingerprint
+    path = paths.model_dir(kind.room, name, fingerprint)
+    if store.exists(path):
+        return fingerprint
     with store.scratch() as folder:
-        model.save(folder / fingerprint)
-        store.upload_dir(folder / fingerprint, paths.model_dir(kind.room, name, fingerprint))
+        try:
+            model.save(folder / fingerprint)
+        except Exception as error:  # those of safetensors and tokenizers are no OSError
+            if _FULL not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
+                raise
+            raise StorageError(
+                f"cannot write {store.where(path)}: no space left ({store.free_bytes()} bytes free); free space and "
+                f"run the same command again"
+            ) from error
+        store.upload_dir(folder / fingerprint, path)
     return fingerprint
 
 

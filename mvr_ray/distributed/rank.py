@@ -141,16 +141,17 @@ def rank_questions(
     ]
     if not batches:
         return
-    needs = [
-        pool_need("rankers", resources),
-        session.Need(
-            "searchers",
-            min(resources.searchers, len(router.manifest.shards)) * resources.replicas,
-            resources.cpus_per_searcher,
-            resources.gpus_per_searcher,
-        ),
-    ]
-    session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
+    if session.in_ray():
+        needs = [
+            pool_need("rankers", resources),
+            session.Need(
+                "searchers",
+                min(resources.searchers, len(router.manifest.shards)) * resources.replicas,
+                resources.cpus_per_searcher,
+                resources.gpus_per_searcher,
+            ),
+        ]
+        session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
     arguments = {
         "store": router.store.address,
         "manifest": router.manifest,

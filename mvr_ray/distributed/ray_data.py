@@ -1,29 +1,40 @@
-"""Run a Ray Data pipeline: stream its rows, silence its own messages, translate its failures."""
+"""Run batches through a pool of workers: a Ray Data pipeline in a Ray session, else threads of this process.
+
+Of a pipeline the rows are streamed, its own messages silenced, its failures translated.
+"""
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import ray.data
 import torch
-from ray.data import ActorPoolStrategy
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 
+if TYPE_CHECKING:
+    import ray.data
+
 _MAX_BLOCKS = 4096
 
 
-def dataset(rows: Sequence[Mapping[str, Any]]) -> ray.data.Dataset:
+def dataset(rows: Sequence[Mapping[str, Any]]) -> "ray.data.Dataset":
     """A dataset of these rows, a block each as far as Ray Data bears it."""
+    import ray.data
+
     return ray.data.from_items(list(rows), override_num_blocks=min(len(rows), _MAX_BLOCKS))
 
 
 def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
     """Arguments of `map_batches` for a pool of as many actors as the run has encoders, a row at a time."""
+    from ray.data import ActorPoolStrategy
+
     sizes = {"min_size": resources.encoders_min, "max_size": resources.encoders_max}
     return {
         "batch_size": 1,
@@ -39,7 +50,7 @@ def pool_need(what: str, resources: ResourcesConfig) -> session.Need:
     return session.Need(what, resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
 
 
-def stream_rows(pipeline: ray.data.Dataset, what: str) -> Iterator[dict[str, Any]]:
+def stream_rows(pipeline: "ray.data.Dataset", what: str) -> Iterator[dict[str, Any]]:
     """The pipeline's rows, in the order in which they are finished. `what` names the work in errors."""
     pipeline.context.enable_progress_bars = False
     pipeline.context.raise_original_map_exception = True
@@ -55,7 +66,7 @@ def map_in_pool(
     resources: ResourcesConfig,
     what: str,
 ) -> Iterator[Any]:
-    """Call a pool of actors, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
+    """Call a pool of workers, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
 
     Batches and results travel as JSON. A result that is finished before its turn waits here.
     """
@@ -64,6 +75,11 @@ def map_in_pool(
     actor: Any = _PoolActor
     constructor = {"worker": worker, "arguments": arguments, "threads": resources.torch_threads}
     rows = [{"number": number, "batch": json.dumps(batch)} for number, batch in enumerate(batches)]
+    if not session.in_ray():
+        tables = (pa.Table.from_pylist([row]) for row in rows)
+        for result in _map_in_threads(partial(actor, **constructor), tables, min(resources.encoders_max, len(rows))):
+            yield json.loads(result.column("result")[0].as_py())
+        return
     pipeline = dataset(rows).map_batches(actor, fn_constructor_kwargs=constructor, **pool_options(resources))
     early: dict[int, str] = {}
     expected = 0
@@ -74,8 +90,26 @@ def map_in_pool(
             expected += 1
 
 
+def _map_in_threads(
+    make: Callable[[], Callable[[pa.Table], pa.Table]], tables: Iterator[pa.Table], count: int
+) -> Iterator[pa.Table]:
+    """Results in order. Each of `count` threads has a worker of its own, as each actor of a pool has."""
+    own = threading.local()
+
+    def work(table: pa.Table) -> pa.Table:
+        if not hasattr(own, "worker"):
+            own.worker = make()
+        return own.worker(table)
+
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield from pool.map(work, tables)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 class _PoolActor:
-    """Runs a worker on the rows that Ray Data sends."""
+    """Runs a worker on the rows of a table."""
 
     def __init__(self, worker: Callable[..., Callable[[Any], Any]], arguments: Mapping[str, Any], threads: int) -> None:
         self.worker = worker(**arguments)

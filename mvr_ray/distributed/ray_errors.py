@@ -1,10 +1,8 @@
 """Translate Ray's errors: users see our own error where a task raised one, and ResourceError where Ray gave up."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import ray.exceptions
-from ray.data.exceptions import SystemException
 
 from mvr_ray.errors import MvrRayError, ResourceError
 
@@ -20,14 +18,26 @@ def translate_ray_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except ray.exceptions.GetTimeoutError:
+    except TimeoutError:
         raise
-    except (ray.exceptions.RayError, SystemException) as error:
+    except ray_error_types() as error:
         raise unwrap_error(error, what) from error
+
+
+def ray_error_types() -> tuple[type[Exception], ...]:
+    """What Ray raises; nothing where it is not imported."""
+    if "ray" not in sys.modules:
+        return ()
+    import ray.exceptions
+    from ray.data.exceptions import SystemException
+
+    return ray.exceptions.RayError, SystemException
 
 
 def unwrap_error(error: BaseException, what: str) -> BaseException:
     """Our error that caused one of Ray's; else a user's own exception as it is, else ResourceError."""
+    import ray.exceptions
+
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, ray.exceptions.RayTaskError) and isinstance(at.cause, MvrRayError):

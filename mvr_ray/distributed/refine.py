@@ -46,7 +46,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     journal = Journal(store, base, run, questions)
     queries_TD = embed_questions(store, base, questions, run.resources.torch_threads, progress)
     count = min(run.resources.refiners, len(base.shards))
-    with session.connect(run.resources) as info:
+    with session.connect(run.resources, base.num_passages) as info:
         session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
         task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
         with RefinerPool(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:

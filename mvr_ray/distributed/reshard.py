@@ -13,9 +13,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-
-import ray
+from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
@@ -30,7 +28,7 @@ from mvr_ray.distributed.shards import (
     shard_recall,
     write_note,
 )
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
@@ -98,7 +96,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
         return _report(base, base)
     _require_possible(store, base)
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), run.index.recall_sample)
-    with session.connect(run.resources) as info:
+    with session.connect(run.resources, base.num_passages) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         new = manifest_over(base, _build(task, progress))
         if base.lexical:
@@ -238,9 +236,9 @@ def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
 
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:
     """All new shards in order; a task each, as many at a time as the cluster has CPUs for."""
-    remote: Any = ray.remote(reshard_one).options(num_cpus=BUILD_CPUS)
+    calls = [(task, shard) for shard in range(task.num_shards)]
     built: list[BuiltShard] = []
-    for shard in task_results([remote.remote(task, shard) for shard in range(task.num_shards)], "resharding"):
+    for shard in run_tasks(reshard_one, calls, "resharding", cpus=BUILD_CPUS):
         built.append(shard)
         progress("reshard", len(built), task.num_shards)
     return sorted(built, key=lambda shard: shard.entry.shard)

@@ -32,7 +32,6 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.lexical import open_statistics
-from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
 from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
@@ -40,7 +39,7 @@ from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, Shard
 from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, example_queries, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
@@ -148,6 +147,10 @@ class Router:
     def embed(self, texts: Sequence[str]) -> FloatArray:
         """queries_QD of the version's own encoder. Raises EncoderError for a text without a word."""
         return self.encoder.embed_queries(texts)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens that `embed` reads of all texts together."""
+        return sum(tokenized.num_tokens for tokenized in self.encoder.tokenize_queries(texts))
 
     def search_text(
         self,
@@ -380,6 +383,10 @@ class Router:
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         return self.corpus.get(ids)
 
+    def example_queries(self, num: int) -> list[str]:
+        """Up to `num` texts that the corpus has an answer to: questions of a set, else titles."""
+        return example_queries(self.corpus, num)
+
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
         """`DualEncoder.view_spans`, kept for what was shown last."""
         return self._spans(passage)
@@ -464,24 +471,28 @@ def open_router(
     run: RunConfig,
     version: int | None = None,
     *,
-    local: bool = False,
+    local: bool | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Router]:
     """A version of `index.name` (the live one when none is named), every shard open.
 
-    `local` holds the shards in this process and needs no Ray. Else `resources.searchers` actors hold them until the
-    end; an answer is given `timeout_s`, where a search does not say otherwise.
+    `local` holds the shards in this process and needs no Ray; None: as `session.needs_ray` says. Else
+    `resources.searchers` actors hold them until the end; an answer is given `timeout_s`, where a search does not say
+    otherwise.
 
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     resources = run.resources
+    local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
     task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
             fleet: Fleet = LocalFleet(task)
         else:
+            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+
             info = stack.enter_context(session.connect(resources))
             searchers = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)

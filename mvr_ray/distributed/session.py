@@ -1,32 +1,27 @@
-"""Join or start a Ray cluster, describe it, and refuse what it can never place.
+"""Join or start a Ray cluster where the work needs one, describe it, and refuse what it can never place.
 
-Ray waits in silence for what it can never place, so every stage states its needs before it starts: `require` raises
-where Ray would hang. One CPU always stays free, because reading data needs a place beside a pool of actors.
+A stage over at most `resources.local_passages` passages, with no address given, needs none: it runs in this process and
+Ray is not imported. Elsewhere Ray waits in silence for what it can never place, so every stage states its needs before
+it starts: `require` raises where Ray would hang. One CPU always stays free, because reading data needs a place beside
+a pool of actors.
 """
 
-import importlib
+import importlib.util
 import logging
 import os
 import platform
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-import ray
-
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.ray_internals import (
-    READ_FROM,
-    accepts_without_token,
-    listens_on_loopback_alone,
-    loopback_node,
-    reread_authentication,
-)
+from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
 from mvr_ray.errors import ResourceError
 
 log = logging.getLogger(__name__)
@@ -58,7 +53,8 @@ class Node(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """What the cluster has now. `private` when this process started it; `can_grow` when more nodes may come."""
+    """What the cluster has now. `private` when this process started it; `can_grow` when more nodes may come; `is_local`
+    when there is no cluster and this process does all work."""
 
     cpus: float
     gpus: float
@@ -66,6 +62,7 @@ class ClusterInfo(NamedTuple):
     nodes: tuple[Node, ...]
     private: bool = False
     can_grow: bool = False
+    is_local: bool = False
 
 
 class Need(NamedTuple):
@@ -86,14 +83,36 @@ class Check(NamedTuple):
     detail: str
 
 
+def in_ray() -> bool:
+    """Whether this process is in a Ray session, as every worker of a cluster is."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
+    """Whether work over so many passages runs in Ray: always in a session, with an address, and beyond a size."""
+    return in_ray() or bool(cluster_address(resources)) or num_passages > resources.local_passages
+
+
+def cluster_address(resources: ResourcesConfig) -> str | None:
+    """The Ray cluster to join, None where no address is given."""
+    return resources.address or os.environ.get("RAY_ADDRESS")
+
+
 @contextmanager
-def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[ClusterInfo]:
+def connect(
+    resources: ResourcesConfig, num_passages: int | None = None, *, dashboard: bool = False
+) -> Iterator[ClusterInfo]:
     """Be in a Ray session: the one this process is in, the cluster of `address` or RAY_ADDRESS, else a private one.
 
-    Only what was started or joined here is left at the end, also after Ctrl-C. `dashboard` is for Ray Train and the
-    state API on a private cluster. Raises ResourceError when the cluster cannot be reached or started.
+    Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. Only what
+    was started or joined here is left at the end, also after Ctrl-C. `dashboard` is for Ray Train and the state API on
+    a private cluster. Raises ResourceError when the cluster cannot be reached or started.
     """
-    address = resources.address or os.environ.get("RAY_ADDRESS")
+    if num_passages is not None and not needs_ray(resources, num_passages):
+        yield ClusterInfo(os.cpu_count() or 1, 0, 0, (), private=True, is_local=True)
+        return
+    address = cluster_address(resources)
     if address and address.startswith(("http://", "https://")):
         raise ResourceError(
             f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
@@ -101,7 +120,7 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if ray.is_initialized():
+    if in_ray():
         yield describe(private=False, can_grow=resources.autoscaling)
         return
     with _join_cluster(address) if address else _private(resources, dashboard):
@@ -110,6 +129,15 @@ def connect(resources: ResourcesConfig, *, dashboard: bool = False) -> Iterator[
 
 @contextmanager
 def _join_cluster(address: str) -> Iterator[None]:
+    import ray
+
+    from mvr_ray.distributed.ray_internals import (
+        accepts_without_token,
+        listens_on_loopback_alone,
+        loopback_node,
+        reread_authentication,
+    )
+
     _require_listener(address)
     with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
         if "RAY_AUTH_MODE" not in os.environ:
@@ -143,33 +171,36 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
+    import ray
+
+    from mvr_ray.distributed.ray_internals import loopback_node, reread_authentication
+
     folder = _temporary_folder()
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
     secret = _own_token()
     os.environ.update(secret)
     reread_authentication()
     try:
-        with loopback_node():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=dashboard,
-                dashboard_host="127.0.0.1",
-                labels={PRIVATE_LABEL: "true"},
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
+        try:
+            with loopback_node():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=dashboard,
+                    dashboard_host="127.0.0.1",
+                    labels={PRIVATE_LABEL: "true"},
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
+        except Exception as error:  # Ray raises its own, the system's, and plain ones
+            raise ResourceError(
+                f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: "
+                f"{str(error).strip() or type(error).__name__}; `mvr-ray doctor` names what this machine lacks"
+            ) from error
         yield
-    except (OSError, ConnectionError) as error:
-        if ray.is_initialized():
-            raise
-        raise ResourceError(
-            f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: {error}; "
-            f"`mvr-ray doctor` names what this machine lacks"
-        ) from error
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,6 +232,8 @@ def _has_token() -> bool:
 
 def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
     """What the live nodes of the session offer in all, whether in use or not."""
+    import ray
+
     nodes = tuple(
         Node(
             float(node["Resources"].get("CPU", 0)),
@@ -223,8 +256,13 @@ def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
 def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
     """Refuse needs that this cluster can never place together with one free CPU. Raises ResourceError.
 
-    On a cluster that grows by itself (`resources.autoscaling`) a shortage is logged instead.
+    On a cluster that grows by itself (`resources.autoscaling`) a shortage is logged instead. Without a cluster only a
+    GPU can be missing.
     """
+    if info.is_local:
+        if any(need.gpus for need in needs) and not importlib.import_module("torch").cuda.is_available():
+            raise ResourceError(f"{needs[0].what} are to use a GPU, and torch sees none; set resources.gpus_per_* to 0")
+        return
     problems = [problem for need in needs if (problem := _misfit(info, need))]
     cpus = sum(need.count * need.cpus for need in needs)
     gpus = sum(need.count * need.gpus for need in needs)
@@ -277,16 +315,22 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
 
     The cluster of `resources.address` or RAY_ADDRESS, if there is one, is tried too.
     """
-    checks = [
-        Check("python", True, platform.python_version()),
-        Check("ray", ray.__version__.startswith(READ_FROM), f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*"),
-    ]
+    checks = [Check("python", True, platform.python_version()), _ray()]
     checks += [_library(name) for name in _LIBRARIES]
+    checks += [_compiled_loops(), _default_model()]
     checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]
-    address = (resources.address if resources else None) or os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := cluster_address(resources or ResourcesConfig()):
         checks.append(_reachable(address))
     return checks
+
+
+def _ray() -> Check:
+    import ray
+
+    from mvr_ray.distributed.ray_internals import READ_FROM
+
+    tested = ray.__version__.startswith(READ_FROM)
+    return Check("ray", tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
 
 
 def _library(name: str) -> Check:
@@ -296,6 +340,25 @@ def _library(name: str) -> Check:
         extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
         return Check(name, False, f"cannot be imported: {error}{extra}")
     return Check(name, True, str(getattr(module, "__version__", "installed")))
+
+
+def _compiled_loops() -> Check:
+    from mvr_ray.core.refining import native_step
+    from mvr_ray.core.searching import native
+
+    lacking = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
+    if lacking:
+        detail = f"{', '.join(lacking)} missing, torch does their work more slowly; install again where a C compiler is"
+        return Check("compiled loops", False, detail)
+    return Check("compiled loops", True, "search and refinement, compiled from C")
+
+
+def _default_model() -> Check:
+    folder = Path(resolve_model(PACKAGED_MODEL))
+    if folder.is_dir():
+        return Check("default model", True, f"{PACKAGED_MODEL} in {folder}")
+    detail = f"{PACKAGED_MODEL} is not installed (pip install mvr-ray brings it); the first use fetches it, 91 MB"
+    return Check("default model", False, detail)
 
 
 def _processors() -> Check:

@@ -3,6 +3,8 @@
     POST /v1/search                   {"queries": ["who ...?"], "k": 10}  ->  per query its hits (passage, score, view,
                                       snippet), and what answered: version, encoder, coverage, exact
     POST /v1/explain                  every view of some passages with every question
+    POST /v1/embeddings               vectors of texts by the index's encoder, in the shape of OpenAI's API
+    GET  /v1/examples                 a few texts to search for
     GET  /v1/passages/{id}            one passage; its id may hold anything, percent-encoded
     GET  /v1/versions                 the published versions, the live one, and the one that answers
     POST /v1/versions                 a manifest whose files are in the store, as a new version (admin token)
@@ -13,6 +15,7 @@
     GET  /livez                       200 while the process answers
     GET  /metrics                     Prometheus
     GET  /                            the search page
+    GET  /docs                        a page of these routes, from /openapi.json
 
 Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 5xx status, whatever raises them.
 """
@@ -55,11 +58,13 @@ log = logging.getLogger(__name__)
 
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }
-"""The search page: files of this package. It calls the same routes as every client, so it needs a token where the
-server does; its own files do not."""
+"""The search page and that of the routes: files of this package. They call the same routes as every client, so they
+need a token where the server does; their own files do not."""
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -74,13 +79,14 @@ MEANINGS = {
     404: "There is no such passage or version.",
     408: "The body did not come in time.",
     409: "Another encoder made the index, or another publisher was first.",
-    413: "The body is larger than serve.max_body_bytes.",
+    413: "The body is larger than serve.max_body_bytes, or the route takes none.",
     415: "The body is not declared to be JSON, or is compressed.",
+    421: "A server without tokens is called by a name that is not its own (serve.hosts).",
     422: "The request is wrong: `code` and `field` say where.",
     503: "Too busy, or too few passages could be searched; Retry-After says when to ask again.",
     504: "No answer in the time that was given.",
 }
-ANY_BODY = (408, 413)
+ANY_REQUEST = (408, 413, 421)
 IN_SLOT = (401, 503, 504)
 """The errors of any request below /v1/, beside those of its body."""
 
@@ -147,6 +153,16 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
     async def explain(request: Request, query: schemas.ExplainRequest) -> Explanation:
         """Every view of the named passages, or of the questions' best hits, with every question."""
         return await run(request, lambda deadline: service.explain(query, deadline))
+
+    @post("/v1/embeddings", 415)
+    async def embeddings(request: Request, query: schemas.EmbeddingsRequest) -> schemas.EmbeddingsResponse:
+        """Vectors of texts by the index's encoder, as a search embeds its queries; in the shape of OpenAI's API."""
+        return await run(request, lambda deadline: service.embed(query, deadline))
+
+    @get("/v1/examples")
+    async def examples(request: Request) -> schemas.ExampleQueries:
+        """A few texts to search for: questions that came with the corpus, else titles."""
+        return await run(request, lambda _: service.examples())
 
     @get("/v1/passages/{id:passage_id}", 404)
     async def passage(request: Request, id: str) -> schemas.PassageResponse:
@@ -316,10 +332,10 @@ def _methods(api: FastAPI, scope: Scope) -> set[str]:
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of these errors, and of those that any body may have."""
+    """The descriptions of these errors, and of those that any request may have."""
     return {
         status: {"model": schemas.ErrorResponse, "description": MEANINGS[status]}
-        for status in sorted({*statuses, *ANY_BODY})
+        for status in sorted({*statuses, *ANY_REQUEST})
     }
 
 
@@ -339,6 +355,8 @@ def _describe_limits(api: FastAPI, limits: ServeConfig) -> None:
                     alternative.update(minimum=1, maximum=limits.timeout_ms)
             search["queries"]["maxItems"] = explain["questions"]["maxItems"] = limits.max_batch
             explain["passages"]["maxItems"] = limits.max_k
+            for alternative in models["EmbeddingsRequest"]["properties"]["input"]["anyOf"][1:]:
+                alternative["maxItems"] = limits.max_batch
         return describe()
 
     api.openapi = describe_with_limits

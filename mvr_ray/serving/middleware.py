@@ -1,6 +1,6 @@
 """Authenticates requests, bounds their number and size, assigns ids, and counts and logs each response.
 
-    request id  ->  deadline  ->  token  ->  a slot  ->  the whole body, bounded  ->  the app
+    request id  ->  deadline  ->  host  ->  token  ->  a slot  ->  the whole body, bounded  ->  the app
 
 A request that is turned away never reaches the app. Pure ASGI: bodies are counted as they come, with or without a
 content-length.
@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -22,7 +23,7 @@ from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.serving.admission import Admission, Slot, late_error
-from mvr_ray.serving.auth import REALM, Role, TokenStore
+from mvr_ray.serving.auth import REALM, Role, TokenStore, is_loopback
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.schemas import RequestError
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 SLOT_PATHS = "/v1/"
 """Requests below it take a slot."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_TOKEN_HINT = "send the header `Authorization: Bearer TOKEN` with a token of this server"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -61,10 +63,12 @@ class RequestMiddleware:
         deadline = request_deadline(headers, self.limits.timeout_ms / 1000)
         slot: Slot | None = None
         try:
+            check_host(headers, self.tokens, self.limits.hosts)
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
             if path.startswith(SLOT_PATHS):
                 slot = self.admission.enter()
-            body = await _read_body(headers, receive, self.limits, deadline)
+            takes_body = scope["method"] == "POST" and path.startswith(SLOT_PATHS)
+            body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
             await self.app(scope, _replay(body, receive), response)
         except RequestError as error:
@@ -123,15 +127,40 @@ def authenticate(headers: Headers, tokens: TokenStore) -> Role | None:
     if not tokens:
         return None
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    hint = "send the header `Authorization: Bearer TOKEN` with a token of this server"
     if scheme.lower() != "bearer" or not token.strip():
-        challenge = {"www-authenticate": REALM}
-        raise RequestError(401, "no_token", "", "this server answers to bearer tokens", hint, challenge)
+        raise no_token()
     role = tokens.role(token.strip().encode("latin-1"))
     if role is None:
-        challenge = {"www-authenticate": f'{REALM}, error="invalid_token"'}
-        raise RequestError(401, "wrong_token", "", "this server does not know the token", hint, challenge)
+        raise wrong_token()
     return role
+
+
+def check_host(headers: Headers, tokens: TokenStore, hosts: Collection[str]) -> None:
+    """Raises RequestError (421) where a server without tokens is called by a name that is not its own.
+
+    A page in a browser can have its own name resolved to the loopback (DNS rebinding), and would read the answers; the
+    header Host then has that name. With tokens such a page is refused, since it knows none.
+    """
+    host = headers.get("host")
+    if tokens or host is None:
+        return
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if not is_loopback(name) and name not in hosts:
+        hint = "call it as localhost or 127.0.0.1, or add the name to serve.hosts"
+        raise RequestError(421, "wrong_host", "", f"this server is not {host[:80]!r}", hint)
+
+
+def no_token() -> RequestError:
+    challenge = {"www-authenticate": REALM}
+    return RequestError(401, "no_token", "", "this server answers to bearer tokens", _TOKEN_HINT, challenge)
+
+
+def wrong_token() -> RequestError:
+    challenge = {"www-authenticate": f'{REALM}, error="invalid_token"'}
+    return RequestError(401, "wrong_token", "", "this server does not know the token", _TOKEN_HINT, challenge)
 
 
 async def refuse_websocket(scope: Scope, send: Send) -> None:
@@ -149,11 +178,16 @@ def error_response(error: RequestError) -> Response:
     return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
 
 
-async def _read_body(headers: Headers, receive: Receive, limits: ServeConfig, deadline: Deadline) -> bytes:
+async def _read_body(
+    headers: Headers, receive: Receive, limits: ServeConfig, deadline: Deadline, takes_body: bool
+) -> bytes:
     """Raises RequestError: 413 as soon as it is known to be too large, 408 when it does not come in the server's time,
     504 when it does not come in the sender's own."""
-    max_bytes = limits.max_body_bytes
-    message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
+    max_bytes = limits.max_body_bytes if takes_body else 0
+    if takes_body:
+        message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
+    else:
+        message, hint = "this route takes no body", "send a body by POST to a route below /v1/"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):

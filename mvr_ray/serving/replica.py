@@ -1,4 +1,6 @@
-"""Runs the app on Ray Serve: one replica over the live version, started by a command or by a declarative Serve file.
+"""Runs the app on Ray Serve: replicas over the live version, started by a command or by a declarative Serve file.
+
+The command puts HAProxy in front (`reverse_proxy`); Serve's own proxy then listens on the loopback, at a free port.
 
 A Serve file imports `mvr_ray.serving.replica:app`. Serve's own HTTP options and replica counts stand in that file; the
 run file says what is searched. Such a Serve is reached from other machines, so there must be a token.
@@ -7,6 +9,7 @@ run file says what is searched. Such a Serve is reached from other machines, so 
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +29,7 @@ from mvr_ray.serving.auth import KnownToken, TokenStore, read_tokens, require_to
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.recall_monitor import RecallMonitor
+from mvr_ray.serving.reverse_proxy import ReverseProxy
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
@@ -38,6 +42,10 @@ _NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
 SERVE_GRACE_S = 1.0
 """Serve itself ends a request so long after `serve.timeout_ms`, where its proxies run without our limiter."""
 ANYWHERE = "0.0.0.0"
+_LOOPBACK = "127.0.0.1"
+_CONNECT_S = 5.0
+_HEALTH_S = 10
+"""A replica answers a probe query so often, and within the same time, or is replaced."""
 _REFUSALS = 1024
 """Requests that a replica may be turning away while its slots are taken: refusing is the app's, not Serve's."""
 
@@ -75,18 +83,20 @@ class SearchIngress:
         self.service.ready()
 
 
-def deploy(run: RunConfig, version: int | None = None, name: str = "mvr_ray") -> str:
-    """Put the live version on HTTP at `serve.host:serve.port` of the connected cluster; returns the address.
+def deploy(run: RunConfig, version: int | None = None, port: int | None = None) -> str:
+    """Put the live version on HTTP in Ray Serve's proxies of the connected cluster, and return the address:
+    `serve.host:serve.port`, or `port` of the loopback, for a reverse proxy.
 
     Raises ConfigError where others could reach it without a token, or where the cluster's Serve listens elsewhere
     already. Replicas get the tokens' digests, not the tokens.
     """
     tokens = validated_tokens(run)
+    host, port = (run.serve.host, run.serve.port) if port is None else (_LOOPBACK, port)
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
-    serve.start(http_options={"host": run.serve.host, "port": run.serve.port, "request_timeout_s": timeout_s})
-    _require_address(run.serve.host, run.serve.port)
-    serve.run(application(run, version, tokens), name=name, route_prefix="/")
-    return f"http://{run.serve.host}:{run.serve.port}"
+    serve.start(http_options={"host": host, "port": port, "request_timeout_s": timeout_s})
+    _require_address(host, port)
+    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+    return f"http://{host}:{port}"
 
 
 class AppArgs(BaseModel):
@@ -115,8 +125,10 @@ def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serv
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
         name="search",
         ray_actor_options={"num_cpus": 0.1},
+        num_replicas=run.serve.replicas,
         max_ongoing_requests=run.serve.max_waiting + _REFUSALS,
-        health_check_period_s=10,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_HEALTH_S,
     )
     return replica.bind(run.model_dump(mode="json"), version, tokens.tokens)
 
@@ -138,7 +150,7 @@ def _require_address(host: str, port: int) -> None:
     if (options.host, options.port) != (host, port):
         raise ConfigError(
             f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {host}:{port}; "
-            f"set serve.host and serve.port to that, or end the other app first"
+            f"end what it serves first (`serve shutdown`)"
         )
 
 
@@ -146,26 +158,51 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing.
 
     Raises ConfigError, and MissingInputError for a version that is not there or lacks its encoder, before Ray starts.
+    HAProxy runs on this machine, and so must a proxy of Serve: of a cluster that runs already, this is the head.
     """
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.session import connect
 
-    validated_tokens(run)
+    tokens = validated_tokens(run)
     store = Store(run.store.path)
     require_encoder(store, manifests.read(store, run.index.name, version))
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     signals: list[int] = []
     before: dict[int, Any] = {}
-    with connect(run.resources):
+    with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         try:
-            say(f"serving on {deploy(run, version)}: POST /v1/search, GET /readyz, GET /openapi.json; Ctrl-C stops")
+            port = _free_port()
+            deploy(run, version, port)
+            _require_serve_proxy(port)
+            proxy.start(port)
+            address = f"http://{run.serve.host}:{run.serve.port}"
+            say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, lambda number, _: signals.append(number))
             while not signals:
                 time.sleep(_POLL_S)
+                proxy.watch()
             say("stopping")
+            proxy.stop()
         finally:
             serve.shutdown()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _require_serve_proxy(port: int) -> None:
+    """Raises ConfigError where Serve has no proxy on this machine: it has one on the head, and where replicas are."""
+    try:
+        socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
+            f"submit it as a job"
+        ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return probe.getsockname()[1]

@@ -124,6 +124,36 @@ class ExplainRequest(RequestModel):
             raise RequestError(422, "passages_out_of_range", "passages", message, hint)
 
 
+class EmbeddingsRequest(RequestModel):
+    """A request in the shape of OpenAI's: vectors of the index's encoder, made as those of questions are."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "encoder", "input": ["Who built it?"], "encoding_format": "float"}]}
+    )
+
+    model: str
+    """The encoder's name, its fingerprint, or NAME/FINGERPRINT; another one is a 404."""
+    input: Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    """One text or several. Token numbers are refused: they would be those of another tokenizer."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64`: the bytes of little-endian float32."""
+    dimensions: int | None = None
+    """The vector's length; only the index's own."""
+    user: str | None = None
+    """Not used."""
+
+    def texts(self, limits: ServeConfig) -> list[str]:
+        """The texts to embed. Raises RequestError for what the run file forbids, and for token numbers."""
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        _check_count("input", texts, limits)
+        for place, text in enumerate(texts):
+            if not isinstance(text, str):
+                hint = "send texts; the server has a tokenizer of its own"
+                raise RequestError(422, "not_a_text", f"input.{place}", "token numbers cannot be embedded", hint)
+        _check_texts("text", "input", texts, limits)
+        return [text for text in texts if isinstance(text, str)]
+
+
 def _check_range(name: str, field: str, value: int, highest: int, hint: str) -> None:
     if not 1 <= value <= highest:
         raise RequestError(422, f"{name}_out_of_range", field, f"{field} is {value}", hint)
@@ -226,6 +256,26 @@ class SearchResponse(BaseModel):
     results: list[list[PassageHit]]
 
 
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class TokenUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    """`model` is NAME/FINGERPRINT of the encoder."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: TokenUsage
+
+
 class PassageView(Snippet):
     """What one view stands for: a part of a passage's text, or its title."""
 
@@ -242,6 +292,12 @@ class PassageResponse(BaseModel):
     text: str
     views: list[PassageView]
     fields: dict[str, FieldContent] = Field(default_factory=dict)
+
+
+class ExampleQueries(BaseModel):
+    """Texts to search for: questions that came with the corpus, else titles of its passages."""
+
+    queries: list[str]
 
 
 class Readiness(BaseModel):
@@ -393,7 +449,7 @@ def parse_json(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
         raise first_problem(error.errors(include_url=False, include_input=False), model.model_fields) from None
 
 
-def validate(model: type[M], **values: Any) -> M:
+def validate(model: type[M], /, **values: Any) -> M:
     """A request from Python values. Raises RequestError."""
     try:
         request = model.model_validate(values)

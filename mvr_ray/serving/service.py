@@ -6,6 +6,7 @@ same process calls it as it is.
 Shapes: Q queries, D dimension.
 """
 
+import base64
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 SEARCH_SHARE = 0.9
 """Of a request's time; the rest is for texts and the way back, so that a partial answer is not cut off as late."""
+NUM_EXAMPLES = 6
 MAX_NORM = 1e16
 """Of a query vector: its square, and its product with any fp16 view of 65,504 dimensions, stay finite in float32."""
 
@@ -114,6 +116,31 @@ class SearchService:
             require_encoder(request.encoder_fingerprint, current_version(router))
             return explain(router, request, self.limits, self._weight(request.hybrid, router))
 
+    def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
+        """The vectors of texts by the index's own encoder, as a search would embed them."""
+        texts = request.texts(self.limits)
+        with self._pin(None, deadline) as router:
+            model = f"{router.manifest.encoder_name}/{router.manifest.encoder_fingerprint}"
+            if request.model not in (model, *model.split("/")):
+                message, hint = f"this server embeds by encoder {model!r}", f"send model {model!r}, or a part of it"
+                raise RequestError(404, "unknown_model", "model", message, hint)
+            if request.dimensions not in (None, router.dimension):
+                message = f"dimensions is {request.dimensions}, the encoder's vectors have {router.dimension}"
+                raise RequestError(422, "wrong_dimension", "dimensions", message, "leave it out")
+            vectors_QD = router.embed(texts).astype("<f4")
+            num_tokens = router.count_tokens(texts)
+        data = [
+            schemas.Embedding(
+                index=number,
+                embedding=vector_D.tolist()
+                if request.encoding_format == "float"
+                else base64.b64encode(vector_D.tobytes()).decode("ascii"),
+            )
+            for number, vector_D in enumerate(vectors_QD)
+        ]
+        usage = schemas.TokenUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        return schemas.EmbeddingsResponse(data=data, model=model, usage=usage)
+
     def passage(self, passage_id: str) -> schemas.PassageResponse:
         """One passage as it was indexed."""
         with self._pin(None) as router:
@@ -132,6 +159,11 @@ class SearchService:
         fields = {name: to_json(value) for name, value in passage.fields}
         own = passage._asdict() | {"fields": fields}
         return schemas.PassageResponse(index=current.index, version=current.version, **own, views=views)
+
+    def examples(self) -> schemas.ExampleQueries:
+        """A few texts to begin with."""
+        with self._pin(None) as router:
+            return schemas.ExampleQueries(queries=router.example_queries(NUM_EXAMPLES))
 
     def versions(self) -> schemas.VersionList:
         """The published versions, and the one that answers."""

@@ -31,6 +31,7 @@ from mvr_ray.types import Passage, Question
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
 DELETED_IDS = b"deleted_ids"
+_TITLES_READ = 8192
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 """sha256 of the part files that this process has read: encoding opens a corpus anew for every chunk of a part."""
 _READING = threading.Lock()
@@ -512,6 +513,22 @@ def question_sets(corpus: Corpus) -> list[str]:
     """Return the names of a corpus's question sets."""
     names = {name for folder in _question_dirs(corpus) for name in corpus.store.list(folder)}
     return sorted(name.removesuffix(".arrow") for name in names if name.endswith(".arrow"))
+
+
+def example_queries(corpus: Corpus, num: int) -> list[str]:
+    """Up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at even
+    distances, so that they are of several articles."""
+    for name in question_sets(corpus):
+        batches = _map_batches(corpus.store.local_path(questions_path(corpus, name)))
+        if texts := _spread(pa.chunked_array([batch.column(1) for batch in batches], pa.string()), num):
+            return texts
+    titles = dict.fromkeys(passage.title for passage in corpus.part(0).passages(0, _TITLES_READ) if passage.title)
+    return _spread(pa.chunked_array([list(titles)], pa.string()), num)
+
+
+def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
+    step = max(1, len(texts) // num)
+    return texts.take(pa.array(range(0, len(texts), step)[:num], pa.int64())).to_pylist()
 
 
 def _question_dirs(corpus: Corpus) -> list[str]:

@@ -122,7 +122,7 @@ class Store:
                 source.unlink()
                 return
             target = self._local(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             source = _beside(source, target)
             sync_file(source)
             source.replace(target)
@@ -149,7 +149,7 @@ class Store:
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
@@ -235,7 +235,7 @@ class Store:
             if self._objects:
                 self._objects.move_dir(_check_path(path), _check_path(to))
                 return
-            self._local(to).parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._local(to).parent)
             self._local(path).rename(self._local(to))
             sync_folder(self._local(to).parent)
             sync_folder(self._local(path).parent)
@@ -300,7 +300,7 @@ class Store:
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:
         """Write `data` to a synced file beside `path`, and delete it afterwards; the folder is synced last."""
         target = self._local(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with aside.open("xb") as file:
@@ -362,6 +362,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder with the missing ones above it, and wait until their names are on the disk."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def same_file(source: Path, target: Path) -> None:
     """Link a file that never changes under another name; copy it where the file system has no hard links."""
     try:
@@ -377,7 +388,7 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
     Without `sync`, for files that a `Store` then takes, which syncs them.
     """
     with _storage_errors("write", str(target)):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             yield aside

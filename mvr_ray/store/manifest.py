@@ -310,8 +310,15 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
         raise MissingInputError(
             f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"
         )
-    path = paths.manifest(index, versions[-1] if version is None else version)
-    return Manifest.from_json(store.read_bytes(path), store.where(path))
+    version = versions[-1] if version is None else version
+    path = paths.manifest(index, version)
+    manifest = Manifest.from_json(store.read_bytes(path), store.where(path))
+    if (manifest.index, manifest.version) != (index, version):
+        raise ManifestError(
+            f"{store.where(path)} is the manifest of index {manifest.index!r} version {manifest.version}, copied or "
+            f"moved here; put that of version {version} back, or roll back to another one"
+        )
+    return manifest
 
 
 def latest_version(store: Store, index: str) -> int:

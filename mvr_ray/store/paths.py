@@ -18,6 +18,8 @@
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
+    <store>/run.yaml                           the run file of an index that `Index.build` made
+    <store>/feedback/<index>.jsonl             judgements that `Index.add_feedback` took
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -28,6 +30,7 @@ SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
+RUN_FILE = "run.yaml"
 
 
 def corpus_dir(name: str) -> str:
@@ -85,6 +88,10 @@ def shared_questions_dir() -> str:
 
 def shared_questions(name: str) -> str:
     return f"questions/{name}.arrow"
+
+
+def feedback(index: str) -> str:
+    return f"feedback/{index}.jsonl"
 
 
 def encoders_dir(name: str) -> str:

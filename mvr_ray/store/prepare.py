@@ -7,7 +7,7 @@ changed is the next publication, which names the parts. Corpora that index versi
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from mvr_ray.store.formats import (
     DroppedRow,
     PassageRecord,
     QuestionRecord,
+    Record,
     format_of,
     read_source,
     source_files,
@@ -79,16 +80,24 @@ class _Pieces(NamedTuple):
     num_pieces: int
 
 
-def prepare(cfg: PrepareConfig, store: Store, progress: Progress = no_progress) -> PrepareReport:
-    """Make the corpus and its question sets, replacing those of the same names.
+def prepare(
+    cfg: PrepareConfig, store: Store, progress: Progress = no_progress, records: Iterable[Record] | None = None
+) -> PrepareReport:
+    """Make the corpus and its question sets, replacing those of the same names. `records` are passages that take the
+    place of the sources'.
 
     Raises DataError with file and line when there are more bad rows than allowed, and with what the sources hold when
     they give no passage; MissingInputError for a missing source; RowsLostError if a passage went missing on the way.
     """
-    _check(cfg)
+    if records is not None:
+        cfg = cfg.model_copy(update={"sources": [], "splits": []})
+    else:
+        _check(cfg)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
-        rows = _read(cfg, folder / "read", bad, progress)
+        rows = _read(cfg, folder / "read", bad, progress, records)
+        if not rows.passages.num_added and records is not None:
+            raise DataError("prepare: no passage is given; nothing was changed")
         if not rows.passages.num_added:
             raise DataError(
                 f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
@@ -146,7 +155,9 @@ def _check(cfg: PrepareConfig) -> None:
             )
 
 
-def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) -> _SourceRows:
+def _read(
+    cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress, records: Iterable[Record] | None
+) -> _SourceRows:
     fields = FieldReader(cfg.fields)
     spill = ShardSpill(folder, cfg.num_shards, fields.types)
     sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
@@ -154,8 +165,11 @@ def _read(cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress) ->
     dropped_by_reason: Counter[str] = Counter()
     count = 0
     left_out: set[str] = set()
-    for source in cfg.sources:
-        for record in read_source(source):
+    sources = [(source, read_source(source)) for source in cfg.sources]
+    if records is not None:
+        sources = [(SourceConfig(path="records"), iter(records))]
+    for source, own_records in sources:
+        for record in own_records:
             count += 1
             if count % REPORT_EVERY == 0:
                 progress("rows read", count, 0)

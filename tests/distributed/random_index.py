@@ -69,7 +69,7 @@ def publish_random_index(
         with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
-    lexical = build_lexical(lexical_task(corpus, "random", num_shards), here=True) if corpus and with_words else None
+    lexical = build_lexical(lexical_task(corpus, "random", num_shards)) if corpus and with_words else None
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries), lexical=lexical))
 
 

@@ -9,7 +9,7 @@ from random_index import D, brute_force, publish_random_index, random_views
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.diagnostics import RouterDiagnostics
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
-from mvr_ray.distributed.searching.fleet import LocalSearchers
+from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.searcher import SearcherTask
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams

@@ -426,6 +426,24 @@ def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
         assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
 
 
+def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_over):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True, follow_s=None) as live:
+        (tmp_path / paths.manifest("random", 2)).unlink()
+        assert not live.follow()
+        assert (live.state.version, live.state.failed_version) == (2, 1)
+        assert "has no version 2 any more" in live.failure and "the newest one is 1" in live.failure
+        with pytest.raises(MissingInputError, match="no version 2 any more"):
+            live.move_to()
+        assert answered(live, 0) == expected(SECOND)[0]
+        for version, moves in ((2, False), (3, True)):
+            assert manifest.rollback(Store(str(tmp_path)), "random", 1).version == version
+            assert live.follow() is moves
+            assert ("its number taken" in live.failure) is not moves
+        assert answered(live, 0) == expected(FIRST)[0]
+
+
 def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, run_over):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     file = damage(tmp_path, first.shards[2].digest)

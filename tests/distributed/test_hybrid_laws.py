@@ -188,14 +188,14 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
                 base = publish_reshard(store, base, corpus.num_shards)
             plain = publish_update(store, base, upserts, deleted)
             task = lexical_task(corpus, "random", corpus.num_shards, find_base(store, "random", corpus))
-            lexical = build_lexical(task, here=True)
+            lexical = build_lexical(task)
         elif step[0] == "compact":
             plain = publish_compaction(store, base)
-            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards)), lexical, here=True)
-            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards)), here=True)
+            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards)), lexical)
+            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards)))
         else:
             plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1])
-            lexical = build_lexical(task, statistics=lexical.statistics, here=True)
+            lexical = build_lexical(task, statistics=lexical.statistics)
         own = {"parent": plain.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(store, dataclasses.replace(plain, **own))
         history.append((version, views, rows))

@@ -28,7 +28,7 @@ def exported_series(until: str) -> dict[str, float]:
 
 
 def test_outside_a_session_progress_is_told_and_nothing_is_noted(monkeypatch):
-    monkeypatch.setattr(job_metrics.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(job_metrics.session, "in_ray", lambda: False)
     monkeypatch.setattr(job_metrics, "_gauge", None)
     told = []
     job_metrics.with_metrics("index", "x", lambda *step: told.append(step))("encode", 1, 2)

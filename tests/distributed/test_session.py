@@ -1,9 +1,11 @@
 """Sessions: what is started is left, what cannot be placed is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,7 +56,17 @@ def test_a_shape_with_room_passes(info, needs):
 
 def test_doctor_finds_what_the_package_needs():
     checks = {check.name: check for check in doctor()}
-    for name in ("ray", "torch", "pyarrow", "faiss", "bm25s", "Stemmer", "temporary folder"):
+    for name in (
+        "ray",
+        "torch",
+        "pyarrow",
+        "faiss",
+        "bm25s",
+        "Stemmer",
+        "compiled loops",
+        "default model",
+        "temporary folder",
+    ):
         assert checks[name].ok, checks[name]
 
 
@@ -263,3 +275,32 @@ def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(tmp_pa
         child.communicate(timeout=60)
     assert len(listeners) >= 6
     assert [own for own in listeners if own[0] not in LOOPBACK] == []
+
+
+@pytest.mark.slow
+@pytest.mark.chaos("a private cluster's temporary folder has no room", "an error that says so, within a minute")
+def test_a_private_cluster_that_cannot_start_is_an_error_of_ours():
+    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")  # Ray's sockets need a short path
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    program = """
+import sys
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+from mvr_ray.errors import ResourceError
+try:
+    with connect(ResourcesConfig(local_cpus=2)):
+        pass
+except ResourceError as error:
+    sys.stdout.write(str(error))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    try:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment | {"RAY_TMPDIR": folder})
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        Path(folder).rmdir()
+    message = r"a private Ray cluster of 2 logical CPUs could not start in /tmp/m.*: .+; `mvr-ray doctor`"
+    assert re.match(message, done.stdout)
+    assert done.returncode == 0 and "Traceback" not in done.stderr

@@ -329,9 +329,9 @@ def test_the_dashboard_asks_for_what_jobs_and_proxies_note(monkeypatch) -> None:
 
         def set(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(job_metrics, "Gauge", NoteTaker)
+    monkeypatch.setattr("ray.util.metrics.Gauge", NoteTaker)
     monkeypatch.setattr(job_metrics, "_gauge", job_metrics._gauge.__wrapped__)
-    monkeypatch.setattr(job_metrics.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(job_metrics.session, "in_ray", lambda: True)
     monkeypatch.setattr(proxy_limit, "Counter", NoteTaker)
     job_metrics.with_metrics("index", "squad", no_progress)("encode", 1, 2)
     job_metrics.record_round("squad", dict.fromkeys(RoundReport._fields, 0.5))

@@ -18,7 +18,12 @@ from mvr_ray.config import load_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUDIES = ROOT / "configs" / "studies"  # study files are loaded by tests/studies
-RUN_FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent != STUDIES)
+RUN_FILES = sorted(
+    path
+    for folder in (ROOT / "configs", ROOT / "mvr_ray" / "config" / "presets")
+    for path in folder.rglob("*.yaml")
+    if path.parent not in (STUDIES, ROOT / "configs" / "presets")
+)
 STAGES = (
     *("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study"),
     *("retrieve", "read", "search", "explain", "serve", "reshard", "update", "compact"),

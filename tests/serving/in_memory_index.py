@@ -34,6 +34,7 @@ class InMemoryIndex:
     dimension = 3
     num_views = 2
     corpus = SimpleNamespace(fields={})
+    manifest = SimpleNamespace(encoder_name="words", encoder_fingerprint="f" * 16)
 
     def __init__(self, missing: int = 0, feedback: bool = False, exact: Exactness | None = None) -> None:
         self.exact = exact or Exactness(not missing, "flat", 1, 0, None)
@@ -80,6 +81,12 @@ class InMemoryIndex:
     def embed(self, texts: Sequence[str]) -> FloatArray:
         counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]
         return np.array(counted, dtype=np.float32)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        return sum(len(text.split()) for text in texts)
+
+    def example_queries(self, num: int) -> list[str]:
+        return ["How long is the Nile?", "What is a hill?", "Is the sea salt?"][:num]
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every passage has a third, feedback view where the library has any: half of its first view."""

@@ -1,11 +1,27 @@
-"""A real HTTP server on the loopback, in a thread of this process."""
+"""Real HTTP servers on the loopback: uvicorn in a thread of this process, and `mvr-ray serve` as a process."""
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
+import yaml
 from fastapi import FastAPI
+
+from mvr_ray.config import RunConfig
+
+COMMAND = """
+import signal, sys
+from mvr_ray.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
+main(sys.argv[1:])
+"""
+ADMIN = "admin-" + "a" * 20
 
 
 @contextmanager
@@ -28,3 +44,34 @@ def listening(app: FastAPI) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(20)
+
+
+@contextmanager
+def command(run: RunConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """`mvr-ray serve` over a run in the session's cluster, which answers, and the lines that it has written.
+
+    What fails in the block fails the test, and does not leave it waiting for the server.
+    """
+    import ray
+
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
+    arguments = [sys.executable, "-c", COMMAND, "serve", str(file)]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            lines: list[str] = []
+            for line in server.stderr:
+                lines.append(line)
+                if line.startswith("serving on"):
+                    break
+            yield server, lines
+        except BaseException:
+            server.kill()
+            raise
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -58,20 +58,20 @@ class VersionIndex(InMemoryIndex):
         return passages
 
 
+LEXICAL = {"p1": 0.5, "p2": 9.25, "p3": 4.0}
+
+
 class HybridIndex(VersionIndex):
     """The library with a word score for each passage, by BM25 + 2 x dense: p2, p3, p1."""
 
-    LEXICAL = {"p1": 0.5, "p2": 9.25, "p3": 4.0}
     manifest = SimpleNamespace(index="library", version=3, lexical=True)
 
     def search(self, queries_QD, k, *, hybrid=None, parts=False, **options):
         answer = super().search(queries_QD, k, **options)
         if hybrid is None:
             return answer
-        hits = [
-            [hit._replace(score=self.LEXICAL[hit.passage_id] + 2 * hit.score) for hit in own] for own in answer.hits
-        ]
-        halves = [[HybridParts(self.LEXICAL[hit.passage_id], hit.score) for hit in own] for own in answer.hits]
+        hits = [[hit._replace(score=LEXICAL[hit.passage_id] + 2 * hit.score) for hit in own] for own in answer.hits]
+        halves = [[HybridParts(LEXICAL[hit.passage_id], hit.score) for hit in own] for own in answer.hits]
         exact = answer.exact._replace(method="bm25 + flat")
         order = [sorted(range(len(own)), key=lambda at, own=own: -own[at].score) for own in hits]
         return answer._replace(
@@ -81,7 +81,7 @@ class HybridIndex(VersionIndex):
         )
 
     def lexical_scores(self, texts, passages):
-        return {passage.id: np.array([self.LEXICAL[passage.id]] * len(texts), np.float32) for passage in passages}
+        return {passage.id: np.array([LEXICAL[passage.id]] * len(texts), np.float32) for passage in passages}
 
 
 class VersionSwitcher:
@@ -160,7 +160,7 @@ def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
         assert tab.locator(".hits li:first-child mark").inner_text() == "The Nile is long."
         assert tab.locator(".badge").inner_text() == "exact"
         assert tab.locator("#about").inner_text() == "Index library: 3 passages, 5 views, version 3"
-        assert "3 passages" in tab.locator("#status").inner_text()
+        assert tab.locator("#status").inner_text() == "3 results"
 
         tab.locator(".views button").first.focus()
         tab.keyboard.press("Enter")
@@ -191,6 +191,43 @@ def test_a_hybrid_search_shows_both_parts_of_every_hit_and_of_its_views(tab):
         assert tab.wrong == []
 
 
+def test_the_page_greets_with_examples_that_are_searched_for_at_a_click(tab):
+    with serve(VersionIndex(3)) as address:
+        tab.goto(address)
+        tab.wait_for_selector("#examples button")
+        examples = tab.locator("#examples button").all_inner_texts()
+        assert examples == ["How long is the Nile?", "What is a hill?", "Is the sea salt?"]
+        assert tab.locator("label").all_inner_texts()[:4] == ["Question", "Results", "Index version", "Compare with"]
+        assert tab.locator("#shards-told").inner_text() == "all 2 shards searched, 3 passages"
+        assert not tab.locator("#shards li").first.is_visible()
+        tab.locator("#examples button", has_text="hill").click()
+        tab.locator(".hits li:first-child h3", has_text="Hills").wait_for()
+        assert not tab.locator("#welcome").is_visible()
+        assert tab.wrong == []
+
+
+def test_the_page_of_routes_shows_all_of_them_and_sends_requests_without_anything_from_elsewhere(tab):
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
+    with serve(VersionIndex(3), tokens) as address:
+        asked = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"{address}docs")
+        tab.fill("#token", "read-" + "a" * 32)
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector("#routes details")
+        shown = tab.locator("#routes summary code").all_inner_texts()
+        assert {"POST /v1/search", "POST /v1/embeddings", "GET /v1/versions/{n}", "GET /readyz"} <= set(shown)
+        search = tab.locator("#routes details", has_text="POST /v1/search").first
+        search.locator("summary").click()
+        assert "Distinct passages a query." in search.inner_text() and "integer from 1 to 1000" in search.inner_text()
+        search.locator("textarea").fill('{"queries": ["nile"], "k": 1}')
+        search.locator("button").click()
+        search.locator("pre", has_text='"id": "p1"').wait_for()
+        assert search.locator("pre").inner_text().startswith("200\n")
+        assert all(url.startswith((address, "data:")) for url in asked)
+        assert all("401" in line for line in tab.wrong), "the first look at openapi.json alone is refused"
+
+
 def test_two_versions_stand_side_by_side_and_a_link_asks_them_again(tab):
     with serve(VersionIndex(3)) as address:
         tab.goto(f"{address}?q=nile&k=2&beside=2")
@@ -213,6 +250,7 @@ def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
         tab.goto(f"{address}?q=nile")
         tab.wait_for_selector(".badge")
         assert tab.locator(".badge").inner_text() == "partial: 1 of 3 passages"
+        assert tab.locator("#shards li").first.is_visible()
         assert tab.locator("#shards li").all_inner_texts() == ["0: searched, 1", "1: died, 2"]
         assert tab.locator("#shards-told").inner_text() == "1 of 2 shards are not searched"
 
@@ -302,7 +340,7 @@ def test_the_page_and_its_files_need_no_token_and_load_nothing_from_elsewhere():
         for path in app_module.PAGE:
             with urlopen(address + path[1:]) as reply:
                 assert "default-src 'self'" in reply.headers["content-security-policy"]
-                assert reply.read() == (PAGE / (path.split("/")[-1] or "index.html")).read_bytes()
+                assert reply.read() == (PAGE / app_module.PAGE[path][0]).read_bytes()
         for path in ("v1/versions", "page/index.html", "page/..%2fapp.py"):
             with pytest.raises(HTTPError, match="401"):
                 urlopen(address + path)

@@ -6,36 +6,22 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
-import yaml
 from ray._private.state import actors
+from server import ADMIN, command, free_port
 
 from mvr_ray.client import Client, RefusedError, UnreachableError
-from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.replica import deploy
-
-COMMAND = """
-import signal, sys
-from mvr_ray.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
-main(sys.argv[1:])
-"""
-
-
-ADMIN = "admin-" + "a" * 20
 
 
 def request_without_length(address: str, num_bytes: int) -> urllib.request.Request:
@@ -123,35 +109,6 @@ def turned_away(port: int, case: str) -> str:
         connection.close()
 
 
-@contextmanager
-def command(run: RunConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """`mvr-ray serve` over a run in the session's cluster, which answers, and the lines that it has written.
-
-    What fails in the block fails the test, and does not leave it waiting for the server.
-    """
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
-    arguments = [sys.executable, "-c", COMMAND, "serve", str(file)]
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as server:
-        try:
-            lines: list[str] = []
-            for line in server.stderr:
-                lines.append(line)
-                if line.startswith("serving on"):
-                    break
-            yield server, lines
-        except BaseException:
-            server.kill()
-            raise
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
@@ -189,7 +146,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
         searched = [line for line in lines if line["message"].startswith("searched: index=")]
         assert searched and all("status=200" in by_request[line["request"]]["message"] for line in searched)
         assert not any(ADMIN in str(line) for line in lines)
-        with pytest.raises(ConfigError, match=rf"listens on 127\.0\.0\.1:{port} already"):
+        with pytest.raises(ConfigError, match=r"listens on 127\.0\.0\.1:\d+ already"):
             deploy(run_over(small_index, serve={"port": free_port()}))
         server.send_signal(signal.SIGINT)
         for line in server.stderr:

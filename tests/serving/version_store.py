@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from prepared_corpus import empty_corpus
+
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
@@ -10,6 +12,7 @@ from mvr_ray.store.manifest import Manifest, ShardMeta
 
 def version_catalog(folder: Path, versions: int = 2) -> VersionCatalog:
     store = Store(str(folder / "store"))
+    empty_corpus(store, "books")
     for number in range(1, versions + 1):
         folder_of_shard = folder / f"built{number}"
         folder_of_shard.mkdir()
@@ -30,7 +33,7 @@ def manifest_of(entry: manifest.ShardEntry, parent: int) -> Manifest:
         dimension=3,
         dtype="fp32",
         corpus="books",
-        corpus_digest="c" * 16,
+        corpus_digest="0" * 32,
         index_params={"kind": "flat"},
         shards=(entry,),
         parent=parent,

@@ -16,19 +16,6 @@ from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store.files import Store
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path):
-    """A file system of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        yield None
-        return
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
     for data in (b"", b"first", b"second" * 100_000):
         store.write_bytes("a/b/file.bin", data)
@@ -192,3 +179,23 @@ def _check_file_size_limit(folder: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.read_bytes("a/file") == b"old"
+
+
+@pytest.mark.parametrize("put", ["write_bytes", "create_once", "put_file", "upload_dir"])
+def test_the_names_of_all_new_folders_are_synced_before_a_write_returns(tmp_path, monkeypatch, put):
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def record(handle: int) -> None:
+        fsync(handle)
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+
+    monkeypatch.setattr(os, "fsync", record)
+    root, source = tmp_path / "new" / "store", tmp_path / "made"
+    if put == "upload_dir":
+        source.mkdir()
+        (source / "file").write_bytes(b"x")
+    else:
+        source.write_bytes(b"x")
+    getattr(Store(str(root)), put)(*((source, "a/b/c") if put in ("put_file", "upload_dir") else ("a/b/c", b"x")))
+    assert {tmp_path, tmp_path / "new", root, root / "a", root / "a" / "b"} <= set(synced)

@@ -106,7 +106,10 @@ def read_parts(folder: Path, description: Mapping[str, Any]) -> Snapshot:
         towers.append(tower)
     if not (folder / PUNKT_FILE).is_file():
         raise EncoderError(f"encoder snapshot {folder} has no {PUNKT_FILE}; copy or make it again")
-    punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
+    try:
+        punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
+    except (EncoderError, UnicodeDecodeError) as error:
+        raise EncoderError(f"{folder / PUNKT_FILE} is damaged ({error}); copy or make the snapshot again") from None
     return Snapshot(spec, towers, punkt, _precision(folder, description.get("precision", "fp32")))
 
 

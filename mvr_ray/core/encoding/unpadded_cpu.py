@@ -202,13 +202,12 @@ def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None])
     """Call `read` with the rows of each block and whether to fill the block, without gradients.
 
     Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
-    waits for another within a layer, and the bytes do not depend on how many there are (but for a single block, which
-    they work on together).
+    waits for another within a layer, and the bytes do not depend on how many there are.
     """
     todo = blocks(lengths)
     many = len(todo) >= MANY_BLOCKS
     threads = torch.get_num_threads()
-    each = map if threads == 1 or len(todo) == 1 else _pool(threads).map
+    each = map if threads == 1 else _pool(threads).map
     for _ in each(torch.no_grad()(lambda rows: read(rows, many)), todo):
         pass
 

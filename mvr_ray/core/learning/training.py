@@ -39,7 +39,7 @@ class ViewBatch(Protocol):
     def mask_PV(self) -> Tensor: ...
 
 
-class Encoder(Protocol):
+class TrainableEncoder(Protocol):
     """What a step needs of a dual encoder."""
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor: ...
@@ -121,7 +121,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def loss_and_gradients(
-    encoder: Encoder, share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
+    encoder: TrainableEncoder, share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
 ) -> StepOutput:
     """Add this rank's gradients of `scale` x the joined batch's loss; `average_gradients` must follow.
 
@@ -152,7 +152,7 @@ def _second_pass(passes: Iterable[Callable[[], Tensor]], vectors: Tensor, chunk:
 
 
 def distil_gradients(
-    encoder: Encoder,
+    encoder: TrainableEncoder,
     share: RankInputs,
     targets_QD: Tensor,
     targets_PD: Tensor,
@@ -182,12 +182,16 @@ def distil_gradients(
     return total
 
 
-def _query_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], Tensor]]:
+def _query_passes(
+    encoder: TrainableEncoder, share: RankInputs, settings: PassSettings
+) -> Iterator[Callable[[], Tensor]]:
     for number, texts in enumerate(chunks(share.texts, settings.chunk)):
         yield partial(run_seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
 
 
-def _passage_passes(encoder: Encoder, share: RankInputs, settings: PassSettings) -> Iterator[Callable[[], ViewBatch]]:
+def _passage_passes(
+    encoder: TrainableEncoder, share: RankInputs, settings: PassSettings
+) -> Iterator[Callable[[], ViewBatch]]:
     for number, some in enumerate(chunks(share.passages, settings.chunk)):
         yield partial(run_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
 

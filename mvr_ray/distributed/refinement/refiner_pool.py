@@ -14,12 +14,12 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import ray
 
 from mvr_ray.core.refining.aopt import LabelSums
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import first_depth, merge, overlay_hits, uncertain_queries
+from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.refinement.shard_refiner import (
     FeedbackSettings,
@@ -31,7 +31,7 @@ from mvr_ray.distributed.refinement.shard_refiner import (
     WrittenShard,
 )
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.distributed.tasks import HANG_S
+from mvr_ray.distributed.tasks import HANG_S, share
 from mvr_ray.errors import ResourceError
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
@@ -99,13 +99,9 @@ class RefinerPool:
         for shard in sorted(self.shards, key=lambda shard: (-counts[shard], shard)):
             number = min(range(len(loads)), key=lambda n: loads[n][0])
             loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
-        remote: Any = ray.remote(ShardRefiner).options(
-            num_cpus=cpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS
-        )
         self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
-        self.actors: list[Any] = [
-            remote.remote(task.holding({shard: self.start_of[shard] for shard in shards})) for _, shards in loads
-        ]
+        tasks = [task.holding({shard: self.start_of[shard] for shard in shards}) for _, shards in loads]
+        self.actors = [_new_refiner(own, cpus) for own in tasks]
         self.searchers = [(actor, held) for actor, (held, _) in zip(self.actors, loads) if held]
         self.holder: dict[int, Any] = {}
         for actor, (_, shards) in zip(self.actors, loads):
@@ -116,14 +112,21 @@ class RefinerPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+        if session.in_ray():
+            import ray
+
+            for actor in self.actors:
+                ray.kill(actor)
 
     def results(self, calls: Sequence["Call"]) -> list[Any]:
         """The results of calls, in their order. Actors that hang are killed, and their calls run again after a restart.
 
         Raises ResourceError where an actor dies or hangs again and again.
         """
+        if not session.in_ray():
+            return [call.ref for call in calls]
+        import ray
+
         waiting = [call.ref for call in calls]
         hung = 0
         with translate_ray_errors("refinement"):
@@ -185,7 +188,7 @@ class RefinerPool:
         blocks = [slice(low, low + QUERY_BLOCK) for low in range(0, len(queries_QD), QUERY_BLOCK)]
 
         def send(block: slice) -> list[Call]:
-            part = ray.put(np.ascontiguousarray(queries_QD[block]))
+            part = share(np.ascontiguousarray(queries_QD[block]))
             return [Call(actor, actor.search.remote(at, part, first)) for actor, _ in self.searchers]
 
         for block, calls in zip(blocks, _in_flight(map(send, blocks), 2)):
@@ -277,7 +280,7 @@ class RefinerPool:
         settings: GradientSettings | LinearSettings,
     ) -> list[ShardStep]:
         """Move the labelled views of every shard from one state to the next."""
-        sent = ray.put(queries_LD)
+        sent = share(queries_LD)
         return self.per_shard(by_shard, lambda actor, s, part: actor.move.remote(at, to, s, part, sent, settings))
 
     def add_feedback(
@@ -289,7 +292,7 @@ class RefinerPool:
         settings: FeedbackSettings,
     ) -> list[ShardStep]:
         """Give the positively labelled passages of every shard their feedback views, from one state to the next."""
-        sent = ray.put(queries_LD)
+        sent = share(queries_LD)
         return self.per_shard(
             by_shard, lambda actor, s, part: actor.add_feedback.remote(at, to, s, part, sent, settings)
         )
@@ -301,10 +304,36 @@ class RefinerPool:
 
 
 class Call(NamedTuple):
-    """A call that an actor works on, and the reference of its result."""
+    """A call that an actor works on, and the reference of its result; of a `LocalRefiner` the result itself."""
 
     actor: Any
     ref: Any
+
+
+def _new_refiner(task: RefinerTask, cpus: float) -> Any:
+    """An actor over the task's shards in a Ray session, else the same in this process."""
+    if not session.in_ray():
+        return LocalRefiner(ShardRefiner(task))
+    import ray
+
+    limits = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
+    return ray.remote(ShardRefiner).options(num_cpus=cpus, **limits).remote(task)
+
+
+class LocalRefiner:
+    """Stands for an actor where there is none: `refiner.METHOD.remote(...)` calls the method at once."""
+
+    def __init__(self, refiner: ShardRefiner) -> None:
+        self._refiner = refiner
+
+    def __getattr__(self, method: str) -> "LocalMethod":
+        return LocalMethod(getattr(self._refiner, method))
+
+
+class LocalMethod(NamedTuple):
+    """A method of a `LocalRefiner`."""
+
+    remote: Callable[..., Any]
 
 
 def _in_flight(requests: Iterator[Any], width: int) -> Iterator[Any]:

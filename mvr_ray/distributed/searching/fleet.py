@@ -5,8 +5,8 @@
     load     room is counted, shards are opened beside those in use, and every searcher answers a probe for them
     drop     what no other version names is let go; nobody waits for it
 
-A group is `resources.replicas` actors that hold the same shards; calls go through `dispatch`. The same over one
-searcher in this process needs no Ray.
+A group is `resources.replicas` actors that hold the same shards; calls go through `dispatch`. `local_searchers` has the
+same over one searcher in this process, which needs no Ray.
 
 Shapes: Q queries, D dimension.
 """
@@ -14,7 +14,7 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -24,6 +24,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher, ShardRequest
+from mvr_ray.distributed.searching.local_searchers import version_name
 from mvr_ray.distributed.searching.memory import MemoryUsage, require_memory
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
@@ -38,16 +39,7 @@ from mvr_ray.distributed.searching.messages import (
     encode_views_request,
 )
 from mvr_ray.distributed.searching.node_placement import assign_nodes, new_searcher, node_capacities
-from mvr_ray.distributed.searching.searcher import (
-    ExactFleet,
-    Fleet,
-    LocalFleet,
-    OnPartial,
-    SearcherTask,
-    ShardAssignment,
-    ShardSearcher,
-    assignment_bytes,
-)
+from mvr_ray.distributed.searching.searcher import OnPartial, SearcherTask, ShardAssignment, assignment_bytes
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts, FloatArray, HybridQueries
@@ -57,62 +49,6 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 3600.0
 """For starting searchers and reading every file of their shards once; an answer's own deadline is much shorter."""
 PROBE_TIMEOUT_S = 60.0
-
-
-class Searchers(Protocol):
-    """Holders of versions of one index."""
-
-    def fleet(self, manifest: Manifest) -> ExactFleet:
-        """Of a version whose shards are opened when first asked for."""
-        ...
-
-    def load(self, manifest: Manifest) -> Fleet:
-        """Of a version whose shards are all open and have answered a probe.
-
-        Raises ResourceError where it has no room or a searcher died, StorageError where a file is damaged; then
-        nothing of it stays open.
-        """
-        ...
-
-    def drop(self, version: int) -> None: ...
-
-    def counts(self) -> FleetCounts: ...
-
-    def stop(self) -> None: ...
-
-
-class LocalSearchers:
-    """One searcher in this process."""
-
-    def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
-        self.task = task
-        self.limit_bytes = limit_bytes
-        self.searcher = ShardSearcher(task)
-
-    def fleet(self, manifest: Manifest) -> LocalFleet:
-        shards = tuple(entry.shard for entry in manifest.shards)
-        return LocalFleet(self.task._replace(manifest=manifest, shards=shards), self.searcher)
-
-    def load(self, manifest: Manifest) -> LocalFleet:
-        fleet = self.fleet(manifest)
-        bytes_of = assignment_bytes(manifest, fleet.task.shards)
-        require_memory(version_name(manifest), [bytes_of], [self.searcher.memory()], self.limit_bytes)
-        try:
-            fleet.ready()
-            self.searcher.probe(manifest.version)
-        except BaseException:  # nothing stays open, after Ctrl-C either
-            self.drop(manifest.version)
-            raise
-        return fleet
-
-    def drop(self, version: int) -> None:
-        self.searcher.drop(version)
-
-    def counts(self) -> FleetCounts:
-        return FleetCounts()
-
-    def stop(self) -> None:
-        pass
 
 
 class RemoteSearchers:
@@ -364,10 +300,6 @@ def place(manifest: Manifest, holders: Mapping[str, int], groups: int) -> list[t
     for entry in sorted(moving, key=lambda entry: (-entry.num_bytes, entry.shard)):
         _to_lightest(entry.shard, entry.num_bytes, placed, loads)
     return [tuple(sorted(shards)) for shards in placed]
-
-
-def version_name(manifest: Manifest) -> str:
-    return f"index {manifest.index!r} version {manifest.version}"
 
 
 def _to_lightest(shard: int, num_bytes: int, holders: list[list[int]], loads: list[int]) -> None:

@@ -147,6 +147,7 @@ function column(answer, question, other) {
 function showShards(shards) {
   const silent = shards.filter((shard) => shard.state !== "searched");
   const passages = shards.reduce((sum, shard) => sum + shard.passages, 0).toLocaleString("en");
+  if (silent.length) place("shards-box").open = true;
   place("shards-told").textContent = silent.length
     ? `${silent.length} of ${shards.length} shards are not searched`
     : `all ${shards.length} shards searched, ${passages} passages`;
@@ -163,6 +164,7 @@ function chosen(id) {
 }
 
 async function search() {
+  place("welcome").hidden = true;
   const question = place("question").value, k = Number(place("k").value);
   const version = chosen("version"), beside = chosen("beside");
   const settings = new URLSearchParams({ q: question, k: String(k) });
@@ -176,7 +178,7 @@ async function search() {
     const [first, second] = answers;
     place("answers").replaceChildren(column(first, question, second), ...(second ? [column(second, question, first)] : []));
     showShards(first.coverage.shards);
-    say(`${first.results[0].length} passages`);
+    say(`${first.results[0].length} results`);
   } catch (error) {
     place("answers").replaceChildren();
     say(error.message, true);
@@ -187,13 +189,27 @@ async function versions() {
   const told = await ask("v1/versions");
   const named = (version) => `${version.version} (${version.operation}${version.live ? ", live" : ""})`;
   const choices = told.versions.slice().reverse();
-  place("version").replaceChildren(made("option", { value: "" }, "live"),
+  place("version").replaceChildren(made("option", { value: "" }, "newest"),
     ...choices.map((version) => made("option", { value: version.version }, named(version))));
-  place("beside").replaceChildren(made("option", { value: "" }, "nothing"),
+  place("beside").replaceChildren(made("option", { value: "" }, "none"),
     ...choices.map((version) => made("option", { value: version.version }, named(version))));
   const live = choices.find((version) => version.live) ?? choices[0];
   place("about").textContent = `Index ${told.index}: ${live.passages.toLocaleString("en")} passages, ` +
     `${live.vectors.toLocaleString("en")} views, version ${live.version}`;
+}
+
+async function welcome() {
+  const told = await ask("v1/examples").catch(() => ({ queries: [] }));
+  const choices = told.queries.map((text) => {
+    const button = made("button", { type: "button" }, text);
+    button.addEventListener("click", () => {
+      place("question").value = text;
+      search();
+    });
+    return made("li", {}, button);
+  });
+  place("examples").replaceChildren(...choices);
+  place("welcome").hidden = choices.length === 0 || place("answers").childElementCount > 0;
 }
 
 async function poll() {
@@ -238,6 +254,6 @@ place("ask").addEventListener("submit", async (event) => {
 });
 setInterval(poll, POLL_MS);
 begin(new URLSearchParams(location.search)).then(async (known) => {
-  if (known && place("question").value) await search();
+  if (known) await (place("question").value ? search() : welcome());
   await poll();
 });

@@ -1,0 +1,1 @@
+"""Build, open, search and change an index from Python: `Index`, and `Encoder` for vectors alone."""

@@ -1,0 +1,77 @@
+"""Turn texts into vectors with any encoder of a run file or of an index."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+import numpy as np
+
+from mvr_ray.api.rows import passage_records
+from mvr_ray.config import parse_run, resolve_model
+from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews, EncoderSpec
+from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats import PassageRecord
+from mvr_ray.types import FloatArray
+
+
+class Encoder:
+    """An embedding model that gives a question one vector and a passage one a view.
+
+        encoder = Encoder("all-MiniLM-L6-v2", num_views=4)
+        queries_QD = encoder.embed_queries(["When was the university founded?"])
+        views_PVD, mask_PV = encoder.embed_passages(["The university was founded in 1413. It is in St Andrews."])
+        scores_QPV = queries_QD @ views_PVD.transpose(0, 2, 1)
+
+    Shapes: Q questions, P passages, V views, D dimension.
+    """
+
+    def __init__(self, model: str = "all-MiniLM-L6-v2", **settings: Any) -> None:
+        """`model` is a folder, a Hugging Face name or `package:NAME/path`; `settings` are those of the run file's
+        `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`. Raises ConfigError, EncoderError.
+        """
+        chosen = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder").encoder
+        values = chosen.model_dump()
+        spec = EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
+        self._encoder = DualEncoder.from_backbone(resolve_model(chosen.backbone), spec)
+
+    @classmethod
+    def of(cls, encoder: DualEncoder) -> Self:
+        """One that is open already, such as an index's (`Index.encoder`)."""
+        own = cls.__new__(cls)
+        own._encoder = encoder
+        return own
+
+    @property
+    def dimension(self) -> int:
+        return self._encoder.dimension
+
+    @property
+    def num_views(self) -> int:
+        """The most views that a passage has."""
+        return self._encoder.num_views
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the model and everything that changes an embedding; an index manifest holds it."""
+        return self._encoder.fingerprint
+
+    def embed_queries(self, questions: Sequence[str], batch_size: int = 64) -> FloatArray:
+        """queries_QD, float32. Raises EncoderError for a question without a word."""
+        return self._encoder.embed_queries(questions, batch_size)
+
+    def embed_passages(self, passages: Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
+        """(views_PVD, mask_PV) of passages as `Index.build` takes them: float32, zero where the mask is False, because
+        the passage has fewer snippets. Raises DataError for what is no passage."""
+        read = []
+        for record in passage_records(passages):
+            if not isinstance(record, PassageRecord):
+                raise DataError(f"{record}; give texts, (id, text), (id, title, text), or mappings with text")
+            read.append(record.passage)
+        tokens = self._encoder.tokenize_passages(read)
+        block = embed_chunk(self._encoder, [passage.id for passage in read], tokens, tokens_per_batch, "fp32")
+        views_PVD = np.zeros((len(read), self.num_views, self.dimension), np.float32)
+        mask_PV = np.zeros(views_PVD.shape[:2], bool)
+        places = np.repeat(np.arange(len(read)), np.diff(block.row_ptr)), block.view_numbers_N
+        views_PVD[places], mask_PV[places] = block.vectors_ND, True
+        return EmbeddedViews(views_PVD, mask_PV)

@@ -1,0 +1,383 @@
+"""An index as one object: build, open, search, change, refine, measure and serve it.
+
+    index = Index.build(passages, model="all-MiniLM-L6-v2", path="wiki")
+    index.search("When was the university founded?", k=5)
+
+`path` is a store as the command line and clusters use it, with the run file `run.yaml` in it: `mvr-ray search
+wiki/run.yaml "..."` asks the same index. The stages are those of the command line; below `resources.local_passages`
+passages they run in this process, without Ray.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import yaml
+
+from mvr_ray import versions
+from mvr_ray.api import rows
+from mvr_ray.api.hits import SearchHits
+from mvr_ray.config import RunConfig, load_run, parse_run
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.serving.schemas import RequestError, SearchRequest, SearchResponse, validate
+from mvr_ray.serving.service import SearchService
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus, write_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.types import FloatArray, Passage, Progress, no_progress
+from mvr_ray.versions import VersionLine
+
+if TYPE_CHECKING:
+    from mvr_ray.api.encoder import Encoder
+    from mvr_ray.distributed.evaluate import EvaluationReport
+    from mvr_ray.distributed.hot_swap import HotSwapRouter
+    from mvr_ray.distributed.refinement.report import RefineReport
+
+BATCH_QUERIES = 256
+NO_LIMITS = {"max_k": 1_000_000, "max_query_chars": 10_000_000, "timeout_ms": 3_600_000}
+"""What `serve` holds senders to; who asks in the process may wait."""
+
+
+class Index:
+    """An index of passages. Make it with `Index.build` or `Index.open`; `with` or `close` let go of its memory.
+
+    Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; searches answer from it then.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        """`run` describes an index that is in the store; `build` and `open` call this."""
+        self.run = run
+        self._store = Store(run.store.path)
+        self._open = ExitStack()
+
+    @classmethod
+    def build(
+        cls,
+        passages: Any,
+        model: str = "all-MiniLM-L6-v2",
+        path: str | Path = "index",
+        *,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        progress: Progress = no_progress,
+    ) -> Self:
+        """Embed and index passages, and publish them as the live version of the store at `path`.
+
+            Index.build(["A first text.", "A second one."], path="texts")
+            Index.build([{"id": "p1", "title": "Nile", "text": "...", "year": 1958}], path="rivers")
+            Index.build(pandas.read_csv("passages.csv"), "intfloat/e5-small-v2", "csv", progress=print)
+
+        `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
+        table, a Hugging Face dataset, or a path of a file or folder in any format of docs/formats.md. Rows are
+        streamed. What a row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
+        name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
+
+        An index that is there already gets a new version over these passages alone; what is unchanged is not embedded
+        again, and a build that was interrupted continues. Raises ConfigError, DataError, EncoderError, ResourceError.
+        """
+        sources = rows.sources_of(passages)
+        own = {name: dict(values) for name, values in (settings or {}).items()}
+        own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
+        own["encoder"] = {**own.get("encoder", {}), "backbone": model}
+        given = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
+        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **given}
+        run = parse_run(own, "Index.build")
+        store = Store(run.store.path)
+        records = None if sources else rows.passage_records(passages)
+        prepare(run.prepare, store, progress, records)
+        _index(run, progress)
+        store.write_bytes(paths.RUN_FILE, yaml.safe_dump(own, sort_keys=False, allow_unicode=True).encode())
+        return cls(run)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        name: str | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Self:
+        """Open the index of a store, or the one that a run file (`.yaml`) describes.
+
+        `name` says which, where a store of the command line has several. `settings` are laid over the run file. Raises
+        MissingInputError where there is none, ConfigError.
+        """
+        text = str(path)
+        if text.endswith((".yaml", ".yml")):
+            base = load_run(text).model_dump(mode="json")
+        else:
+            base = _run_of_store(Store(text), name)
+            base["store"] = {"path": _absolute(text)}
+        for section, values in (settings or {}).items():
+            base[section] = {**base.get(section, {}), **values}
+        index = cls(parse_run(base, text))
+        manifests.read(index._store, index.run.index.name)
+        return index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the open shards and the encoder; the next search opens them again."""
+        self._open.close()
+        self.__dict__.pop("_router", None)
+
+    def __len__(self) -> int:
+        return self.manifest.num_passages
+
+    def __repr__(self) -> str:
+        live = self.manifest
+        return (
+            f"Index({self.run.store.path!r}, {live.num_passages:,} passages, {live.num_vectors:,} vectors of "
+            f"{live.dimension}, encoder {live.encoder_fingerprint}, version {live.version})"
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the live version is made of: encoder, shards, measurements."""
+        return manifests.read(self._store, self.run.index.name)
+
+    @property
+    def encoder(self) -> "Encoder":
+        """The encoder that made the index."""
+        from mvr_ray.api.encoder import Encoder
+
+        return Encoder.of(self._router.encoder)
+
+    @overload
+    def search(self, query: str, k: int = 10, *, filter: Mapping[str, Any] | None = None) -> SearchHits: ...
+
+    @overload
+    def search(
+        self, query: Sequence[str] | FloatArray, k: int = 10, *, filter: Mapping[str, Any] | None = None
+    ) -> list[SearchHits]: ...
+
+    def search(
+        self, query: str | Sequence[str] | FloatArray, k: int = 10, *, filter: Mapping[str, Any] | None = None
+    ) -> SearchHits | list[SearchHits]:
+        """The best `k` passages of a question, or of each of several; vectors_QD of the index's encoder do too.
+
+            index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
+
+        `filter` is an expression over the fields of passages (docs/filters.md). Raises ConfigError for an empty
+        question or a filter that does not fit.
+        """
+        queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
+        texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
+        plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
+        hits: list[SearchHits] = []
+        for start in range(0, len(plain), BATCH_QUERIES):
+            response = self._ask(plain[start : start + BATCH_QUERIES], k, filter)
+            hits += [SearchHits(texts[len(hits) + at], own, response) for at, own in enumerate(response.results)]
+        return hits[0] if isinstance(query, str) else hits
+
+    def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
+        """Passages of the live version by id; unknown ids are left out."""
+        return dict(self._router.passages(ids))
+
+    def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
+        """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
+
+            index.upsert([{"id": "p2", "text": "A new text."}])
+
+        Raises DataError for a passage without an id, and then changes nothing.
+        """
+        return self._change(self._upserts(passages), progress)
+
+    def delete(self, ids: str | Iterable[str], progress: Progress = no_progress) -> Manifest:
+        """Remove passages by id, and publish a version. An id that is not there changes nothing."""
+        names = [ids] if isinstance(ids, str) else ids
+        return self._change(({"id": name, "delete": True} for name in names), progress)
+
+    def refine(self, questions: Any = None, progress: Progress = no_progress, **settings: Any) -> "RefineReport":
+        """Learn from questions with answers or gold passages, else from the feedback that `add_feedback` took.
+
+            index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
+            index.refine(questions, rounds=10, gate=["held_out"])
+
+        A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
+        those of the run file's `refine` section. Raises ConfigError where there is nothing to learn from.
+        """
+        from mvr_ray.distributed.refine import refine
+
+        own = dict(settings)
+        with TemporaryDirectory() as folder:
+            if questions is not None:
+                own["questions"] = self.add_questions(questions, "refine")
+            elif not {"questions", "feedback"} & set(own):
+                if not self._store.exists(paths.feedback(self.run.index.name)):
+                    raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
+                file = Path(folder) / "feedback.jsonl"
+                file.write_bytes(self._store.read_bytes(paths.feedback(self.run.index.name)))
+                own["feedback"] = str(file)
+            report = refine(self._with(refine=own), progress)
+        self._follow()
+        return report
+
+    def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
+        """Keep judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
+
+        index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
+        """
+        path = paths.feedback(self.run.index.name)
+        before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
+        lines = before.splitlines()
+        for number, judgement in enumerate(judgements):
+            match judgement:
+                case (str() as question, str() as passage_id, (1 | -1) as label) if question.strip():
+                    row = {"question": question, "passage_id": passage_id, "label": label}
+                    lines.append(json.dumps(row, ensure_ascii=False))
+                case _:
+                    raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
+        self._store.write_bytes(path, "".join(f"{line}\n" for line in dict.fromkeys(lines)).encode())
+        return len(dict.fromkeys(lines))
+
+    def add_questions(self, questions: Any, name: str) -> str:
+        """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.
+
+        They are a file, or texts, tuples (question, answer or answers), and mappings with question, answers and
+        positive_ids. Raises DataError.
+        """
+        live = self.manifest
+        write_questions(Corpus.open(self._store, live.corpus, live.corpus_digest), name, rows.questions_of(questions))
+        return name
+
+    def evaluate(
+        self, questions: Any, k: Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
+    ) -> "EvaluationReport":
+        """How well the live version answers questions: shares with an answer, and with a gold passage, among the
+        first `k` hits, with their 95 % intervals (`rows` of the report).
+
+            index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
+
+        `questions` as of `add_questions`, or the name of a stored set.
+        """
+        from mvr_ray.distributed.retrieve import evaluate
+
+        live = self.manifest
+        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
+        stored = isinstance(questions, str) and questions in corpus.info.questions
+        name = questions if stored else self.add_questions(questions, "evaluate")
+        return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
+
+    def versions(self) -> list[VersionLine]:
+        """The published versions, oldest first; the last one is live."""
+        return versions.act(self.run, "list", None)
+
+    def rollback(self, version: int) -> VersionLine:
+        """Publish what an earlier version held as a new one. Raises ConfigError for an unknown version."""
+        line = versions.act(self.run, "rollback", version)
+        self._follow()
+        return line
+
+    def serve(self, **settings: Any) -> None:
+        """Answer HTTP requests until interrupted; `settings` are those of the run file's `serve` section, as `port`."""
+        from mvr_ray.serving.replica import serve_until_interrupted
+
+        serve_until_interrupted(self._with(serve=settings), None, print)
+
+    def _with(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """The run with settings laid over some sections."""
+        plain = self.run.model_dump(mode="json")
+        for name, values in sections.items():
+            plain[name] = {**plain[name], **values}
+        return parse_run(plain, "Index")
+
+    @cached_property
+    def _router(self) -> "HotSwapRouter":
+        from mvr_ray.distributed.hot_swap import open_hot_swap_router
+
+        return self._open.enter_context(open_hot_swap_router(self.run, coalesce=False))
+
+    def _follow(self) -> None:
+        """Answer from the newest version, where searches have begun."""
+        if "_router" in self.__dict__:
+            self._router.move_to(None)
+
+    def _ask(self, queries: Sequence[Any], k: int, filter: Mapping[str, Any] | None) -> SearchResponse:
+        fields = list(self._router.corpus.fields)
+        own = None if filter is None else dict(filter)
+        try:
+            request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields)
+            limits = self.run.serve.model_copy(update=NO_LIMITS)
+            return SearchService(self._router, limits).search(request)
+        except RequestError as error:
+            raise ConfigError(f"search: {error.message}; {error.hint}") from None
+
+    def _upserts(self, passages: Any) -> Iterable[dict[str, Any]]:
+        for number, row in enumerate(rows.rows_of(passages)):
+            match row:
+                case Passage():
+                    yield {"id": row.id, "title": row.title, "text": row.text, **dict(row.fields)}
+                case (id_, text):
+                    yield {"id": id_, "text": text}
+                case (id_, title, text):
+                    yield {"id": id_, "title": title, "text": text}
+                case Mapping() if "id" in row or "_id" in row:
+                    yield {"id": row.get("_id"), **row}
+                case _:
+                    raise DataError(
+                        f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text"
+                    )
+
+    def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
+        """Update the corpus by rows as of a file of changes, and publish the version over it."""
+        live = self.manifest
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "changes.jsonl"
+            with file.open("w", encoding="utf-8") as lines:
+                for row in changes:
+                    lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            update(self.run.prepare, self._store, str(file), progress)
+        encoder = {"name": live.encoder_name}
+        published = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
+        self._follow()
+        return published
+
+
+def _index(run: RunConfig, progress: Progress) -> Manifest:
+    from mvr_ray.distributed.build_index import index
+
+    return index(run, progress)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
+    """The run file that `build` left in a store, else the settings of an index that the command line made."""
+    if name is None and store.exists(paths.RUN_FILE):
+        return yaml.safe_load(store.read_bytes(paths.RUN_FILE))
+    names = store.list(paths.indexes_dir())
+    if name is None and len(names) == 1:
+        [name] = names
+    if name not in names:
+        there = ", ".join(names) or "none"
+        what = f"no index {name!r}" if name else "not exactly one index"
+        raise MissingInputError(f"{store.name} holds {what} (there are: {there}); give name=, or build one")
+    live = manifests.read(store, name)
+    return {
+        "prepare": {"corpus": live.corpus},
+        "encoder": {"name": live.encoder_name},
+        "index": {**live.index_params, "name": name, "dtype": live.dtype, "encoder": live.encoder_fingerprint},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a value of a field that it does not know: dates as ISO 8601, numbers of numpy as numbers."""
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if hasattr(value, "item"):
+        return value.item()
+    raise DataError(f"{value!r:.60} is no value of a field; give texts, numbers, true or false, dates, lists of texts")

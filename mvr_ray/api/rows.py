@@ -1,0 +1,120 @@
+"""Read passages and questions out of what Python programs hold: texts, records, frames, tables and datasets.
+
+A passage is a text, a tuple (id, text) or (id, title, text), a mapping as of a JSON lines file (docs/formats.md), or a
+`Passage`. One without an id gets the number of its row. Rows are streamed: of a frame or table, 1,024 at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mvr_ray.config import SourceConfig
+from mvr_ray.errors import DataError
+from mvr_ray.store.formats import BadRow, PassageRecord, QuestionRecord, Record, read_question_file
+from mvr_ray.store.formats.records import question_record
+from mvr_ray.store.formats.rows import passage_of
+from mvr_ray.types import Passage, Question
+
+BATCH_ROWS = 1024
+
+
+def sources_of(passages: Any) -> list[SourceConfig] | None:
+    """The files or folders that are named in place of passages: one path, or a list of `Path`s; None where none is."""
+    if isinstance(passages, str | Path):
+        return [SourceConfig(path=str(passages))]
+    if isinstance(passages, list | tuple) and passages and all(isinstance(path, Path) for path in passages):
+        return [SourceConfig(path=str(path)) for path in passages]
+    return None
+
+
+def passage_records(passages: Any) -> Iterator[Record]:
+    """A record of each passage; a bad row where it is none. Raises DataError for what holds no rows."""
+    for number, row in enumerate(rows_of(passages)):
+        where = f"passage {number}"
+        match row:
+            case Passage():
+                yield PassageRecord(row._replace(fields=()), where, extras=dict(row.fields))
+            case str():
+                yield passage_of({"id": number, "text": row}, where)
+            case (id_, text):
+                yield passage_of({"id": id_, "text": text}, where)
+            case (id_, title, text):
+                yield passage_of({"id": id_, "title": title, "text": text}, where)
+            case Mapping():
+                yield passage_of({"id": number, **row} if "_id" not in row else dict(row), where)
+            case _:
+                yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+
+
+def questions_of(questions: Any) -> list[Question]:
+    """Questions of a file, or of an iterable of texts, `Question`s, tuples (question, answer or answers) and mappings
+    with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one."""
+    if isinstance(questions, str | Path):
+        return read_question_file(Path(questions))
+    records = [_question_record(row, number) for number, row in enumerate(rows_of(questions))]
+    for record in records:
+        if not isinstance(record, QuestionRecord):
+            raise DataError(f"{record}; a question is a text, (question, answers), or a mapping with question")
+    if not records:
+        raise DataError("no question is given; give texts, (question, answers), or mappings with question")
+    return [record.question for record in records if isinstance(record, QuestionRecord)]
+
+
+def _question_record(row: Any, number: int) -> Record:
+    where = f"question {number}"
+    match row:
+        case Question():
+            return QuestionRecord(row, where)
+        case str():
+            return question_record(f"q{number}", row, where)
+        case (text, answers):
+            return question_record(f"q{number}", text, where, [answers] if isinstance(answers, str) else answers)
+        case Mapping():
+            return question_record(
+                row.get("id", f"q{number}"),
+                row.get("question"),
+                where,
+                row.get("answers", row.get("answer")),
+                row.get("positive_ids"),
+                row.get("hard_negative_ids"),
+                row.get("answer_starts"),
+            )
+        case _:
+            return BadRow(where, f"{row!r:.60} is no question")
+
+
+def rows_of(rows: Any) -> Iterator[Any]:
+    """The rows of an iterable, a pandas or polars frame, an Arrow table, batch reader or dataset, as they come."""
+    if isinstance(rows, Mapping):
+        raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
+    if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset
+        return (row for batch in rows.to_batches() for row in batch.to_pylist())
+    if hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # RecordBatch
+        return iter(rows.to_pylist())
+    if hasattr(rows, "read_next_batch"):  # RecordBatchReader
+        return (row for batch in rows for row in batch.to_pylist())
+    if hasattr(rows, "iter_rows"):  # polars
+        return rows.iter_rows(named=True)
+    if hasattr(rows, "iloc"):  # pandas
+        return _pandas_rows(rows)
+    if not isinstance(rows, Iterable):
+        raise DataError(f"{type(rows).__name__} holds no rows; give texts, records, a frame, a table or a dataset")
+    return iter(rows)
+
+
+def _pandas_rows(frame: Any) -> Iterator[Any]:
+    if not hasattr(frame, "columns"):  # a series of texts
+        yield from frame
+        return
+    parts = (frame.iloc[start : start + BATCH_ROWS] for start in range(0, len(frame), BATCH_ROWS))
+    for row in chain.from_iterable(part.to_dict("records") for part in parts):
+        yield {str(name): None if _is_missing(value) else value for name, value in row.items()}
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a pandas cell is NaN, NaT or NA: what is not equal to itself."""
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # NA, which is neither; an array is a value
+        return type(value).__name__ == "NAType"

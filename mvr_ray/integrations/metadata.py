@@ -1,0 +1,17 @@
+"""Describes a hit in plain values, for the metadata that frameworks keep with a text."""
+
+from typing import Any
+
+from mvr_ray.serving.schemas import PassageHit, SearchResponse
+
+
+def hit_metadata(answer: SearchResponse, hit: PassageHit) -> dict[str, Any]:
+    """Title, matching snippet, the view that won, the fields that were asked for, and which version answered."""
+    return {
+        "title": hit.title or "",
+        "snippet": hit.snippet.text if hit.snippet else "",
+        "view": hit.view,
+        "index": answer.index,
+        "version": answer.version,
+        **(hit.fields or {}),
+    }

@@ -1,0 +1,290 @@
+"""Every shape of passages gives `Index.build` the command line's index, and its hits are those of brute force."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from weakref import WeakSet
+
+import datasets
+import numpy as np
+import pandas
+import polars
+import pyarrow as pa
+import pytest
+
+from mvr_ray import Encoder, Index, Passage, load_run
+from mvr_ray.api.rows import passage_records
+from mvr_ray.cli import main
+from mvr_ray.config import PrepareConfig
+from mvr_ray.distributed import session
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+
+ROWS = [
+    {
+        "id": f"p{n}",
+        "title": f"Town {n % 5}",
+        "text": f"Tower {n} was built by king {n * n}. It stands in town {n % 5}.",
+        "year": 1900 + n,
+        "opened": date(1950, 1, 1 + n),
+    }
+    for n in range(24)
+]
+SMALL = {"prepare": {"num_shards": 3}, "encoder": {"num_views": 3, "max_passage_tokens": 64}}
+
+
+@pytest.fixture(autouse=True)
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: other tests of this one may have joined a cluster."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def index_store(tiny_backbone: Path, tmp_path_factory) -> Path:
+    """A store that no test may change; `index` gives a copy."""
+    path = tmp_path_factory.mktemp("api") / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "in_ray", lambda: False)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        Index.build(ROWS, str(tiny_backbone), path, settings=SMALL)
+    return path
+
+
+@pytest.fixture
+def index(index_store: Path, tmp_path: Path) -> Iterator[Index]:
+    with Index.open(shutil.copytree(index_store, tmp_path / "store")) as opened:
+        yield opened
+
+
+def shard_digests(index: Index) -> list[str]:
+    return [entry.digest for entry in index.manifest.shards]
+
+
+def json_file(folder: Path) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, default=str) + "\n" for row in ROWS))
+    return file
+
+
+SHAPES = {
+    "mappings": lambda: ROWS,
+    "generator": lambda: (row for row in ROWS),
+    "pandas": lambda: pandas.DataFrame(ROWS),
+    "polars": lambda: polars.DataFrame(ROWS),
+    "arrow table": lambda: pa.Table.from_pylist(ROWS),
+    "arrow batches": lambda: pa.Table.from_pylist(ROWS).to_reader(max_chunksize=7),
+    "dataset": lambda: datasets.Dataset.from_list(ROWS),
+    "passages": lambda: [
+        Passage(r["id"], r["title"], r["text"], (("year", r["year"]), ("opened", r["opened"]))) for r in ROWS
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_the_same_passages_gives_the_same_corpus(shape: str, tmp_path: Path):
+    cfg = PrepareConfig(num_shards=3, fields={"year": "int", "opened": "date"})
+    reports = [
+        prepare(cfg, Store(str(tmp_path / name)), records=passage_records(rows))
+        for name, rows in (("one", ROWS), ("other", SHAPES[shape]()))
+    ]
+    assert reports[0].digest == reports[1].digest
+    assert reports[1].passages_written == len(ROWS)
+
+
+def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(tmp_path: Path):
+    records = passage_records(["One.", ("a", "Two."), ("b", "Title", "Three."), {"text": "Four.", "year": 4}])
+    passages = [(record.passage.id, record.passage.title, record.passage.text) for record in records]
+    assert passages == [("0", "", "One."), ("a", "", "Two."), ("b", "Title", "Three."), ("3", "", "Four.")]
+
+
+def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
+    frame = pandas.DataFrame({"id": ["a", "b"], "text": ["One.", "Two."], "year": [1958.5, None]})
+    frame["seen"] = pandas.to_datetime(["2020-01-01", None])
+    frame["note"] = pandas.array(["x", None], dtype="string")
+    extras = [dict(record.extras) for record in passage_records(frame)]
+    assert extras[1] == {"year": None, "seen": None, "note": None}
+
+
+def test_passages_are_streamed_and_never_all_held(tmp_path: Path):
+    class Row(dict):
+        pass
+
+    alive: WeakSet[Row] = WeakSet()
+    most = 0
+
+    def stream() -> Iterator[Row]:
+        nonlocal most
+        for number in range(20_000):
+            row = Row(id=str(number), text=f"Text {number}.")
+            Row.__hash__ = object.__hash__  # type: ignore[assignment]
+            alive.add(row)
+            most = max(most, len(alive))
+            yield row
+
+    assert prepare(PrepareConfig(), Store(str(tmp_path)), records=passage_records(stream())).passages_written == 20_000
+    assert most < 100
+
+
+def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answers(
+    index_store: Path, tiny_backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    store, source = tmp_path / "store", json_file(tmp_path)
+    run_file = tmp_path / "run.yaml"
+    sections = {
+        "store": {"path": str(store)},
+        "prepare": {**SMALL["prepare"], "fields": {"opened": "date", "year": "int"}, "sources": [str(source)]},
+        "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
+    }
+    run_file.write_text(json.dumps(sections))
+    for stage in ("prepare", "index"):
+        with pytest.raises(SystemExit) as ended:
+            main([stage, str(run_file)])
+        assert not ended.value.code, capsys.readouterr().err
+    own, other = Index.open(index_store), Index.open(store)
+    assert shard_digests(own) == shard_digests(other) == shard_digests(Index.open(run_file))
+    assert own.manifest.corpus_digest == other.manifest.corpus_digest
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["search", str(index_store / "run.yaml"), "who built tower 7?", "-k", "3", "--json"])
+    shown = json.loads(capsys.readouterr().out)["results"][0]
+    for index in (own, other):
+        hits = index.search("who built tower 7?", k=3)
+        assert [(hit.id, hit.score, hit.view) for hit in hits] == [(h["id"], h["score"], h["view"]) for h in shown]
+
+
+def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: Index, tiny_backbone: Path):
+    questions = ["who built tower 7?", "which king ruled town 3?"]
+    encoder = Encoder(str(tiny_backbone), **SMALL["encoder"])
+    assert encoder.fingerprint == index.manifest.encoder_fingerprint == index.encoder.fingerprint
+    views_PVD, mask_PV = encoder.embed_passages(ROWS)
+    stored_PVD = views_PVD.astype(np.float16).astype(np.float32)
+    scores_QPV = np.einsum("qd,pvd->qpv", encoder.embed_queries(questions), stored_PVD)
+    best_QP = np.where(mask_PV, scores_QPV, -np.inf).max(2)
+    for scores_P, hits in zip(best_QP, index.search(questions, k=5)):
+        order = sorted(range(len(ROWS)), key=lambda row: (-scores_P[row], ROWS[row]["id"]))[:5]
+        assert [hit.id for hit in hits] == [ROWS[row]["id"] for row in order]
+        assert [hit.score for hit in hits] == pytest.approx(scores_P[order].tolist(), abs=1e-5)
+        for hit in hits:
+            row = ROWS[int(hit.id[1:])]
+            assert (hit.title, hit.text) == (row["title"], row["text"])
+            assert hit.fields == {"year": row["year"], "opened": row["opened"].isoformat()}
+            assert hit.snippet is not None and hit.text is not None
+            assert hit.text[hit.snippet.start : hit.snippet.stop] == hit.snippet.text
+    vectors_QD = encoder.embed_queries(questions)
+    assert [[h.id for h in hits] for hits in index.search(vectors_QD)] == [
+        [h.id for h in hits] for hits in index.search(questions)
+    ]
+
+
+def test_a_filter_leaves_only_what_passes(index: Index):
+    ids = {hit.id for hit in index.search("who built the tower?", k=100, filter={"year": {"gte": 1920}})}
+    assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
+    with pytest.raises(ConfigError, match="colour"):
+        index.search("who?", filter={"colour": "red"})
+
+
+def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
+    index: Index, tiny_backbone: Path, tmp_path: Path
+):
+    question = "who built tower 7?"
+    assert index.search(question)  # the first version is open when the next ones come
+    changed = [{**ROWS[7], "text": "Bananas are yellow."}, {**ROWS[0], "id": "new", "text": "Tower 7 again."}]
+    published = index.upsert(changed)
+    assert (published.version, published.metrics["encoded"], len(index)) == (2, 2, 25)
+    index.delete(["p3", "unknown"])
+    rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + changed
+    fresh = Index.build(rows, str(tiny_backbone), tmp_path / "fresh", settings=SMALL)
+    for k in (3, 100):
+        ways = [
+            [(hit.id, hit.score, hit.text, hit.fields) for hit in one.search(question, k)] for one in (index, fresh)
+        ]
+        assert ways[0] == ways[1]
+    assert [line.version for line in index.versions()] == [1, 2, 3]
+    index.rollback(1)
+    assert (len(index), index.manifest.operation) == (24, "rollback")
+    assert "p3" in {hit.id for hit in index.search(question, 100)}
+
+
+def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(
+    index: Index, tiny_backbone: Path
+):
+    again = Index.build(ROWS[:20], str(tiny_backbone), index.run.store.path, settings=SMALL)
+    assert (again.manifest.version, again.manifest.metrics["encoded"], len(again)) == (2, 0, 20)
+
+
+def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_hits(index: Index):
+    questions = [
+        ("who built tower 7?", "king 49"),
+        {"question": "tower 9?", "answers": ["no such"], "positive_ids": ["p9"]},
+    ]
+    hits = index.search(["who built tower 7?", "tower 9?"], k=24)
+    rows = {(row.metric, row.questions): row for row in index.evaluate(questions, k=[1, 24]).rows}
+    answer, gold = rows["answer/top-24", "evaluate"], rows["gold/top-24", "evaluate"]
+    found = [any("king 49" in (hit.text or "") for hit in hits[0]), False]
+    assert (answer.value, answer.n) == (sum(found) / 2, 2)
+    assert (gold.value, gold.n) == (1.0, 1)
+
+
+def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
+    strange = [
+        "purple clouds",
+        "green rain",
+        "seven moons",
+        "loud silence",
+        "cold fire",
+        "warm ice",
+        "blue sand",
+        "tall valley",
+    ]
+    judgements = [(text, f"p{at}", 1) for at, text in enumerate(strange)]
+    assert index.add_feedback(judgements[:3]) == 3
+    assert index.add_feedback(judgements) == len(strange)
+    report = index.refine(rounds=1, depth=10, max_heldout_loss=100.0)
+    assert report.published is not None
+    learned = [text for at, text in enumerate(strange) if index.search(text, k=1)[0].id == f"p{at}"]
+    assert len(learned) >= 4, "questions outside the gate find the passage that was given for them"
+    with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
+        index.add_feedback([("why?", "p1", 2)])
+
+
+def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
+    with pytest.raises(DataError, match="passage 1 has no id"):
+        index.upsert([("a", "Text."), "no id"])
+    with pytest.raises(DataError, match="passage 1: text is empty"):
+        Index.build(["One.", " "], path=tmp_path / "bad")
+    with pytest.raises(DataError, match="give its items"):
+        Index.build({"a": "One."}, path=tmp_path / "bad")
+    with pytest.raises(DataError, match="no passage is given"):
+        Index.build([], path=tmp_path / "bad")
+    with pytest.raises(MissingInputError, match=r"not exactly one index .there are: none"):
+        Index.open(tmp_path / "bad")
+    with pytest.raises(ConfigError, match=r"num_view.*did you mean 'num_views'"):
+        Index.build(["One."], path=tmp_path / "bad", settings={"encoder": {"num_view": 3}})
+    assert index.manifest.version == 1
+
+
+def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passages(tiny_backbone: Path, tmp_path: Path):
+    index = Index.build([("x", "A <b>", "<script> here. The tower stands.")], str(tiny_backbone), tmp_path / "one")
+    hits = index.search("tower", k=1)
+    assert hits[0].snippet is not None
+    assert f"»{hits[0].snippet.text}«" in repr(hits)
+    html = hits._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;" in html and "<mark>" in html
+    assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passages, ")
+
+
+def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
+    run = load_run(index_store / "run.yaml")
+    assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
+
+
+def test_the_package_is_imported_without_what_it_imports_when_used():
+    heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
+    program = f"import sys, mvr_ray; sys.exit(str({heavy} & set(sys.modules) or '') or (len(dir(mvr_ray)) < 5))"
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0

