@@ -224,13 +224,13 @@ def _write_changes(
     is_kept_P = (source_P >= 0) & (source_P < num_whole)
     is_hidden_P = np.ones(num_whole, bool)
     is_hidden_P[source_P[is_kept_P]] = False
-    places, hidden = np.flatnonzero(~is_kept_P), np.flatnonzero(is_hidden_P)
-    if len(places) + len(hidden) > task.most_share * num_whole:
+    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(is_hidden_P)
+    if len(places) + len(hidden_rows) > task.most_share * num_whole:
         return None
-    if not len(places) and not len(hidden):
+    if not len(places) and not len(hidden_rows):
         return files[:1]
     passages = [_passage(part, row) for row in places.tolist()]
-    return files[0], _add(task, lambda path: write_postings_changes(passages, places, hidden, path))
+    return files[0], _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
 
 
 def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows: Sequence[int]) -> IntArray:

@@ -100,8 +100,8 @@ class Postings:
         if changes is not None:
             columns = _open(changes, _CHANGES)
             self.changes = PostingsFile(columns)
-            hidden, places = columns["hidden"].to_numpy(), columns["place"].to_numpy()
-            kept = np.delete(self.source_P, hidden)
+            hidden_rows, places = columns["hidden"].to_numpy(), columns["place"].to_numpy()
+            kept = np.delete(self.source_P, hidden_rows)
             self.source_P = np.empty(len(kept) + len(places), np.int64)
             is_kept_P = np.ones(len(self.source_P), bool)
             is_kept_P[places] = False
@@ -129,10 +129,10 @@ def write_postings(passages: Sequence[Passage], path: Path) -> None:
     _write(path, _POSTINGS, _postings_columns(passages))
 
 
-def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden: IntArray, path: Path) -> None:
+def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path) -> None:
     """Write the postings of passages that have these rows in their shard now, ascending, and which rows of the first
     file are gone."""
-    _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden, "place": places})
+    _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden_rows, "place": places})
 
 
 def _postings_columns(passages: Sequence[Passage]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
     return Corpus.open(Store(str(root)), "corpus")
 
 
-def routed(root: Path, version: Manifest) -> Router:
+def local_router(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
     fleet = LocalFleet(SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards)))
     return Router(store, version, fleet)
@@ -111,7 +111,7 @@ def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes
     corpus, params = corpus_of(root, rows, num_parts), IndexParams(scan=scan)
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
-    assert_brute_force(routed(root, version), views, rows, queries_QD, weight, k)
+    assert_brute_force(local_router(root, version), views, rows, queries_QD, weight, k)
 
 
 @given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 150), st.integers(1, 40), PRECISIONS)
@@ -126,7 +126,7 @@ def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
     rows = random_rows(views, seed)
     corpus, params = corpus_of(root, rows, 2), IndexParams(scan=scan)
     version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
-    router = routed(root, version)
+    router = local_router(root, version)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
     for filter in FILTERS:
@@ -201,5 +201,5 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
         history.append((version, views, rows))
         event(f"shards with changes of words beside them: {sum(len(own) > 1 for own in lexical.postings)}")
     for version, there, own in history:
-        assert_brute_force(routed(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
+        assert_brute_force(local_router(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
         assert manifests.verify(store, version).problems == []

@@ -43,7 +43,7 @@ def make_shards(folder: Path, passages: list[Passage], num_shards: int) -> list[
     return shards
 
 
-def opened(folder: Path, name: str) -> LexicalIndex:
+def open_words(folder: Path, name: str) -> LexicalIndex:
     return LexicalIndex(Postings(folder / f"{name}.arrow"), CorpusStatistics(folder / "statistics.arrow"))
 
 
@@ -60,7 +60,7 @@ def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
 def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, passages, questions, num_shards):
     oracle = whole_corpus(passages)
     shards = make_shards(tmp_path, passages, num_shards)
-    indexes = [opened(tmp_path, str(n)) for n in range(num_shards)]
+    indexes = [open_words(tmp_path, str(n)) for n in range(num_shards)]
     row_of = {passage.id: row for row, passage in enumerate(passages)}
     num_scored = 0
     for words in tokenize(questions):
@@ -76,7 +76,7 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     make_shards(tmp_path, passages, 1)
-    index = opened(tmp_path, "0")
+    index = open_words(tmp_path, "0")
     for words in tokenize(questions[:20]):
         score_P = index.scores(words)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
@@ -85,7 +85,7 @@ def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
     make_shards(tmp_path, passages, 1)
-    index = opened(tmp_path, "0")
+    index = open_words(tmp_path, "0")
     once, twice = index.scores(["team"]), index.scores(["team", "zzyzx", "team"])
     assert once.any() and np.array_equal(twice, once + once)
     assert not index.scores([]).any() and not index.scores(["zzyzx"]).any()
@@ -98,7 +98,7 @@ def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path,
     write_postings([], tmp_path / "empty.arrow")
     shards = [Postings(tmp_path / name).whole for name in ("empty.arrow", "a")]
     write_statistics(shards, tmp_path / "statistics.arrow")
-    assert opened(tmp_path, "empty").scores(["team"]).shape == (0,)
+    assert open_words(tmp_path, "empty").scores(["team"]).shape == (0,)
     lengths = [len(words) for words in tokenize([indexed_text(passage) for passage in passages[:50]])]
     assert CorpusStatistics(tmp_path / "statistics.arrow").mean_length == np.mean(lengths)
 
