@@ -80,5 +80,5 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
 def test_a_weight_that_is_none_is_refused_with_its_field(hybrid):
     body = f'{{"queries": ["x"], "hybrid": {hybrid}}}'.encode()
     with pytest.raises(RequestError) as caught:
-        parse_json(SearchRequest, body, "application/json")
+        parse_json(SearchRequest, body, {"content-type": "application/json"})
     assert caught.value.status == 422 and caught.value.field.startswith("hybrid")

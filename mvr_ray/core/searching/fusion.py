@@ -1,4 +1,4 @@
-"""Fuse rankings by reciprocal rank (Cormack et al., SIGIR 2009): no weight, so no questions to choose it.
+"""Reciprocal rank fusion of rankings (Cormack et al., SIGIR 2009): no weight, so no questions to choose it.
 
     f(p) = sum over lists with p of  1 / (60 + rank of p)        ranks count from 1
 
