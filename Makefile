@@ -1,9 +1,9 @@
-# make demo | test | test-slow | check | chaos | chaos-soak | studies | bench | clean. Every target makes .venv itself.
+# make demo | test | test-slow | check | chaos | chaos-soak | studies | bench | docs | clean. Every target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow check chaos chaos-soak studies bench clean
+.PHONY: demo test test-slow check chaos chaos-soak studies bench docs clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -49,5 +49,10 @@ studies: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/suite.py $(ARGS)
 
+# The documentation as a site, in site/; a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf .venv demo-store study-store
+	rm -rf .venv demo-store study-store site

@@ -14,7 +14,8 @@ MvrRayError
 ├── StorageError         bytes at rest are damaged or cannot be written
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
-│   └── DigestError          a file's content is not what its manifest says
+│   ├── DigestError          a file's content is not what its manifest says
+│   └── StagingError         unfinished work was damaged and is removed, so that it is made again
 ├── ResourceError        the machine or cluster cannot place what was asked for
 │   └── InsufficientMemoryError            a version's shards do not fit beside those that are open
 ├── CoverageError        some shards did not answer
@@ -89,6 +90,10 @@ class PublishConflictError(ManifestError):
 
 class DigestError(StorageError):
     """A file's content is not what its manifest says."""
+
+
+class StagingError(StorageError):
+    """Unfinished work in the staging folder was damaged. It is removed; the same work makes it again."""
 
 
 class ResourceError(MvrRayError, RuntimeError):

@@ -5,15 +5,16 @@ torch, which take seconds.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mvr_ray.config import RunConfig
-from mvr_ray.types import Progress
+if TYPE_CHECKING:
+    from mvr_ray.config import RunConfig
+    from mvr_ray.types import Progress
 
-StageFunction = Callable[[RunConfig, Progress], Any]
+StageFunction = Callable[["RunConfig", "Progress"], Any]
 
 
-def _prepare(run: RunConfig, progress: Progress) -> Any:
+def _prepare(run: "RunConfig", progress: "Progress") -> Any:
     """Read, check, chunk and count passages and questions."""
     from mvr_ray.store import prepare
     from mvr_ray.store.files import Store
@@ -21,8 +22,8 @@ def _prepare(run: RunConfig, progress: Progress) -> Any:
     return prepare.prepare(run.prepare, Store(run.store.path), progress)
 
 
-def _train(run: RunConfig, progress: Progress) -> Any:
-    """Train the encoder on questions or inverse cloze questions; or a reader, or a cross-encoder (train.task)."""
+def _train(run: "RunConfig", progress: "Progress") -> Any:
+    """Train the encoder, or a reader or a cross-encoder (train.task)."""
     from mvr_ray.distributed import train
     from mvr_ray.distributed.training import cross_encoder, reader
 
@@ -30,36 +31,36 @@ def _train(run: RunConfig, progress: Progress) -> Any:
     return trainers[run.train.task](run, progress)
 
 
-def _mine(run: RunConfig, progress: Progress) -> Any:
+def _mine(run: "RunConfig", progress: "Progress") -> Any:
     """Find hard negatives by BM25 or with the live index."""
     from mvr_ray.distributed import mine
 
     return mine.mine(run, progress)
 
 
-def _index(run: RunConfig, progress: Progress) -> Any:
+def _index(run: "RunConfig", progress: "Progress") -> Any:
     """Encode the corpus, build an index a shard, publish a version."""
     from mvr_ray.distributed import build_index, job_metrics
 
     return build_index.index(run, job_metrics.with_metrics("index", run.index.name, progress))
 
 
-def _refine(run: RunConfig, progress: Progress) -> Any:
-    """Improve the live version from labelled questions or feedback, publish the next one."""
+def _refine(run: "RunConfig", progress: "Progress") -> Any:
+    """Improve the live version from labelled questions or feedback."""
     from mvr_ray.distributed import job_metrics, refine
 
     return refine.refine(run, job_metrics.with_metrics("refine", run.index.name, progress))
 
 
-def _evaluate(run: RunConfig, progress: Progress) -> Any:
+def _evaluate(run: "RunConfig", progress: "Progress") -> Any:
     """Measure the live version on the question sets of the run file."""
     from mvr_ray.distributed import retrieve
 
     return retrieve.evaluate(run, progress)
 
 
-def _analyze(run: RunConfig, progress: Progress) -> Any:
-    """Look at the views of the live version: each alone, LV, PPL, answer views, attention."""
+def _analyze(run: "RunConfig", progress: "Progress") -> Any:
+    """Measure the views of the live version: each alone, LV, PPL."""
     from mvr_ray.distributed import analyze
 
     return analyze.analyze(run, progress)

@@ -69,7 +69,8 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:
-    """Compare every file of a version with its digest, and those of the corpus that it was made from.
+    """Compare every file of a version with its digest, and those of the corpus that it was made from, question sets
+    too.
 
     An encoder that is not in the store, or a corpus, is a problem of the version: it could not answer.
     """
@@ -82,10 +83,10 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
         return report._replace(
             problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})", CORPUS_CURE)]
         )
-    parts = corpus.info.parts
+    files = corpus.files()
     return VerifyReport(
-        report.num_files + len(parts),
-        report.num_bytes + sum(part.num_bytes for part in parts),
+        report.num_files + len(files),
+        report.num_bytes + sum(file.num_bytes for file in files),
         [*report.problems, *(Problem(NO_SHARD, path, why, CORPUS_CURE) for path, why in corpus.find_damage())],
     )
 

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 import yaml
 from prepared_corpus import only_corpus
 
-from mvr_ray.cli import main, run_stage
+from mvr_ray.cli import OutputMode, main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
@@ -222,7 +223,7 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
         ("serve", config, "--version", "9"): "index 'index' has no version 9 in ",
         (*mine, "mine.cross_encoder=abc"): "cross-encoder 'abc' is neither stored in ",
         (*mine, "index.name=other"): "index 'other' has no version in ",
-        ("read", config, "ranking=x.json", "read.reader=abc"): "reader 'abc' is neither stored in ",
+        ("read", config, f"ranking={config}", "read.reader=abc"): "reader 'abc' is neither stored in ",
     }
     for line, message in zip(last_lines(list(messages)), messages.values(), strict=True):
         assert line.startswith(f"mvr-ray: {message}")
@@ -232,7 +233,12 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
 def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     file = folder / paths.ENCODER_JSON
-    file.write_text(json.dumps({**json.loads(file.read_text()), "fingerprint": "0" * 16}))
+    described = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
+    file.write_text(json.dumps(described))
+    status, _, message = command("search", config, "which river?")
+    assert status == 1 and "encoder.json is damaged (its checksum is not" in message
+    del described["checksum"]  # as programs before checksums wrote it
+    file.write_text(json.dumps(described))
     assert command("search", config, "which river?") == (
         1,
         "",
@@ -312,6 +318,27 @@ def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) 
     assert status == 1
     assert message.startswith("mvr-ray: 2 problems in 4 files; first: encoders/encoder/")
     assert message.endswith("/encoder.json is missing; next: copy the encoder's folder there")
+
+
+@pytest.mark.ray
+def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
+    command: Said, config: str, tmp_path: Path
+) -> None:
+    corpus = only_corpus(Store(str(tmp_path / "store")))
+    write_questions(corpus, "asked", [Question("q", "which river ends in lake 3?", positive_ids=("p3",))])
+    assert command("evaluate", config, "evaluate.questions=[asked]")[0] == 0
+    [file] = (tmp_path / "store" / "corpora").rglob("asked-*.arrow")
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"which river", b"which fiver"))
+    status, _, message = command("evaluate", config, "evaluate.questions=[asked]")
+    assert (status, message.partition(" (")[0]) == (1, "mvr-ray: question set 'asked' of corpus 'corpus' is damaged")
+    status, _, message = command("versions", config, "verify")
+    assert status == 1
+    assert re.fullmatch(
+        rf"mvr-ray: 1 problems in 5 files; first: {file.relative_to(tmp_path / 'store')} has another sha256 than "
+        r"[0-9a-f]{64}; next: mvr-ray prepare CONFIG",
+        message,
+    )
 
 
 @pytest.mark.ray
@@ -413,7 +440,7 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            run_stage("index", run, work, print_config=False, as_json=True)
+            run_stage("index", run, work, OutputMode(as_json=True))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -424,7 +451,7 @@ def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_
 ) -> None:
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
-    run_stage(stage, run, lambda _run, _progress: {"value": 1}, print_config=False, as_json=True)
+    run_stage(stage, run, lambda _run, _progress: {"value": 1}, OutputMode(as_json=True))
     out, err = capsys.readouterr()
     assert json.loads(out) == {"value": 1}
     assert "report:" not in err
@@ -435,4 +462,4 @@ def test_a_stage_that_writes_needs_a_store_that_can_be_written_before_it_works(t
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     with pytest.raises(StorageError, match=r"cannot write .*/runs/"):
-        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), print_config=False, as_json=True)
+        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), OutputMode(as_json=True))

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ray.exceptions import RayTaskError
 
-from mvr_ray.cli import exit_on_error, main, run_stage
+from mvr_ray.cli import OutputMode, exit_on_error, main, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
 
@@ -190,6 +190,8 @@ def test_read_says_what_it_lacks(command, run_file: str) -> None:
     assert err.startswith("mvr-ray: read: rankings=... is not known; give ranking=FILE as `mvr-ray retrieve` wrote it")
     status, out, err = command("read", run_file, "ranking=nowhere.json", "output=out.jsonl")
     assert (status, out) == (1, "")
+    assert "ranking nowhere.json does not exist or is not a file; `mvr-ray retrieve` writes one" in err
+    _, _, err = command("read", run_file, f"ranking={run_file}")
     assert "reader 'reader' is neither stored in " in err
 
 
@@ -257,7 +259,7 @@ def only_record(store: Path) -> Path:
 
 def test_a_stage_leaves_the_run_as_it_was_and_its_report(tmp_path: Path, capsys) -> None:
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "train": {"lr": 1e-5}})
-    run_stage("index", run, lambda _run, _progress: {"passages": 3}, print_config=False, as_json=True)
+    run_stage("index", run, lambda _run, _progress: {"passages": 3}, OutputMode(as_json=True))
     folder = only_record(tmp_path)
     report = json.loads((folder / "report.json").read_text())
     assert folder.name.endswith("-index")
@@ -276,7 +278,7 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
 
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     with pytest.raises(type(error)):
-        run_stage("train", run, work, print_config=False, as_json=False)
+        run_stage("train", run, work, OutputMode())
     report = json.loads((only_record(tmp_path) / "report.json").read_text())
     assert (report["outcome"], report["error"]) == (outcome, kept)
 
@@ -284,7 +286,7 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
 def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     for _ in range(3):
-        run_stage("mine", run, lambda _run, _progress: {}, print_config=False, as_json=True)
+        run_stage("mine", run, lambda _run, _progress: {}, OutputMode(as_json=True))
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
@@ -312,3 +314,51 @@ def test_doctor_says_at_once_that_nothing_listens_at_the_cluster_s_address(comma
         status, out, _ = command("doctor", run_file, f"resources.address={address}", "--json")
     [cluster] = [check for check in json.loads(out) if check["name"] == "cluster"]
     assert status == 1 and not cluster["ok"] and address in cluster["detail"] and "listens" in cluster["detail"]
+
+
+def test_what_is_missing_is_said_before_ray_or_torch_is_imported(run_file: str, tmp_path: Path) -> None:
+    commands = [
+        ["index", run_file],
+        ["train", run_file, "train.batch=3"],
+        ["train", run_file],
+        ["mine", run_file],
+        ["refine", run_file, "refine.feedback=nowhere.jsonl"],
+        ["refine", run_file],
+        ["evaluate", run_file],
+        ["analyze", run_file],
+        ["compact", run_file],
+        ["reshard", run_file, "shards=2"],
+        ["retrieve", run_file, "questions=dev", f"output={tmp_path}/nowhere/dev.json"],
+        ["retrieve", run_file, "questions=dev", f"output={tmp_path}/dev.json"],
+        ["read", run_file, "ranking=nowhere.json"],
+        ["update", run_file, "changes=nowhere.jsonl"],
+        ["versions", run_file, "list"],
+        ["search", run_file, "who?"],
+        ["explain", run_file, "who?"],
+        ["serve", run_file],
+        ["--help"],
+        ["index", run_file, "--print-config"],
+    ]
+    program = """
+import contextlib, io, json, sys
+from mvr_ray.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(words)
+    if heavy := {"ray", "torch", "transformers", "faiss"} & set(sys.modules):
+        sys.exit(f"{words} imports {heavy}")
+"""
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(commands)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    messages = done.stderr.splitlines()
+    assert len(messages) == len(commands) - 2, done.stderr
+    assert all(line.startswith("mvr-ray: ") for line in messages)
+
+
+def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:
+    status, out, _ = command("--help")
+    assert status == 0
+    _, _, commands = out.partition("Commands:\n")
+    lines = commands.splitlines()
+    assert len(lines) > 20
+    assert not [line for line in lines if line.endswith("...") or len(line) > 80 or not line.endswith(".")]

@@ -7,17 +7,18 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 import functools
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args
 
 import typer
-import yaml
 
 from mvr_ray import __version__
 from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
-from mvr_ray.cli.progress import Reporter
+from mvr_ray.cli.inputs import check_inputs, check_version, ray_line
+from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import (
     exactness,
     explanation_tables,
@@ -27,21 +28,22 @@ from mvr_ray.cli.tables import (
     print_result,
     report_tables,
     results_only,
-    size,
     table,
     write,
+)
+from mvr_ray.cli.tables import (
+    size as format_size,
 )
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, StageFunction
-from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
-from mvr_ray.store.formats.rankings import RankingFormat
-from mvr_ray.store.runs import record, to_plain
-from mvr_ray.types import Progress
+
+if TYPE_CHECKING:
+    from mvr_ray.types import Progress
 
 app = typer.Typer(
     name="mvr-ray",
-    help="Multi-view passage retrieval on Ray: prepare, train, index, refine, evaluate, retrieve, search and serve.",
+    help="Multi-view passage retrieval on Ray. Begin with: mvr-ray init DATA",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,6 +60,9 @@ QuestionWords = Annotated[
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print the whole report and the log, not the summary alone.")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,41 +95,121 @@ def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def run_stage(name: str, run: RunConfig, work: StageFunction, *, print_config: bool, as_json: bool) -> None:
-    """Do one stage under a record of its own; a report shows as a table, or as its `rows` where it has them."""
-    if print_config:
-        _print_config(run, as_json)
+class OutputMode(NamedTuple):
+    """What a command prints: the resolved run and nothing else, JSON, or also what summaries leave out."""
+
+    print_config: bool = False
+    as_json: bool = False
+    verbose: bool = False
+
+
+def run_stage(
+    name: str,
+    run: RunConfig,
+    work: StageFunction,
+    mode: OutputMode,
+    words: Sequence[str] = (),
+    arguments: Mapping[str, str] | None = None,
+) -> None:
+    """Do one stage under a record of its own, then print its summary and the next command.
+
+    `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. What the
+    stage needs is looked for before Ray or torch is imported.
+    """
+    if mode.print_config:
+        _print_config(run, mode.as_json)
         return
+    from mvr_ray.cli.progress import Reporter
+    from mvr_ray.store.runs import record, to_plain
+
+    if mode.verbose:
+        _log_to_terminal()
     with Reporter() as progress, record(run, name) as run_record:
+        if words:
+            check_inputs(name, run, arguments)
+            if line := ray_line(name, run):
+                progress.say(line)
         report = work(run, progress)
         ranks = getattr(report, "ranks", None)
         if ranks:
+            from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
+
             report = report._replace(ranks=[])
             run_record.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
         run_record.keep(report)
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
+    folder = f"{run.store.path}/{run_record.folder}" if run_record.folder else ""
     if plain.pop("ranks", None) is not None:
-        kept = ranks and run_record.folder
-        plain["questions_file"] = f"{run.store.path}/{run_record.folder}/{QUESTION_RANKS}" if kept else None
-    if as_json:
+        plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None
+    if mode.as_json:
         print_json(plain)
         return
-    for output in report_tables(name, plain):
+    summary = summarize(name, plain, words)
+    outputs = report_tables(name, plain) if mode.verbose or summary is None else summary.tables
+    for output in outputs:
         print_result(output)
-    if run_record.folder:
-        _err(f"report: {run.store.path}/{run_record.folder}/report.json")
+    if summary:
+        print_result(summary.verdict)
+    if folder:
+        _err(f"report: {folder}/report.json")
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
+    if summary and summary.next and words:
+        _err(f"next: mvr-ray {summary.next}")
+
+
+def _run_command(
+    name: str,
+    config: str,
+    overrides: Sequence[str] | None,
+    work: StageFunction,
+    mode: OutputMode,
+    arguments: Mapping[str, str] | None = None,
+) -> None:
+    run_stage(name, load_run(config, tuple(overrides or ())), work, mode, (config, *(overrides or ())), arguments)
+
+
+def _log_to_terminal() -> None:
+    """Let the package's INFO lines through to stderr."""
+    logging.getLogger("mvr_ray").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.INFO)
 
 
 def _add_stage(name: str, work: StageFunction) -> None:
     def command(
-        config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+        config: Config,
+        overrides: Overrides = None,
+        print_config: PrintConfig = False,
+        as_json: AsJson = False,
+        verbose: Verbose = False,
     ) -> None:
-        run_stage(name, load_run(config, overrides or ()), work, print_config=print_config, as_json=as_json)
+        _run_command(name, config, overrides, work, OutputMode(print_config, as_json, verbose))
 
     app.command(name, help=work.__doc__)(exit_on_error(command))
+
+
+@app.command()
+@exit_on_error
+def init(
+    data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, folders or hf:OWNER/NAME.")],
+    output: Annotated[Path | None, typer.Option(help="The run file; absent: named after the data.")] = None,
+) -> None:
+    """Write a run file by looking at the data; start here.
+
+    DATA is any source: CSV, TSV, JSON lines, Parquet, SQuAD, BEIR, MS MARCO, a folder of text or Markdown files, a
+    MediaWiki dump, a Hugging Face data set.
+    """
+    from mvr_ray.cli.init_run import write_run_file
+
+    file, samples = write_run_file(data, output)
+    for sample in samples:
+        print_result(sample.title)
+        if sample.bad:
+            print_result(f"  a bad row, which `prepare` refuses: {sample.bad}")
+    print_result(f"written: {file}")
+    _err(f"next: mvr-ray prepare {shlex.quote(str(file))}")
 
 
 for _name, _work in STAGES.items():
@@ -134,24 +219,32 @@ for _name, _work in STAGES.items():
 @app.command()
 @exit_on_error
 def retrieve(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Rank passages for many questions: `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`."""
+    """Rank passages for many questions into a file.
+
+    `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`; questions may be a stored set.
+    """
     usage = "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
     words = named_arguments("retrieve", overrides, ("questions", "output"), ("format",), usage, show_only=print_config)
+    from mvr_ray.store.formats.rankings import RankingFormat
+
     form = words.get("format", "dpr")
     if form not in get_args(RankingFormat):
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
     ranking_format = cast(RankingFormat, form)
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.distributed import retrieve as stage
 
         return stage.retrieve(run, words["questions"], Path(words["output"]), ranking_format, progress)
 
-    run_stage(
-        "retrieve", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
-    )
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("retrieve", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
@@ -175,76 +268,98 @@ def tune(
 @app.command()
 @exit_on_error
 def read(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Read answers out of ranked passages and score them: `read CONFIG ranking=FILE [output=FILE]`."""
+    """Read answers out of ranked passages and score them.
+
+    `read CONFIG ranking=FILE [output=FILE]`, a file of `retrieve` in format dpr or jsonl.
+    """
     usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
     words = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.distributed import read as stage
 
         return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
 
-    run = load_run(config, section_overrides(overrides))
-    run_stage("read", run, work, print_config=print_config, as_json=as_json)
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("read", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
 @exit_on_error
 def update(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Upsert and delete passages of the corpus: `update CONFIG changes=FILE`, JSON lines; then run `index`."""
+    """Upsert and delete passages of the corpus; then run `index`.
+
+    `update CONFIG changes=FILE`, lines of {"id", "title", "text"} or {"id", "delete": true}.
+    """
     usage = 'give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}'
     words = named_arguments("update", overrides, ("changes",), (), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.store import update as stage
         from mvr_ray.store.files import Store
 
         return stage.update(run.prepare, Store(run.store.path), words["changes"], progress)
 
-    run = load_run(config, section_overrides(overrides))
-    run_stage("update", run, work, print_config=print_config, as_json=as_json)
-    if not print_config:
-        _err(f"next: mvr-ray index {config}, which encodes what is new")
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("update", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
 @exit_on_error
 def compact(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Write the live version's shards whole that have changes of updates or refinement beside them."""
+    """Write shards whole that have changes beside them."""
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.distributed import compact as stage
 
         return stage.compact(run, progress)
 
-    run_stage("compact", load_run(config, overrides or []), work, print_config=print_config, as_json=as_json)
+    _run_command("compact", config, overrides, work, OutputMode(print_config, as_json, verbose))
 
 
 @app.command()
 @exit_on_error
 def reshard(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Deal the live version to another number of shards, without encoding: `reshard CONFIG shards=12`."""
+    """Deal the live version to another number of shards.
+
+    `reshard CONFIG shards=12`; nothing is encoded.
+    """
     usage = "give shards=N, the number of shards that the next version shall have"
     words = named_arguments("reshard", overrides, ("shards",), (), usage, show_only=print_config)
     if not print_config and not words["shards"].isdecimal():
         raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {usage}")
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.distributed import reshard as stage
 
         return stage.reshard(run, int(words["shards"]), progress)
 
-    run_stage(
-        "reshard", load_run(config, section_overrides(overrides)), work, print_config=print_config, as_json=as_json
-    )
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("reshard", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
@@ -255,7 +370,10 @@ def study(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Run a grid of variants and write its report: `study configs/studies/mvr-views.yaml size=quick`."""
+    """Run a grid of variants and write its report.
+
+    `study configs/studies/mvr-views.yaml size=quick`
+    """
     usage = "give study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
     options = named_arguments("study", words, (), ("size", "output", "at_once"), usage, show_only=False)
@@ -263,6 +381,8 @@ def study(
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
         raise ConfigError(f"study: at_once={options['at_once']}; it is how many steps run side by side, a whole number")
+    from mvr_ray.cli.progress import Reporter
+    from mvr_ray.store.runs import to_plain
     from mvr_ray.studies.study import run_study
 
     size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
@@ -294,7 +414,7 @@ def search(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one question: passages, scores, and the snippet that matched."""
+    """Answer one question: passages, scores, snippets that matched."""
     run = load_run(config, question_overrides(words))
     question = one_question("search", words, show_only=print_config)
     if print_config:
@@ -331,7 +451,7 @@ def explain(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score every view of a passage: which one answers each question, and the snippet that it stands for."""
+    """Score every view of a passage with a question."""
     run = load_run(config, question_overrides(words))
     question = one_question("explain", words, show_only=print_config)
     if print_config:
@@ -359,11 +479,16 @@ def serve(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer HTTP requests on Ray Serve until interrupted: POST /v1/search and others, see GET /openapi.json."""
+    """Answer HTTP requests until interrupted: a search page and an API.
+
+    Runs on Ray Serve; GET /openapi.json describes every route.
+    """
     run = load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
+    check_version(run, version)
+    _err("starting Ray Serve, which takes half a minute")
     from mvr_ray.serving.replica import serve_until_interrupted
 
     serve_until_interrupted(run, version, _err)
@@ -376,27 +501,28 @@ def versions(
     action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
     rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """List, show, verify, repair, roll back or collect the versions of an index."""
+    """List, show, verify, repair, roll back or collect versions."""
     numbers = [int(word) for word in rest or () if word.isdigit()]
     if len(numbers) > 1:
         given = ", ".join(map(str, numbers))
         raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({given}); name one")
     run = load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
+    from mvr_ray.store.runs import to_plain
 
     result = actions.act(run, action, numbers[0] if numbers else None)
     plain = to_plain(result)
     if as_json:
         print_json(plain)
     else:
-        report = {"versions": plain} if isinstance(plain, list) else plain
-        for output in report_tables(f"index {run.index.name}", report):
+        for output in versions_tables(run.index.name, action, plain, verbose=verbose):
             print_result(output)
     if action in ("verify", "repair"):
         result.require()
     if action == "verify" and not as_json:
-        print_result(f"whole: {result.num_files:,} files, {size(result.num_bytes)}, each equal to its digest")
+        print_result(f"whole: {result.num_files:,} files, {format_size(result.num_bytes)}, each equal to its digest")
 
 
 @app.command()
@@ -407,8 +533,9 @@ def plan(
     passages: Annotated[int, typer.Option(help="Passages, where `prepare` has not counted them.")] = 0,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Bytes of disk, memory and GPU memory, a shard and in all, before anything runs."""
+    """Bytes of disk, memory and GPU memory, before anything runs."""
     run = load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
@@ -422,7 +549,10 @@ def plan(
         lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in sizes.lines]
         print_json({**sizes._asdict(), "lines": lines, "totals": totals})
     else:
-        print_result(plan_table(sizes))
+        print_result(plan_table(sizes, with_notes=verbose))
+        gpu = f" and {format_size(sizes.total('gpu'))} of GPU memory" if sizes.total("gpu") else ""
+        disk, memory = format_size(sizes.total("disk")), format_size(sizes.total("memory"))
+        print_result(f"needed: {disk} of disk, {memory} of memory{gpu}")
 
 
 @app.command()
@@ -432,8 +562,12 @@ def doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine has and lacks, and the cluster of `resources.address` or RAY_ADDRESS."""
+    """What this machine and its cluster have, and what is missing.
+
+    The cluster is that of `resources.address` or RAY_ADDRESS.
+    """
     from mvr_ray.distributed import session
+    from mvr_ray.store.runs import to_plain
 
     run = load_run(config, overrides or ()) if config else RunConfig()
     checks = to_plain(session.doctor(run.resources))
@@ -441,7 +575,10 @@ def doctor(
         print_json(checks)
     else:
         print_result(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
-    if not all(check["ok"] for check in checks):
+    missing = [check["name"] for check in checks if not check["ok"]]
+    if not as_json:
+        print_result(f"missing: {', '.join(missing)}" if missing else "nothing is missing")
+    if missing:
         raise typer.Exit(1)
 
 
@@ -462,8 +599,9 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two rankings question by question: difference, interval, paired test."""
+    """Compare two rankings question by question, with a paired test."""
     from mvr_ray import comparison
+    from mvr_ray.store.runs import to_plain
 
     rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels, questions))
     if as_json:
@@ -484,6 +622,8 @@ def _print_config(run: RunConfig, as_json: bool) -> None:
     if as_json:
         print_json(plain)
     else:
+        import yaml
+
         write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 

@@ -60,10 +60,12 @@ def _refusals_as_errors(command: str) -> Iterator[None]:
 @contextmanager
 def _router(run: RunConfig, version: int | None) -> "Iterator[Router]":
     from mvr_ray.distributed import session
+
+    store = Store(run.store.path)
+    live = manifests.read(store, run.index.name, version)  # before torch is imported
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import open_router
 
-    store = Store(run.store.path)
-    require_encoder(store, manifests.read(store, run.index.name, version))
+    require_encoder(store, live)
     with open_router(run, version, local=not session.cluster_address(run.resources)) as router:
         yield router

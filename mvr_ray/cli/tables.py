@@ -5,18 +5,21 @@ inside `results_only` that goes to stderr too.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mvr_ray.capacity import Plan
-from mvr_ray.explanation import ExplainedPassage, Explanation, stands_for
-from mvr_ray.serving.schemas import Exact, PassageHit
+if TYPE_CHECKING:  # these rooms take a second to import, and most commands show none of theirs
+    from mvr_ray.capacity import Plan
+    from mvr_ray.explanation import ExplainedPassage, Explanation
+    from mvr_ray.serving.schemas import Exact, PassageHit
 
 _results: list[TextIO] = []
 
@@ -29,7 +32,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
 
 
-def hit_text(rank: int, hit: PassageHit) -> Text:
+def hit_text(rank: int, hit: "PassageHit") -> Text:
     """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal. A
     snippet that is the title stands before the text."""
     text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
@@ -47,19 +50,21 @@ def hit_text(rank: int, hit: PassageHit) -> Text:
     return text.append(body[snippet.stop :], style="not bold")
 
 
-def exactness(exact: Exact) -> str:
+def exactness(exact: "Exact") -> str:
     """Whether an answer is certified, by which method, and an approximate index's recall."""
     recall = "" if exact.recall is None else f", recall {exact.recall:.3f} when built"
     method = "" if exact.certified and exact.method == "flat" else f" ({exact.method}{recall})"
     return f"{'exact' if exact.certified else 'approximate'}{method}"
 
 
-def explanation_tables(explanation: Explanation) -> list[Table]:
+def explanation_tables(explanation: "Explanation") -> list[Table]:
     """A table a passage: views down, with the snippet that each stands for; a question's best view is marked with «."""
     return [_explanation_table(passage, explanation.questions) for passage in explanation.passages]
 
 
-def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> Table:
+def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> Table:
+    from mvr_ray.explanation import stands_for
+
     output = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
     output.add_column("view", justify="right")
     output.add_column("stands for", ratio=1)
@@ -78,13 +83,24 @@ def _explanation_table(passage: ExplainedPassage, questions: Sequence[str]) -> T
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Rows as they are: square brackets in a title, a column name or a cell are no markup."""
-    output = Table(title=Text(title, style="table.title"), title_justify="left", show_header=any(columns))
+    output = Table(
+        title=Text(title, style="bold") if title else None,
+        title_justify="left",
+        show_header=any(columns),
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     for i, column in enumerate(columns):
-        numeric = all(isinstance(row[i], int | float) for row in rows if row[i] is not None)
-        output.add_column(Text(column), justify="right" if rows and numeric else "left")
+        numeric = all(_is_number(row[i]) for row in rows if row[i] is not None)
+        output.add_column(Text(column), justify="right" if rows and numeric else "left", overflow="fold")
     for row in rows:
         output.add_row(*(Text(cell(value)) for value in row))
     return output
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and re.fullmatch(r"[\d.,]+|-", value) is not None)
 
 
 def cell(value: Any) -> str:
@@ -101,7 +117,8 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
+    """Bytes by kind; `with_notes` says how each number comes about, in a column that needs 130 characters."""
     title = (
         f"{plan.passages:,} passages x {plan.num_views} views = {plan.vectors:,} vectors of {plan.dimension} "
         f"in {plan.shards:,} shards"
@@ -109,7 +126,8 @@ def plan_table(plan: Plan) -> Table:
     rows = [(i.kind, i.what, size(i.bytes_each), i.count, size(i.bytes_all), i.note) for i in plan.lines]
     for kind in ("disk", "memory", "gpu"):
         rows.append((kind, "in all", "", sum(1 for i in plan.lines if i.kind == kind), size(plan.total(kind)), ""))
-    return table(title, ("kind", "what", "each", "count", "all", "how"), rows)
+    columns = ("kind", "what", "each", "count", "all", "how")[: 6 if with_notes else 5]
+    return table(title, columns, [row[: len(columns)] for row in rows])
 
 
 def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:

@@ -40,11 +40,11 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
             lines.setdefault(f"{place}.{key}".lstrip("."), f"unknown key; {hint}")
         elif problem["type"] == "missing":
-            lines.setdefault(place, f"missing; it must be {_in_words(schema, whole)}")
+            lines.setdefault(place, f"missing; it must be {allowed_in_words(schema, whole)}")
         elif problem["type"] == "value_error":
             lines.setdefault(place, str(problem["ctx"]["error"]))
         else:
-            lines.setdefault(place, f"{_value_text(problem['input'])} is not {_in_words(schema, whole)}")
+            lines.setdefault(place, f"{_value_text(problem['input'])} is not {allowed_in_words(schema, whole)}")
     return f"{where}: " + "; ".join(f"{place}: {line}" for place, line in lines.items())
 
 
@@ -67,13 +67,13 @@ def _resolve(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return whole["$defs"][reference.rpartition("/")[2]] if reference else schema
 
 
-def _in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
+def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
     """What a JSON schema allows, in words."""
     schema = _resolve(schema, whole)
     if ALLOWED in schema:
         return schema[ALLOWED]
     if "anyOf" in schema:
-        return " or ".join(_in_words(branch, whole) for branch in schema["anyOf"])
+        return " or ".join(allowed_in_words(branch, whole) for branch in schema["anyOf"])
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     match schema.get("type"):
@@ -81,7 +81,7 @@ def _in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
             return f"{'a whole number' if kind == 'integer' else 'a number'}{_limits(schema)}"
         case "array":
             least = f" of at least {schema['minItems']}" if "minItems" in schema else ""
-            return f"a list{least}, each entry {_in_words(schema.get('items', {}), whole)}"
+            return f"a list{least}, each entry {allowed_in_words(schema.get('items', {}), whole)}"
         case "object" if "properties" in schema:
             return f"a mapping; known keys: {', '.join(sorted(schema['properties']))}"
         case "object":

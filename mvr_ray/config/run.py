@@ -27,6 +27,22 @@ class StoreConfig(Section):
     """Where everything at rest lives: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`."""
 
 
+class SourceFields(Section):
+    """Under which names the rows of a source have the parts of a passage or of a question.
+
+    A name with dots reaches into objects: `answers.text`. What is not set here has the name of its key.
+    """
+
+    id: str | None = "id"
+    """null: rows have no id; they are numbered, after the file's name."""
+    title: str = "title"
+    text: str = "text"
+    question: str = "question"
+    """A row that has this one is a question."""
+    answers: str = "answers"
+    positive_ids: str = "positive_ids"
+
+
 class SourceConfig(Section):
     """A file or folder of passages and questions. A bare path stands for a source with nothing else set."""
 
@@ -35,7 +51,8 @@ class SourceConfig(Section):
     )
 
     path: str
-    """File or folder; `package:NAME/path` names a file inside an installed Python package."""
+    """File or folder; `package:NAME/path` names a file inside an installed Python package, `hf:OWNER/NAME` a data set
+    of the Hugging Face hub, `hf:OWNER/NAME/SUBSET` a part of one."""
     format: Literal[
         "auto",
         "squad",
@@ -44,23 +61,30 @@ class SourceConfig(Section):
         "dpr_jsonl",
         "qas_csv",
         "csv",
+        "tsv",
         "beir",
+        "msmarco",
         "jsonl",
         "parquet",
         "nq_open",
         "summaries",
         "mediawiki",
+        "text",
+        "huggingface",
     ] = "auto"
-    """`summaries` is a JSON object of {title, extract, description}: the descriptions become the questions.
-    `mediawiki` is an XML dump of a wiki; its articles are long: set `chunk_words`."""
+    """`text` is a folder of text or Markdown files, `huggingface` a data set of that library (`hf:NAME`), the others as
+    docs/formats.md has them. `summaries` is a JSON object of {title, extract, description}: the descriptions become
+    the questions. `mediawiki` is an XML dump of a wiki; its articles are long: set `chunk_words`."""
     passages: bool = True
     """Take this source's passages into the corpus."""
     questions: Name | None = None
     """Store this source's questions under this name; absent: they are not kept."""
     id_prefix: str = ""
     """Put before every passage id of this source (DPR uses `wiki:`)."""
+    fields: SourceFields = Field(default_factory=SourceFields)
+    """Names of the source's own fields, for jsonl, csv, tsv, parquet and huggingface: `{id: _id, text: body}`."""
     split: str = "test"
-    """The qrels split of a BEIR folder."""
+    """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
     those whose first positive was taken."""

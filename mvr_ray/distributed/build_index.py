@@ -18,10 +18,11 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
+from mvr_ray.checksums import without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
@@ -42,7 +43,7 @@ from mvr_ray.distributed.shards import (
     write_note,
 )
 from mvr_ray.distributed.tasks import run_tasks
-from mvr_ray.errors import MissingInputError, RowsLostError, StorageError
+from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -58,14 +59,6 @@ __all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_reca
 log = logging.getLogger(__name__)
 
 
-class ShardPlan(NamedTuple):
-    """Where each shard of a version comes from: an earlier version, an earlier try of this command, or the encoder."""
-
-    kept: dict[int, ShardEntry]
-    built: list[int]
-    missing: list[int]
-
-
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     """Encode the corpus, build every shard and publish the version; the live one where nothing would change.
 
@@ -75,24 +68,22 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
-    plan = _plan_shards(store, draft, task.key, corpus, before)
+    reusable = _kept_shards(store, draft, corpus, before)
     base = find_base(store, draft.index, corpus) if run.index.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
-    ready = len(plan.kept) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
-    if ready and (live := _same_live_version(store, draft, plan.kept)):
+    ready = len(reusable) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
+    if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
     with session.connect(run.resources, corpus.num_passages) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-        carry_over(task, corpus, plan.missing, progress)
-        encode_corpus(task, corpus, plan.missing, run.resources, progress)
-        shards = _build(task, draft, corpus, plan.kept, run.index, progress)
+        shards = _make_shards(store, run, task, draft, corpus, reusable, progress)
         words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
         lexical = build_lexical(words, progress) if run.index.lexical else None
-    counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(plan.kept))
-    counts["carried_over"] += sum(entry.num_passages for entry in plan.kept.values())
+    counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(reusable))
+    counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
     version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
     return _publish(store, corpus, version, task, progress)
 
@@ -145,12 +136,30 @@ def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | 
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
 
-def _plan_shards(store: Store, draft: Manifest, key: str, corpus: Corpus, before: Manifest | None) -> ShardPlan:
-    num_shards = corpus.num_shards
-    kept = _kept_shards(store, draft, corpus, before)
-    others = [shard for shard in range(num_shards) if shard not in kept]
-    built = [shard for shard in others if _read_own_note(store, draft, key, shard)]
-    return ShardPlan(kept, built, [shard for shard in others if shard not in built])
+def _make_shards(
+    store: Store,
+    run: RunConfig,
+    task: EncodeTask,
+    draft: Manifest,
+    corpus: Corpus,
+    reusable: dict[int, ShardEntry],
+    progress: Progress,
+) -> list[BuiltShard]:
+    """All shards, in order: those kept of an earlier version, those that an earlier try of this command built, and the
+    others now. Staged work that is damaged is made again, once."""
+    others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
+
+    def make() -> list[BuiltShard]:
+        missing = [shard for shard in others if not store.exists(_note_path(draft, task.key, shard))]
+        carry_over(task, corpus, missing, progress)
+        encode_corpus(task, corpus, missing, run.resources, progress)
+        return _build(task, draft, corpus, reusable, run.index, progress)
+
+    try:
+        return make()
+    except StagingError as error:
+        log.warning("staged work is made again: index=%s (%s)", draft.index, error)
+        return make()
 
 
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
@@ -322,10 +331,10 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
     """What was encoded of a shard, and what was carried over from others, in order of id."""
     chunks = _encoded_chunks(store, task, corpus, shard)
-    if not store.exists(task.carried_path(shard)):
+    if not task.plan(store, shard).is_carried:
         yield from chunks
         return
-    blocks = [*_open_staged(store, task.carried_path(shard), task.plan_path(shard)).blocks(), *chunks]
+    blocks = [*_open_staged(store, task, shard, task.carried_path(shard)).blocks(), *chunks]
     places = sorted(
         BlockRow(passage_id, number, row)
         for number, block in enumerate(blocks)
@@ -341,27 +350,35 @@ def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) 
     ids, rows = corpus.part(shard).ids(), task.plan(store, shard).rows
     ids = ids if rows is None else [ids[row] for row in rows]
     for chunk in chunks_of(task, corpus, shard):
-        staged = _open_staged(store, task.chunk_path(chunk))
-        _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+        staged = _open_staged(store, task, shard, task.chunk_path(chunk))
+        try:
+            _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+        except RowsLostError as error:
+            task.discard(store, shard, error)
+            raise
         yield from staged.blocks()
 
 
-def _open_staged(store: Store, path: str, *made_with_it: str) -> EmbeddingShard:
-    """A staged chunk; from an object store it is read into memory, for a cached copy would never be used again.
+def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> EmbeddingShard:
+    """Staged embeddings of a shard, after their digest matched; from an object store they are read into memory, for a
+    cached copy would never be used again.
 
-    A damaged one is removed, with the files that were made with it, so that the same command makes it again.
+    Raises StagingError where they are missing or damaged, after they are removed, and with embeddings carried over the
+    plan that was made with them.
     """
     try:
         if store.is_local:
-            return EmbeddingShard.open(store.local_path(path))
-        return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(store.read_bytes(path))))
-    except (StorageError, pa.ArrowException) as error:
-        for name in (path, *made_with_it):
-            store.delete(name)
-        raise StorageError(
-            f"staged embeddings {store.where(path)} were damaged ({error}) and are removed; run the same command "
-            f"again, it makes them anew"
-        ) from error
+            with pa.memory_map(str(store.local_path(path))) as mapped:
+                data = mapped.read_buffer()
+        else:
+            data = pa.py_buffer(store.read_bytes(path))
+        content = data.slice(0, len(without_trailer(data, store.where(path))))
+        return EmbeddingShard(Path(path), pa.ipc.open_file(pa.BufferReader(content)))
+    except (OSError, pa.ArrowException) as error:
+        if path == task.carried_path(shard):
+            raise task.discard(store, shard, error) from error
+        store.delete(path)
+        raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
 def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:

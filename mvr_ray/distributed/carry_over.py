@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.distributed.encode import BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.distributed.shards import BUILD_CPUS
 from mvr_ray.distributed.tasks import run_tasks
@@ -131,9 +132,11 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
             with EmbeddingWriter(file, task.dimension, task.num_views, task.dtype) as writer:
                 for start in range(0, len(places), BATCH_PASSAGES):
                     writer.write(gather_rows(blocks, places[start : start + BATCH_PASSAGES]))
+            add_trailer(file)
             store.put_file(file, task.carried_path(shard))
-        plan = plan._replace(rows=[row for row, name in enumerate(part.ids()) if name in remaining])
-    store.write_bytes(task.plan_path(shard), plan.to_json())
+        rows = [row for row, name in enumerate(part.ids()) if name in remaining]
+        plan = plan._replace(rows=rows, is_carried=True)
+    store.write_bytes(task.plan_path(shard), with_trailer(plan.to_json()))
 
 
 def _passages(part: CorpusPart, rows: Sequence[int] | None) -> Iterator[Passage]:

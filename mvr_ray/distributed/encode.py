@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from mvr_ray.checksums import add_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
@@ -33,6 +34,7 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
+from mvr_ray.errors import DigestError, StagingError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
@@ -75,8 +77,9 @@ class EncodePlan(NamedTuple):
     """What of one part is to be encoded, and where the rest is.
 
     `rows` are those to encode, None for all. The others lie in `base`, or in the staged file of embeddings carried
-    over. `deleted_ids` are passages of `base` that the part does not have. `num_deleted` counts those that the version
-    before had and the part has no more, `num_unlearned` the changed and deleted ones that refinement had changed.
+    over, which is there where `is_carried`. `deleted_ids` are passages of `base` that the part does not have.
+    `num_deleted` counts those that the version before had and the part has no more, `num_unlearned` the changed and
+    deleted ones that refinement had changed.
     """
 
     rows: list[int] | None = None
@@ -84,6 +87,7 @@ class EncodePlan(NamedTuple):
     deleted_ids: Sequence[str] = ()
     num_deleted: int = 0
     num_unlearned: int = 0
+    is_carried: bool = False
 
     def to_json(self) -> bytes:
         base = self.base and {"index": self.base.index, "entry": asdict(self.base.entry)}
@@ -125,9 +129,29 @@ class EncodeTask(NamedTuple):
         return paths.staged_carried(self.index, self.key, shard)
 
     def plan(self, store: Store, shard: int) -> EncodePlan:
-        """The plan that `carry_over` left for a shard; to encode all of it where it left none."""
+        """The plan that `carry_over` left for a shard; to encode all of it where it left none.
+
+        Raises StagingError where it is damaged, after all that was made by it is removed.
+        """
         path = self.plan_path(shard)
-        return EncodePlan.from_json(store.read_bytes(path)) if store.exists(path) else EncodePlan()
+        if not store.exists(path):
+            return EncodePlan()
+        try:
+            return EncodePlan.from_json(bytes(without_trailer(store.read_bytes(path), store.where(path))))
+        except DigestError as error:
+            raise self.discard(store, shard, error) from error
+
+    def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
+        """Remove what is staged of a shard but its note, the plan last: chunks without their plan would be taken for
+        those of a shard that is encoded whole. Returns the error to raise."""
+        folder, start = paths.staging_dir(self.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
+        chunks = start.rpartition("/")[2].rpartition("-")[0]
+        for name in store.list(folder):
+            if name.startswith(f"{chunks}-"):
+                store.delete(f"{folder}/{name}")
+        store.delete(self.carried_path(shard))
+        store.delete(self.plan_path(shard))
+        return StagingError(f"staged work of shard {shard} is removed ({reason}); run the same command again")
 
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
@@ -163,7 +187,8 @@ def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
 
 
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
-    """Which of the chunks are in the staging folder. A file there is whole: it was put there in one step."""
+    """Which of the chunks are in the staging folder. A file there was put in one step; its digest is checked when the
+    shard is built."""
     store = Store(task.store)
     names = set(store.list(paths.staging_dir(task.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
@@ -312,6 +337,7 @@ class ChunkEncoder:
             file = folder / "chunk.arrow"
             with EmbeddingWriter(file, self.task.dimension, self.task.num_views, self.task.dtype) as writer:
                 writer.write(block)
+            add_trailer(file)
             self.store.put_file(file, path)
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mvr_ray.checksums import parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
-from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError
+from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -102,9 +103,9 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
             f"index.encoder"
         )
     try:
-        metadata = json.loads(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"))
+        metadata = parse_json(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"), paths.ENCODER_JSON)
         _ = metadata["fingerprint"], metadata["spec"]["normalize"], metadata["num_views"], metadata["dimension"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (StorageError, KeyError, TypeError) as error:
         raise EncoderError(
             f"{store.where(path)} holds no encoder snapshot: {paths.ENCODER_JSON} cannot be read ({error}); copy or "
             f"make it again"

@@ -1,13 +1,19 @@
 """Use what Ray has no public API for. All of it was read from Ray 2.60.0; a test fails where another Ray differs."""
 
+import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import ray.exceptions
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
+
+log = logging.getLogger(__name__)
 
 READ_FROM = "2.60."
 _CONNECT_S = 5
@@ -76,3 +82,33 @@ def accepts_without_token(address: str) -> bool:
         if mode is not None:
             os.environ["RAY_AUTH_MODE"] = mode
     return True
+
+
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Discard what is written to file descriptor 2 in the block: `ray.init` says there, in C++, that a variable set its
+    log level. What it raises is not touched."""
+    sys.stderr.flush()
+    original = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(original, 2)
+        os.close(original)
+
+
+def log_worker_messages() -> None:
+    """Send what Ray reports of workers to this package's log, instead of printing it.
+
+    A worker that died is one warning; the full texts, which repeat with every call that is sent again, are INFO lines.
+    """
+    worker.print_to_stdstream = _log_worker_message
+
+
+def _log_worker_message(data: dict[str, Any], ignore_prefix: bool) -> None:  # the signature is Ray's
+    text = "\n".join(data["lines"])
+    if text.startswith("A worker died or was killed"):
+        log.warning("a Ray worker died; what it did is done again")
+    log.info("ray: %s", text)

@@ -10,6 +10,7 @@ Shapes: T questions in the table, L labelled ones (the first of the table), K hi
 """
 
 import dataclasses
+import logging
 
 import numpy as np
 
@@ -24,11 +25,14 @@ from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
 from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
+from mvr_ray.errors import StagingError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray, Progress, no_progress
+
+log = logging.getLogger(__name__)
 
 
 def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
@@ -44,6 +48,17 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     if finished := _finished_by(store, base, run, questions):
         return finished
     journal = Journal(store, base, run, questions)
+    try:
+        return _refine(run, store, base, questions, journal, progress)
+    except StagingError as error:
+        log.warning("refinement begins anew: index=%s (%s)", base.index, error)
+        journal.delete()
+        return _refine(run, store, base, questions, Journal(store, base, run, questions), progress)
+
+
+def _refine(
+    run: RunConfig, store: Store, base: Manifest, questions: RefineQuestions, journal: Journal, progress: Progress
+) -> RefineReport:
     queries_TD = embed_questions(store, base, questions, run.resources.torch_threads, progress)
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages) as info:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # Training workers stay in the driver's folder, so that a relative store path means the same to all.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ side writes errors to the terminal that no user can act on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
@@ -134,9 +135,13 @@ def _join_cluster(address: str) -> Iterator[None]:
     from mvr_ray.distributed.ray_internals import (
         accepts_without_token,
         listens_on_loopback_alone,
+        log_worker_messages,
         loopback_node,
         reread_authentication,
+        silent_stderr,
     )
+
+    log_worker_messages()
 
     _require_listener(address)
     with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
@@ -146,7 +151,8 @@ def _join_cluster(address: str) -> Iterator[None]:
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
         reread_authentication()
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            with silent_stderr():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ResourceError(
                 f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
@@ -173,7 +179,14 @@ def _require_listener(address: str) -> None:
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     import ray
 
-    from mvr_ray.distributed.ray_internals import loopback_node, reread_authentication
+    from mvr_ray.distributed.ray_internals import (
+        log_worker_messages,
+        loopback_node,
+        reread_authentication,
+        silent_stderr,
+    )
+
+    log_worker_messages()
 
     folder = _temporary_folder()
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
@@ -182,7 +195,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     reread_authentication()
     try:
         try:
-            with loopback_node():
+            with loopback_node(), silent_stderr():
                 ray.init(
                     address="local",
                     num_cpus=cpus,

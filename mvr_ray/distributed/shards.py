@@ -5,6 +5,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
+from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
 from mvr_ray.store import manifest as manifests
@@ -23,6 +26,8 @@ from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
+
+log = logging.getLogger(__name__)
 
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
@@ -68,20 +73,25 @@ def build_shard(
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:
     """Keep what is known of a shard that is built, until its version is published."""
-    store.write_bytes(path, json.dumps({**report._asdict(), "entry": dataclasses.asdict(report.entry)}).encode())
+    fields = {**report._asdict(), "entry": dataclasses.asdict(report.entry)}
+    store.write_bytes(path, with_trailer(json.dumps(fields).encode()))
 
 
 def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
-    """A shard that an earlier try of the same command built, if it is still there."""
+    """A shard that an earlier try of the same command built, after all its files were read; None where it, or its note,
+    is missing or damaged: the note is removed, and the shard is built again."""
     if not store.exists(path):
         return None
     try:
-        fields = json.loads(store.read_bytes(path))
-    except ValueError:  # a damaged note: the shard is built again
-        return None
-    entry = ShardEntry(**fields.pop("entry"))
-    folder = paths.shard_dir(index, entry.digest)
-    if any(store.size_bytes(f"{folder}/{name}") != file.num_bytes for name, file in entry.files.items()):
+        fields = json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path))))
+        entry = ShardEntry(**fields.pop("entry"))
+        folder = paths.shard_dir(index, entry.digest)
+        checks = (store.damage(f"{folder}/{name}", file.num_bytes, file.sha256) for name, file in entry.files.items())
+        if reason := next(filter(None, checks), ""):
+            raise DigestError(f"a file of shard {entry.shard} {reason}")
+    except DigestError as error:
+        log.warning("shard is built again: note=%s (%s)", store.where(path), error)
+        store.delete(path)
         return None
     return BuiltShard(entry, **fields)
 

@@ -4,8 +4,10 @@ A corpus is a description and one part a shard. A part holds its passages in id 
 an update it may be the earlier part's file and beside it a file of changes: passages that are new or differ, and in its
 metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
 version finds the corpus that it was made from whatever was prepared since. Publications, numbered and each created
-once, say which corpus is the last of its name. A passage's shard is a hash of its id. Question sets belong to the
-corpus of one digest.
+once, say which corpus is the last of its name. A passage's shard is a hash of its id. A question set belongs to the
+corpus of one digest, and is described by a JSON file beside its others; the questions themselves lie in a file that is
+named by its content. No file is parsed before its digest matches the description, nor a description before its own
+checksum.
 """
 
 import bisect
@@ -22,14 +24,16 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
-from mvr_ray.store.files import Store, finished_file, same_file, sha256_of
+from mvr_ray.store.files import Store, finished_file, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
+_CURE = "run `mvr-ray prepare CONFIG` again"
 DELETED_IDS = b"deleted_ids"
 _TITLES_READ = 8192
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
@@ -124,22 +128,55 @@ class CorpusInfo:
         for part in plain["parts"]:
             if part["changes"] is None:
                 del part["changes"]
-        return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
+        return _to_json(plain)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
+        fields = _parse_json(data, where)
         try:
-            fields = json.loads(data)
             if fields["format_version"] != FORMAT_VERSION:
                 raise StorageError(
                     f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
-                    f"run `mvr-ray prepare CONFIG` again"
+                    f"{_CURE}"
                 )
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
             return cls(parts=parts, sources=sources, **fields)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{where} is damaged ({error}); run `mvr-ray prepare CONFIG` again") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"{where} is damaged ({error}); {_CURE}") from error
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """The description of a question set. `file` is its path within the folder of the corpus."""
+
+    name: str
+    file: str
+    num_questions: int
+    num_bytes: int
+    sha256: str
+
+    def to_json(self) -> bytes:
+        return _to_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Self:
+        fields = _parse_json(data, where)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise StorageError(f"{where} is damaged ({error}); {_CURE}") from error
+
+
+def _to_json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(json_with_checksum(fields), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _parse_json(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        return parse_json(data, where)
+    except StorageError as error:
+        raise type(error)(f"{error}; {_CURE}") from error
 
 
 def corpus_digest(parts: Iterable[PartInfo]) -> str:
@@ -215,10 +252,6 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
     rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
     return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
-
-
-def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
-    return map(Passage, *(column.to_pylist() for column in batch.columns))
 
 
 def publications(store: Store, name: str) -> list[int]:
@@ -338,15 +371,17 @@ class Corpus:
         """
         if shard not in self._parts:
             info = self.info.parts[shard]
-            self._parts[shard] = CorpusPart(*(self._open_file(shard, file) for file in info.files), fields=self.fields)
+            files = [self.open_file(f"part {shard}", file) for file in info.files]
+            self._parts[shard] = CorpusPart(*files, fields=self.fields)
         return self._parts[shard]
 
-    def _open_file(self, shard: int, info: PartInfo | ChangesInfo) -> Path:
+    def open_file(self, what: str, info: "CorpusFile") -> Path:
+        """Return a local file with the content that `info` describes, after it was read whole. Raises as `part` does,
+        of `what`."""
         path = self._path_of(info)
         if self.store.size_bytes(path) != info.num_bytes:
             raise StorageError(
-                f"part {shard} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); "
-                f"run `mvr-ray prepare CONFIG` again"
+                f"{what} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); {_CURE}"
             )
         local = self.store.local_path(path)
         if not self.store.is_local and not _is_whole(local, info):
@@ -354,8 +389,7 @@ class Corpus:
             local = self.store.local_path(path)
         if not _is_whole(local, info):
             raise DigestError(
-                f"part {shard} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); "
-                f"run `mvr-ray prepare CONFIG` again"
+                f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {_CURE}"
             )
         return local
 
@@ -382,18 +416,37 @@ class Corpus:
         """Return the passage ids of each title, all in order. Reads the whole corpus once and caches the ids."""
         return self._articles
 
+    def files(self) -> "list[CorpusFile]":
+        """Return what is known of each file: of the parts, and of the question sets that are described."""
+        sets = (self._set_or_reason(name) for name in question_sets(self))
+        parts = [file for part in self.info.parts for file in part.files]
+        return parts + [own for own in sets if isinstance(own, SetInfo)]
+
     def find_damage(self) -> list[tuple[str, str]]:
-        """Compare every part in the store with its digest; returns path and reason of each that differs."""
-        checks = ((self._path_of(file), file) for part in self.info.parts for file in part.files)
+        """Compare every part and question set in the store with its digest; returns path and reason of each that
+        differs."""
+        checks = ((self._path_of(file), file) for file in self.files())
         reasons = [(path, self.store.damage(path, file.num_bytes, file.sha256)) for path, file in checks]
+        for name in question_sets(self):
+            if isinstance(reason := self._set_or_reason(name), str):
+                reasons.append((paths.question_set(self.name, self.digest, name), reason))
         return [(path, reason) for path, reason in reasons if reason]
 
-    def _path_of(self, info: PartInfo | ChangesInfo) -> str:
+    def _set_or_reason(self, name: str) -> "SetInfo | str | None":
+        try:
+            return question_set(self, name)
+        except StorageError as error:
+            return f"cannot be read ({error})"
+
+    def _path_of(self, info: "CorpusFile") -> str:
         return f"{paths.corpus_dir(self.name)}/{info.file}"
 
 
-def _is_whole(path: Path, info: PartInfo | ChangesInfo) -> bool:
-    """Whether a part has its digest; a process reads it once, and again when the file has changed."""
+CorpusFile = PartInfo | ChangesInfo | SetInfo
+
+
+def _is_whole(path: Path, info: CorpusFile) -> bool:
+    """Whether a file has its digest; a process reads it once, and again when the file has changed."""
     if not path.is_file():
         return False
     stat = path.stat()
@@ -471,17 +524,24 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
     with corpus.store.scratch() as folder:
         file = folder / "questions.arrow"
         count = write_question_file(file, name, questions)
-        corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
+        put_questions(corpus, name, file, count)
     return count
 
 
+def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> None:
+    """Move a finished local file of questions to its place in the store, and describe it as this set of the corpus."""
+    digest, num_bytes = sha256_of(file), file.stat().st_size
+    info = SetInfo(name, paths.question_file(name, digest), num_questions, num_bytes, digest)
+    corpus.store.put_file(file, f"{paths.corpus_dir(corpus.name)}/{info.file}")
+    corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
+
+
 def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
-    """Give a corpus a question set of another one of its store, as it is; on a local store by another name of its
-    file."""
-    with corpus.store.scratch() as folder:
-        file = folder / "questions.arrow"
-        same_file(corpus.store.local_path(questions_path(source, name)), file)
-        corpus.store.put_file(file, paths.questions(corpus.name, corpus.digest, name))
+    """Give a corpus a question set of an earlier corpus of its name; both describe one file."""
+    if info := question_set(source, name):
+        corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
+    else:
+        write_questions(corpus, name, read_questions(source, name))
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
@@ -489,37 +549,71 @@ def write_question_file(path: Path, name: str, questions: Iterable[Question]) ->
 
 
 def read_questions(corpus: Corpus, name: str) -> list[Question]:
-    """Read a question set of a corpus. Raises as `questions_path` does."""
+    """Read a question set of a corpus, after its digest matched.
+
+    Raises MissingInputError that names the sets that the corpus has, StorageError for a set that is damaged.
+    """
     rows: list[Question] = []
-    for batch in _map_batches(corpus.store.local_path(questions_path(corpus, name))):
+    for batch in _question_batches(corpus, name):
         lists = [column.to_pylist() for column in batch.columns]
         rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
     return rows
 
 
-def questions_path(corpus: Corpus, name: str) -> str:
-    """Find the file of a question set. Raises MissingInputError that names the sets that the corpus has."""
-    for folder in _question_dirs(corpus):
-        if corpus.store.exists(f"{folder}/{name}.arrow"):
-            return f"{folder}/{name}.arrow"
-    raise MissingInputError(
-        f"question set {name!r} not found with corpus {corpus.name!r} in {corpus.store.name}; there are: "
-        f"{', '.join(question_sets(corpus)) or 'none'}. `mvr-ray prepare CONFIG` stores the sets that prepare.sources "
-        f"and prepare.splits name"
-    )
+def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
+    """Map the questions of a set as they lie in its file. Raises as `read_questions` does."""
+    if info := question_set(corpus, name):
+        return _map_batches(corpus.open_file(f"question set {name!r}", info))
+    return _map_undescribed(corpus.store.local_path(_undescribed_path(corpus, name)))
+
+
+def question_set(corpus: Corpus, name: str) -> SetInfo | None:
+    """Read the description of a question set; None for one of an earlier program, which described none.
+
+    Raises MissingInputError that names the sets that the corpus has, StorageError for a damaged description.
+    """
+    path = paths.question_set(corpus.name, corpus.digest, name)
+    if corpus.store.exists(path):
+        return SetInfo.from_json(corpus.store.read_bytes(path), corpus.store.where(path))
+    if not corpus.store.exists(_undescribed_path(corpus, name)):
+        raise MissingInputError(
+            f"question set {name!r} not found with corpus {corpus.name!r} in {corpus.store.name}; there are: "
+            f"{', '.join(question_sets(corpus)) or 'none'}. `mvr-ray prepare CONFIG` stores the sets that "
+            f"prepare.sources and prepare.splits name"
+        )
+    return None
+
+
+def question_digest(corpus: Corpus, name: str) -> str:
+    """Return the sha256 of the questions of a set. Raises as `question_set` does."""
+    info = question_set(corpus, name)
+    return info.sha256 if info else corpus.store.sha256(_undescribed_path(corpus, name))
 
 
 def question_sets(corpus: Corpus) -> list[str]:
     """Return the names of a corpus's question sets."""
-    names = {name for folder in _question_dirs(corpus) for name in corpus.store.list(folder)}
-    return sorted(name.removesuffix(".arrow") for name in names if name.endswith(".arrow"))
+    own = corpus.store.list(paths.questions_dir(corpus.name, corpus.digest))
+    files = [*(name for name in own if name.endswith(".json")), *corpus.store.list(_undescribed_dir(corpus))]
+    return sorted({name.rpartition(".")[0] for name in files if name.endswith((".json", ".arrow"))})
+
+
+def _undescribed_dir(corpus: Corpus) -> str:
+    """Where sets are that earlier programs stored, without a description: beside the others, or, of programs before
+    corpus versions, in one folder for the sets of all corpora."""
+    if corpus.store.exists(paths.corpus_version(corpus.name, corpus.digest)):
+        return paths.questions_dir(corpus.name, corpus.digest)
+    return paths.shared_questions_dir()
+
+
+def _undescribed_path(corpus: Corpus, name: str) -> str:
+    return f"{_undescribed_dir(corpus)}/{name}.arrow"
 
 
 def example_queries(corpus: Corpus, num: int) -> list[str]:
     """Up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at even
     distances, so that they are of several articles."""
     for name in question_sets(corpus):
-        batches = _map_batches(corpus.store.local_path(questions_path(corpus, name)))
+        batches = _question_batches(corpus, name)
         if texts := _spread(pa.chunked_array([batch.column(1) for batch in batches], pa.string()), num):
             return texts
     titles = dict.fromkeys(passage.title for passage in corpus.part(0).passages(0, _TITLES_READ) if passage.title)
@@ -529,14 +623,6 @@ def example_queries(corpus: Corpus, num: int) -> list[str]:
 def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
     step = max(1, len(texts) // num)
     return texts.take(pa.array(range(0, len(texts), step)[:num], pa.int64())).to_pylist()
-
-
-def _question_dirs(corpus: Corpus) -> list[str]:
-    """Where the sets of a corpus are. Programs before corpus versions kept the sets of all corpora in one folder, so a
-    corpus that one of them prepared finds its own there."""
-    own = paths.questions_dir(corpus.name, corpus.digest)
-    is_older = not corpus.store.exists(paths.corpus_version(corpus.name, corpus.digest))
-    return [own, paths.shared_questions_dir()] if is_older else [own]
 
 
 def _checked_question(question: Question, name: str) -> Question:
@@ -583,11 +669,29 @@ def _map_batches(path: Path) -> list[pa.RecordBatch]:
     return _map_file(path)[0]
 
 
+def _map_undescribed(path: Path) -> list[pa.RecordBatch]:
+    """Map a file whose digest is not known. What it says about lengths is checked before anything is copied.
+
+    Raises StorageError where it holds more than its bytes, as a compressed or damaged file does.
+    """
+    batches = _map_batches(path)
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            if not batch.schema.equals(pa.schema(list(QUESTION_SCHEMA)[: batch.num_columns])):
+                raise pa.ArrowInvalid("it has other columns than questions have")
+    except pa.ArrowException as error:
+        raise StorageError(f"{path} is damaged ({error}); {_CURE}") from error
+    if sum(batch.nbytes for batch in batches) > path.stat().st_size:
+        raise StorageError(f"{path} is damaged (it says that it holds more than its bytes); {_CURE}")
+    return batches
+
+
 def _map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
     """Map the non-empty record batches of an Arrow file; gives its metadata, too."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         return [batch for batch in batches if batch.num_rows], reader.schema.metadata or {}
-    except (pa.ArrowInvalid, FileNotFoundError) as error:
-        raise StorageError(f"{path} is missing or damaged ({error}); run `mvr-ray prepare CONFIG` again") from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StorageError(f"{path} is missing or damaged ({error}); {_CURE}") from error

@@ -4,7 +4,7 @@ import logging
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, publications
+from mvr_ray.store.corpus import Corpus, publications, question_set, question_sets
 from mvr_ray.store.files import Store
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,15 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
             removals.append(path)
     remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
     corpora = [Corpus.open(store, name), *remaining]
-    parts = {file.file for corpus in corpora for part in corpus.info.parts for file in part.files}
-    for file in store.list(paths.corpus_dir(name)):
+    try:
+        needed = {file for corpus in corpora for file in _file_names(corpus)}
+    except StorageError as error:
+        log.warning("old files stay: corpus=%s (%s)", name, error)
+        return removals
+    questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
+    for file in (*store.list(paths.corpus_dir(name)), *questions):
         path = f"{paths.corpus_dir(name)}/{file}"
-        if file.endswith(".arrow") and file not in parts and store.age_s(path) >= grace_s:
+        if file.endswith(".arrow") and file not in needed and store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     for number in numbers[:-KEPT_PUBLICATIONS]:
@@ -79,6 +84,12 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
             store.delete(path)
             removals.append(path)
     return removals
+
+
+def _file_names(corpus: Corpus) -> set[str]:
+    """The files of the parts and question sets of a corpus. Raises StorageError for a damaged description of a set."""
+    sets = (question_set(corpus, name) for name in question_sets(corpus))
+    return {file.file for part in corpus.info.parts for file in part.files} | {info.file for info in sets if info}
 
 
 def _digests(store: Store, name: str) -> list[str]:

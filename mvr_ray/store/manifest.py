@@ -230,7 +230,7 @@ def add_shard(
                 "shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, problem.path, problem.reason
             )
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
-        if not store.exists(f"{path}/{paths.SHARD_JSON}"):
+        if not store.exists(f"{path}/{paths.SHARD_JSON}") or _check_description(store, index, entry):
             store.write_bytes(f"{path}/{paths.SHARD_JSON}", shard_json)
     store.upload_dir(folder, path, {paths.SHARD_JSON: shard_json})
     return entry
@@ -395,6 +395,7 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
     num_files = sum(report.num_files for report in reports)
     num_bytes = sum(report.num_bytes for report in reports)
     problems = [problem for report in reports for problem in report.problems]
+    problems += [problem for entry in manifest.shards for problem in _check_description(store, manifest.index, entry)]
     for digest in manifest.refined_queries.values():
         path = paths.refined_queries(manifest.index, digest)
         size = store.size_bytes(path)
@@ -469,6 +470,16 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
     reasons = [(path, store.damage(path, file.num_bytes, file.sha256)) for path, file in files]
     problems = [Problem(entry.shard, path, reason) for path, reason in reasons if reason]
     return VerifyReport(len(entry.files), entry.num_bytes, problems)
+
+
+def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Problem]:
+    """Compare the shard's description, where it is there, with the digest that names the shard's folder."""
+    path = f"{paths.shard_dir(index, entry.digest)}/{paths.SHARD_JSON}"
+    try:
+        same = not store.exists(path) or digest_of(json.loads(store.read_bytes(path)))[:DIGEST_HEX] == entry.digest
+    except ValueError:
+        same = False
+    return [] if same else [Problem(entry.shard, path, f"does not describe the shard of digest {entry.digest}")]
 
 
 def _equals(path: Path, file: FileEntry) -> bool:

@@ -3,7 +3,8 @@
     <store>/corpora/<name>/publications/<n>.json   the corpora of the name in order; the highest is the last one
     <store>/corpora/<name>/versions/<digest>.json  this corpus, and the ones before it that an index version names
     <store>/corpora/<name>/part-<shard>-<digest>.arrow, and .changes.arrow beside some: shared by versions
-    <store>/corpora/<name>/questions/<digest>/<set>.arrow   question sets of the corpus of this digest
+    <store>/corpora/<name>/questions/<digest>/<set>.json   describes a question set of the corpus of this digest
+    <store>/corpora/<name>/sets/<set>-<digest>.arrow       questions, named by content: shared by corpora of the name
     <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
     <store>/encoders/<name>/<fingerprint>/
     <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
@@ -77,17 +78,22 @@ def questions_dir(corpus: str, digest: str) -> str:
     return f"corpora/{corpus}/questions/{digest}"
 
 
-def questions(corpus: str, digest: str, name: str) -> str:
-    return f"corpora/{corpus}/questions/{digest}/{name}.arrow"
+def question_set(corpus: str, digest: str, name: str) -> str:
+    return f"corpora/{corpus}/questions/{digest}/{name}.json"
+
+
+def question_files_dir(corpus: str) -> str:
+    return f"corpora/{corpus}/sets"
+
+
+def question_file(name: str, digest: str) -> str:
+    """Name the file of a question set by its content, within the folder of the corpus."""
+    return f"sets/{name}-{digest[:16]}.arrow"
 
 
 def shared_questions_dir() -> str:
     """Folder of the sets that programs before corpus versions stored, for whatever corpus there was."""
     return "questions"
-
-
-def shared_questions(name: str) -> str:
-    return f"questions/{name}.arrow"
 
 
 def feedback(index: str) -> str:

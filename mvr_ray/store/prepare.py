@@ -24,6 +24,7 @@ from mvr_ray.store.corpus import (
     SourceInfo,
     corpus_digest,
     publications,
+    put_questions,
     question_sets,
     read_questions,
     write_passages,
@@ -360,8 +361,6 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
     _keep_before(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
-    for name in report.questions:
-        store.put_file(files / f"{name}.arrow", paths.questions(cfg.corpus, report.digest, name))
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
     info = CorpusInfo(
         name=cfg.corpus,
@@ -373,7 +372,10 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         counts={**counts, "bad_rows": len(report.bad_rows)},
         fields=report.fields,
     )
-    _publish(Corpus(store, info))
+    corpus = Corpus(store, info)
+    for name, count in report.questions.items():
+        put_questions(corpus, name, files / f"{name}.arrow", count)
+    _publish(corpus)
     collect_corpus(store, cfg.corpus)
 
 
@@ -404,6 +406,8 @@ def _keep_before(cfg: PrepareConfig, store: Store) -> None:
 def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     for source in cfg.sources:
         files = source_files(source)
+        if not files:  # a data set of the Hugging Face hub
+            yield SourceInfo(source.path, format_of(source), 0, "")
         for file in files:
             name = _name_of(source, file, len(files))
             yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))

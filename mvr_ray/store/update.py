@@ -232,7 +232,7 @@ def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletion
 
 
 def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
-    """Store the question sets of the new corpus, and then the corpus, unless another one came between."""
+    """Store the question sets of the new corpus, and then the corpus, which fails where another one came between."""
     counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
     for name in question_sets(parent):
         if name in changed_sets:

@@ -66,3 +66,10 @@ def test_missing_views_do_not_hide_a_collapse():
     vectors[::2, 2] = 0
     assert collapse_report(vectors, mask).collapsed
     assert not collapse_report(np.where(mask[..., None], rng.normal(size=(6, 3, 8)), 0), mask).collapsed
+
+
+def test_a_passage_alone_is_collapsed_by_its_cosine_only():
+    apart = collapse_report(np.array([[[1.0, 0.0], [0.0, 1.0]]]), np.ones((1, 2), bool))
+    assert (apart.lv, apart.collapsed) == (None, False)
+    alike = collapse_report(np.array([[[1.0, 0.0], [1.0, 0.0]]]), np.ones((1, 2), bool))
+    assert (alike.lv, alike.collapsed) == (None, True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from random_index import brute_force, publish_random_index, random_views
 
+from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed import build_index, encode
 from mvr_ray.distributed.encoders import resolve_encoder
@@ -59,20 +60,63 @@ def test_the_same_command_again_publishes_nothing(own_index, run_over):
     assert [what for what, _, _ in said] == ["nothing changed, version 1 stays live; passages"]
 
 
-@pytest.mark.parametrize("size", [0, 40, 200])
-def test_a_cut_staged_chunk_is_named_and_removed_so_that_the_same_command_makes_it_again(tmp_path, size):
-    store, path = Store(tmp_path), "staging/chunk.arrow"
-    (tmp_path / "staging").mkdir()
-    with EmbeddingWriter(tmp_path / path, 4, 1) as writer:
-        views_ND = np.ones((2, 4), np.float16)
-        writer.write(EmbeddingBlock(["a", "b"], np.array([0, 1, 2]), np.zeros(2, np.int16), views_ND))
-    assert build_index._open_staged(store, path).ids() == ["a", "b"]
-    os.truncate(tmp_path / path, size)
-    with pytest.raises(
-        StorageError, match=r"staged embeddings .*chunk\.arrow were damaged .* run the same command again"
-    ):
-        build_index._open_staged(store, path)
-    assert not store.exists(path)
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size * 2 // 3)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.unlink()
+    file.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos(
+    "a byte flipped in, or bytes cut off, any file of unfinished indexing",
+    "it is made again, and the version has the same bytes",
+)
+def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_bytes(
+    own_index, run_over, tmp_path, monkeypatch, record_property
+):
+    store, stopped = Store(str(own_index)), []
+    old = list(Corpus.open(store, "corpus"))
+    new = [Passage(f"new {number}", "A title", f"Text {number} of nobody.") for number in range(9)]
+    prepare_texts(store, tmp_path, [*old[5:], *new], 2)  # other shards than before: some are carried over
+
+    def stop(_, version: manifest.Manifest) -> None:
+        stopped.append(version)
+        raise StorageError("stopped before it is published")
+
+    def build() -> manifest.Manifest:
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "publish", stop)
+            with pytest.raises(StorageError, match="stopped before"):
+                build_index.index(run_over(own_index))
+        return stopped[-1]
+
+    first = build()
+    [staging] = (own_index / paths.staging_root("index")).iterdir()
+    names = sorted(file.name for file in staging.iterdir())
+    assert [name.split("-")[0] for name in names] == ["built"] * 2 + ["carried"] * 2 + ["chunk"] * 2 + ["plan"] * 2
+    whole = shutil.copytree(staging, tmp_path / "whole")
+    shard_file = own_index / paths.shard_dir("index", first.shards[0].digest) / paths.EMBEDDINGS
+    for damage, name in [(flip, name) for name in names[::2]] + [(cut_short, name) for name in names[1::2]]:
+        shutil.rmtree(staging)
+        shutil.copytree(whole, staging)
+        damage(staging / name)
+        if not name.startswith("built"):
+            for note in staging.glob("built-*"):
+                note.unlink()
+        again = build()
+        assert (again.shards, again.metrics) == (first.shards, first.metrics), name
+        assert manifest.verify(store, again).problems == []
+    flip(shard_file)
+    assert build().shards == first.shards and manifest.verify(store, first).problems == []
+    made = build_index.index(run_over(own_index))
+    assert (made.shards, made.metrics["encoded"]) == (first.shards, 9)
+    assert store.list(paths.staging_root("index")) == []
+    record_property("figures", f"{len(names)} staged files and a built shard damaged, all made again")
 
 
 def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_index, run_over):
@@ -120,6 +164,7 @@ def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
                         block.vectors_ND[low:high],
                     )
                 )
+            add_trailer(own_index / task.chunk_path(chunk))
     lost = corpus.part(2).ids()[11]
     with pytest.raises(RowsLostError, match=rf"shard 2 from row 6: 6 passages read, 5 embedded; 1 missing \({lost}\)"):
         build_index.index(run)

@@ -418,6 +418,43 @@ def test_a_damaged_journal_is_begun_anew(store, damage):
     assert not kept.exists(journal.folder)
 
 
+class StopError(Exception):
+    """Ends a refinement from its progress callable, as a kill of its driver would."""
+
+
+@pytest.mark.slow
+@pytest.mark.chaos(
+    "a byte flipped in, or bytes cut off, any file of an unfinished refinement",
+    "the refinement begins anew, and the version has the same bytes",
+)
+def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_the_same_bytes(
+    base_store, tmp_path, record_property
+):
+    settings = {"method": "hybrid", "rounds": 2, "patience": 2, "max_heldout_loss": 100}
+    expected = refining.refine(config(shutil.copytree(base_store, tmp_path / "whole"), **settings)).published
+    cut = shutil.copytree(base_store, tmp_path / "cut")
+
+    def stop(what: str, number: int, total: int) -> None:
+        if what.startswith("refine round 2"):
+            raise StopError
+
+    with pytest.raises(StopError):
+        refining.refine(config(cut, **settings), stop)
+    [folder] = (cut / paths.staging_root("squad")).iterdir()
+    kinds = [folder / "journal.json", folder / "round-1/queries.npy", max((folder / "round-1").glob("shard-*.npz"))]
+    for number, file in enumerate(kinds):
+        data = bytearray(file.read_bytes())
+        for kind, damage in (("flipped", len(data) // 2), ("cut", len(data) - 9)):
+            hurt = shutil.copytree(cut, tmp_path / f"{number} {kind}")
+            bad = bytes(data[:damage]) + (
+                b"" if kind == "cut" else bytes([data[damage] ^ 1]) + bytes(data[damage + 1 :])
+            )
+            (hurt / file.relative_to(cut)).write_bytes(bad)
+            made = refining.refine(config(hurt, **settings)).published
+            assert made is not None and digests(made) == digests(expected), (file.name, kind)
+    record_property("figures", f"{len(kinds)} kinds of file, flipped and cut: the same bytes each time")
+
+
 @pytest.mark.chaos("refiner killed", "comes back to the round that is asked for")
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
     kept = Store(str(store))

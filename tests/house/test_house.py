@@ -1,6 +1,7 @@
 """Rules of the house that no single room can hold: imports, module length, shipped files, the README's commands."""
 
 import ast
+import importlib.util
 import re
 import shutil
 import statistics
@@ -14,7 +15,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from typer.main import get_command
 
 from mvr_ray.cli import app
-from mvr_ray.config import load_run
+from mvr_ray.config import RunConfig, load_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUDIES = ROOT / "configs" / "studies"  # study files are loaded by tests/studies
@@ -186,3 +187,14 @@ def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies
 def test_the_readme_names_every_command() -> None:
     used = {words[1] for words in commands(ROOT / "README.md")}
     assert set(get_command(app).commands) - {"version"} <= used
+
+
+def test_the_page_of_every_key_is_what_the_sections_say() -> None:
+    spec = importlib.util.spec_from_file_location("configuration", ROOT / "docs" / "configuration.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert shown == module.page(), "run `python docs/configuration.py`"
+    for name, section in RunConfig.model_fields.items():
+        assert all(f"`{name}.{key}`" in shown for key in section.annotation.model_fields)

@@ -8,17 +8,16 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
+from node_ports import free_ports
 
 from mvr_ray.cli import main
 from mvr_ray.store import manifest
@@ -30,7 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))
 NUM_ARTICLES, PARAGRAPHS = 3, 20
 MAX_UPLOAD_BYTES = 4 << 20
-WORKER_PORTS = range(10002, 20000)
 
 
 class Cluster(NamedTuple):
@@ -47,19 +45,6 @@ class Cluster(NamedTuple):
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, outside those that Ray gives to its workers."""
-    found: list[int] = []
-    with ExitStack() as held:
-        while len(found) < count:
-            bound = held.enter_context(socket.socket())
-            bound.bind(("127.0.0.1", 0))
-            port = bound.getsockname()[1]
-            if port not in WORKER_PORTS:
-                found.append(port)
-    return found
 
 
 @pytest.fixture(scope="module")

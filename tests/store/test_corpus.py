@@ -1,6 +1,9 @@
 """Laws of passages and questions at rest."""
 
 import hashlib
+import random
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,9 @@ from mvr_ray.store.corpus import (
     BATCH_ROWS,
     Corpus,
     CorpusPart,
+    copy_questions,
+    question_set,
     question_sets,
-    questions_path,
     read_questions,
     shard_of,
     write_passages,
@@ -134,10 +138,79 @@ def test_sets_of_an_earlier_program_are_found_with_a_corpus_of_that_program_alon
     write_questions(corpus, "set", [Question("1", "why?")])
     older = Store(tmp_path / "older")
     older.write_bytes("corpora/corpus/corpus.json", corpus.info.to_json())
-    older.write_bytes("questions/set.arrow", store.read_bytes(questions_path(corpus, "set")))
+    older.write_bytes("questions/set.arrow", store.read_bytes(set_file(corpus, "set")))
     assert read_questions(Corpus.open(older, "corpus"), "set") == [Question("1", "why?")]
     with pytest.raises(MissingInputError, match="there are: none"):
         read_questions(empty_corpus(older, "later"), "set")
+
+
+def set_file(corpus: Corpus, name: str) -> str:
+    info = question_set(corpus, name)
+    assert info is not None
+    return f"{paths.corpus_dir(corpus.name)}/{info.file}"
+
+
+ASKED = [
+    Question(f"q{n}", f"which river is {n}?", (f"river {n}",), (f"p{n}",), ("p0",), (n,), (0.5, n)) for n in range(40)
+]
+
+
+def answers_after(corpus: Corpus, path: str, data: bytes) -> list[Question] | None:
+    """The questions that are read where a file of theirs holds `data`; None where they are refused by name."""
+    corpus.store.write_bytes(path, data)
+    try:
+        return read_questions(Corpus.open(corpus.store, "corpus"), "set")
+    except StorageError as error:
+        assert "mvr-ray prepare CONFIG" in str(error)
+        return None
+
+
+@pytest.mark.chaos(
+    "a byte flipped or bytes cut off anywhere in a question set", "refused, never read as other questions"
+)
+def test_a_question_set_is_refused_wherever_a_byte_of_it_is_flipped_or_cut_off(tmp_path: Path, record_property):
+    corpus = empty_corpus(Store(tmp_path))
+    write_questions(corpus, "set", ASKED)
+    rng, cases = random.Random(7), 0
+    for path in (set_file(corpus, "set"), paths.question_set("corpus", corpus.digest, "set")):
+        whole = corpus.store.read_bytes(path)
+        damaged = [whole[:at] for at in rng.sample(range(len(whole)), 30)]
+        for at in rng.sample(range(len(whole)), 150):
+            damaged.append(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
+        refused = sum(answers_after(corpus, path, data) is None for data in damaged)
+        assert refused == len(damaged), "not one was read"
+        corpus.store.write_bytes(path, damaged[-1])
+        assert [bad for bad, _ in corpus.find_damage()] == [path]
+        assert answers_after(corpus, path, whole) == ASKED
+        cases += refused
+    record_property("figures", f"{cases} damaged files, all refused by name")
+
+
+def test_damaged_questions_of_an_earlier_program_are_refused_or_read_in_little_memory(tmp_path: Path):
+    """No digest of them is known, so what they say about lengths is checked before anything is copied."""
+    corpus = empty_corpus(Store(tmp_path))
+    write_questions(corpus, "set", ASKED)
+    whole = corpus.store.read_bytes(set_file(corpus, "set"))
+    corpus.store.delete(paths.question_set("corpus", corpus.digest, "set"))
+    path = f"{paths.questions_dir('corpus', corpus.digest)}/set.arrow"
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), limits[1]))
+    try:
+        assert answers_after(corpus, path, whole) == ASKED
+        for at in range(0, len(whole), 7):
+            answers_after(corpus, path, whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_a_set_that_two_corpora_share_is_one_file_and_another_set_of_its_name_leaves_it(store: Store):
+    first, second = (Corpus(store, replace(empty_corpus(store).info, digest=digit * 32)) for digit in "12")
+    write_questions(first, "set", ASKED)
+    copy_questions(first, second, "set")
+    assert set_file(first, "set") == set_file(second, "set")
+    write_questions(second, "set", ASKED[:3])
+    assert (read_questions(first, "set"), read_questions(second, "set")) == (ASKED, ASKED[:3])
 
 
 @pytest.fixture

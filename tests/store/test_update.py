@@ -4,8 +4,12 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -196,3 +200,61 @@ def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_pat
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "other"}
     update(CONFIG, store, str(mine))
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+
+
+def test_of_two_updaters_at_the_same_moment_exactly_one_wins_on_every_kind_of_store(
+    store: Store, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    make_corpus(store, write, {"a": "one"})
+    files = [str(write(f"{name}.jsonl", lines(row(name, "x")))) for name in ("mine", "other")]
+    together, create = Barrier(2), Store.create_once
+
+    def create_together(self: Store, path: str, data: bytes) -> None:
+        together.wait()
+        create(self, path, data)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(Store, "create_once", create_together)
+        tries = [pool.submit(update, CONFIG, Store(store.root), file) for file in files]
+        errors = [one.exception() for one in tries]
+    [winner] = [at for at, error in enumerate(errors) if error is None]
+    assert isinstance(errors[1 - winner], PublishConflictError)
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", ("mine", "other")[winner]}
+    update(CONFIG, store, files[1 - winner])
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+
+
+UPDATER = """
+import os, sys, time
+from pathlib import Path
+from mvr_ray.config import PrepareConfig
+from mvr_ray.errors import PublishConflictError
+from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
+
+create, ready = Store.create_once, Path(sys.argv[2]).parent
+def create_together(self, path, data):
+    (ready / f"{os.getpid()}.ready").touch()
+    while len(list(ready.glob("*.ready"))) < 2:
+        time.sleep(0.001)
+    create(self, path, data)
+Store.create_once = create_together
+try:
+    update(PrepareConfig(corpus="corpus", num_shards=3), Store(sys.argv[1]), sys.argv[2])
+except PublishConflictError:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.chaos("two updaters publish at the same moment", "exactly one wins, the other is told; nothing is lost")
+def test_of_two_processes_that_update_at_the_same_moment_exactly_one_wins(tmp_path: Path, write: Write):
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"a": "one"})
+    files = [write(f"{name}.jsonl", lines(row(name, "x"))) for name in ("mine", "other")]
+    processes = [subprocess.Popen([sys.executable, "-c", UPDATER, store.root, str(file)]) for file in files]
+    ends = [process.wait() for process in processes]
+    assert sorted(ends) == [0, 3]
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", ("mine", "other")[ends.index(0)]}
+    update(CONFIG, store, str(files[ends.index(3)]))
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+    assert Corpus.open(store, "corpus").find_damage() == []

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.errors import FingerprintError, MvrRayError
 
 FORMAT_VERSION = 1
@@ -70,8 +71,8 @@ class StoredModel(nn.Module, ABC):
                 model.gradient_checkpointing_disable()
 
     def write_description(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Write the JSON file, after all others; `description` has format version and fingerprint."""
-        text = json.dumps(description, indent=2)
+        """Write the JSON file with its checksum, after all others; `description` has format version and fingerprint."""
+        text = json.dumps(json_with_checksum(description), indent=2)
         (folder / self.description_file).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -79,8 +80,8 @@ class StoredModel(nn.Module, ABC):
         """What the JSON file holds. Raises `refusal` where the folder holds no such model, or one of another format."""
         file = folder / cls.description_file
         try:
-            description = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            description = parse_json(file.read_bytes(), str(file))
+        except OSError as error:
             raise cls.refusal(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
         version = description.get("format_version") if isinstance(description, dict) else None
         if version != FORMAT_VERSION:

@@ -20,7 +20,7 @@ MIN_LV = 0.001
 
 @dataclass(frozen=True)
 class Collapse:
-    """`mean_pair_cosine` and `lv` are None where no passage has two views to compare."""
+    """`mean_pair_cosine` and `lv` are None where no passage has two views to compare, `lv` also of a passage alone."""
 
     mean_pair_cosine: float | None
     lv: float | None
@@ -37,12 +37,14 @@ def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor
     mask_PV = np.asarray(_numpy(mask_PV), bool)
     cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
     means_PD = (views_PVD * mask_PV[..., None]).sum(1) / np.maximum(mask_PV.sum(1, keepdims=True), 1)
-    lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV)
-    if cosine is None or lv is None:
+    # A passage alone would be asked by its own mean, to which two views are always equally near.
+    lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV) if len(views_PVD) > 1 else None
+    if cosine is None:
         return Collapse(None, None, False, f"none of {len(views_PVD)} passages has two views to compare")
     several = int((mask_PV.sum(1) > 1).sum())
-    what = f"over {several} passages, two views of one have mean cosine {cosine:.4f} and local variation is {lv:.4f}"
-    if cosine > MAX_COSINE or lv < MIN_LV:
+    variation = "" if lv is None else f" and local variation is {lv:.4f}"
+    what = f"over {several} passages, two views of one have mean cosine {cosine:.4f}{variation}"
+    if cosine > MAX_COSINE or (lv is not None and lv < MIN_LV):
         return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, Collapse")
     return Collapse(cosine, lv, False, what)
 

@@ -9,6 +9,7 @@
 
 The key is made of what decides the result: this format, the version refined, the refine section, every question. A
 round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best round are kept.
+Behind the content of each file is its digest: where one is damaged, the refinement begins anew.
 """
 
 import hashlib
@@ -20,11 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions
 from mvr_ray.distributed.refinement.report import RefineReport, RoundReport, WeightReport
-from mvr_ray.distributed.refinement.state import StateId
+from mvr_ray.distributed.refinement.state import StateId, read_staged
+from mvr_ray.errors import StagingError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -85,12 +88,10 @@ class Journal:
 
     def _read(self) -> dict[str, Any] | None:
         """What the journal says; None where there is none, or a damaged one: the refinement begins anew."""
-        if not self.store.exists(self._path):
-            return None
         try:
-            return json.loads(self.store.read_bytes(self._path))
-        except ValueError as error:
-            log.warning("refinement begins anew: %s is damaged (%s)", self.store.where(self._path), error)
+            return json.loads(read_staged(self.store, self._path)) if self.store.exists(self._path) else None
+        except StagingError as error:
+            log.warning("refinement begins anew: %s", error)
             self.delete()
             return None
 
@@ -124,7 +125,7 @@ class Journal:
             "rounds": [{**done._asdict(), "report": done.report._asdict()} for done in self.rounds],
             "weights": [{**done._asdict(), "report": done.report._asdict()} for done in self.weights],
         }
-        self.store.write_bytes(self._path, json.dumps(kept).encode())
+        self.store.write_bytes(self._path, with_trailer(json.dumps(kept).encode()))
 
     def keep_only(self, rounds: set[int]) -> None:
         """Drop the states of other rounds, and of weights that were tried."""
@@ -136,20 +137,24 @@ class Journal:
     def save_queries(self, number: int, queries_LD: FloatArray) -> None:
         buffer = io.BytesIO()
         np.save(buffer, queries_LD, allow_pickle=False)
-        self.store.write_bytes(self._queries_path(number), buffer.getvalue())
+        self.store.write_bytes(self._queries_path(number), with_trailer(buffer.getvalue()))
 
     def load_queries(self, number: int) -> FloatArray:
-        return np.load(io.BytesIO(self.store.read_bytes(self._queries_path(number))), allow_pickle=False)
+        return np.load(io.BytesIO(read_staged(self.store, self._queries_path(number))), allow_pickle=False)
 
     def _queries_path(self, number: int) -> str:
         return f"{StateId('round', number).folder(self.folder)}/queries.npy"
 
     def save_report(self, report: RefineReport) -> None:
-        self.store.write_bytes(f"{self.folder}/report.json", report.to_json().encode())
+        self.store.write_bytes(f"{self.folder}/report.json", with_trailer(report.to_json().encode()))
 
     def saved_report(self) -> RefineReport | None:
+        """The outcome, where it was saved and is not damaged."""
         path = f"{self.folder}/report.json"
-        return RefineReport.from_json(self.store.read_bytes(path).decode()) if self.store.exists(path) else None
+        try:
+            return RefineReport.from_json(read_staged(self.store, path).decode()) if self.store.exists(path) else None
+        except StagingError:
+            return None
 
     def delete(self) -> None:
         if self.store.exists(self.folder):

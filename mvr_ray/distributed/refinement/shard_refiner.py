@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mvr_ray.checksums import with_trailer
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, overlay_hits
-from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews
+from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index, searches_embeddings
@@ -303,13 +304,13 @@ class ShardRefiner:
             state = (
                 ShardChanges.none(dimension)
                 if at == PUBLISHED
-                else ShardChanges.from_bytes(self.store.read_bytes(at.shard_path(self.task.staging, shard)))
+                else ShardChanges.from_bytes(read_staged(self.store, at.shard_path(self.task.staging, shard)))
             )
             self.states[shard] = held = (at, state)
         return held[1]
 
     def _keep(self, at: StateId, shard: int, state: ShardChanges) -> None:
-        self.store.write_bytes(at.shard_path(self.task.staging, shard), state.to_bytes())
+        self.store.write_bytes(at.shard_path(self.task.staging, shard), with_trailer(state.to_bytes()))
         self.states[shard] = (at, state)
 
     def _blocks(self, at: StateId, shard: int) -> list[EmbeddingBlock]:

@@ -14,11 +14,22 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from mvr_ray.checksums import without_trailer
 from mvr_ray.core.searching.exact import distinct
+from mvr_ray.errors import DigestError, MissingInputError, StagingError
 from mvr_ray.store.embeddings import Views
+from mvr_ray.store.files import Store
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 VIEW_BASE = 1 << 16  # above every view number (int16)
+
+
+def read_staged(store: Store, path: str) -> bytes:
+    """Read a file of unfinished refinement. Raises StagingError where it is missing, cut short or damaged."""
+    try:
+        return bytes(without_trailer(store.read_bytes(path), store.where(path)))
+    except (DigestError, MissingInputError) as error:
+        raise StagingError(f"{error}; the refinement begins anew") from error
 
 
 class StateId(NamedTuple):

@@ -15,7 +15,7 @@ from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.corpus import Corpus, questions_path, read_questions
+from mvr_ray.store.corpus import Corpus, question_digest, read_questions
 from mvr_ray.store.sampling import hash_rank
 from mvr_ray.types import IntArray, Passage, Question
 
@@ -202,7 +202,7 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
 def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
     """Digests of the question sets that training reads. Raises MissingInputError where one is not there."""
     names = (cfg.questions, cfg.hard_negatives, cfg.dev_questions)
-    return [corpus.store.sha256(questions_path(corpus, name)) if name else "" for name in names]
+    return [question_digest(corpus, name) if name else "" for name in names]
 
 
 class DevReading(NamedTuple):

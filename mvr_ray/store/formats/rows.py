@@ -1,10 +1,11 @@
-"""Read row files (JSON lines, Parquet) of passages and questions, CSV of passages, NQ-open lines, and summaries.
+"""Read rows of passages and questions: JSON lines, Parquet, CSV, data sets; also NQ-open lines and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
 answer_starts. Any other row is a passage: id (or _id), title, text (or contents); what else it has are its extras.
+`names` gives other names of these (`SourceConfig.fields`): the part of a passage or question by the field's name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,19 @@ from mvr_ray.store.formats.text_files import csv_rows, json_lines, open_text
 
 PARQUET_ROWS = 1024
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
+_LISTS = ("answers", "positive_ids")
 
 
-def read_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
+Names = Mapping[str, str | None]
+NO_NAMES: Names = {}
+
+
+def read_jsonl(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
     for number, row in enumerate(json_lines(path)):
-        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, prefix)
+        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, prefix, names)
 
 
-def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_parquet(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
     """Read Parquet rows; messages name a row by its number from 0."""
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
@@ -43,20 +49,33 @@ def read_parquet(path: Path, prefix: str = "") -> Iterator[Record]:
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS):
                 for row in batch.to_pylist():
-                    yield _record(row, number, path, f"{path}:row {number}", prefix)
+                    yield _record(row, number, path, f"{path}:row {number}", prefix, names)
                     number += 1
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
 
-def read_csv(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_csv(path: Path, prefix: str = "", names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
     """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
-    for row in csv_rows(path, ("id", "text")):
+    needed = [name for name in ("id", "text") if name not in names] if "question" not in names else []
+    for number, row in enumerate(csv_rows(path, [*needed, *filter(None, names.values())], delimiter)):
         if isinstance(row, BadRow):
             yield row
         else:
-            values = {name: cell if name in _OWN_KEYS else TextCell(cell) for name, cell in row.values.items()}
-            yield passage_of(values, row.where, prefix)
+            own = {*_OWN_KEYS, *names.values()}
+            values = {name: cell if name in own else TextCell(cell) for name, cell in row.values.items()}
+            yield _record(values, number, path, row.where, prefix, names)
+
+
+def read_tsv(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
+    """Read a tab-separated file with a header, as `read_csv` does."""
+    return read_csv(path, prefix, names, "\t")
+
+
+def read_rows(rows: Iterable[Mapping[str, Any]], source: str, prefix: str, names: Names) -> Iterator[Record]:
+    """Read rows that a library yields; messages name a row by its number from 0."""
+    for number, row in enumerate(rows):
+        yield _record(dict(row), number, Path(source), f"{source}:row {number}", prefix, names)
 
 
 def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
@@ -91,7 +110,13 @@ def read_summaries(path: Path, prefix: str = "") -> Iterator[Record]:
         reader.finish()
 
 
-def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: str) -> Record:
+def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: str, names: Names) -> Record:
+    if names:
+        record = _record(_rename(row, number, path, names), number, path, where, prefix, NO_NAMES)
+        if isinstance(record, BadRow):
+            mapping = ", ".join(f"{part} from {name!r}" for part, name in names.items() if name)
+            return BadRow(where, f"{record.reason} (fields: {mapping})" if mapping else record.reason)
+        return record
     if row.get("question") is not None:
         answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
         return question_record(
@@ -105,6 +130,24 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: st
             prefix=prefix,
         )
     return passage_of(row, where, prefix)
+
+
+def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
+    """The row with the parts of a passage or question under their own names. A lone answer or id becomes a list."""
+    taken = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
+    result = {key: value for key, value in row.items() if key not in taken}
+    for part, name in names.items():
+        value = question_id(path, number) if name is None else _lookup(row, name)
+        result[part] = [value] if part in _LISTS and isinstance(value, str) else value
+    return result
+
+
+def _lookup(row: Any, name: str) -> Any:
+    """The value of a field; a name with dots reaches into objects."""
+    if name in row:
+        return row[name]
+    first, dot, rest = name.partition(".")
+    return _lookup(row[first], rest) if dot and isinstance(row.get(first), dict) else None
 
 
 def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:

@@ -6,15 +6,26 @@ from functools import partial
 from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.formats.beir import beir_files, read_beir
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
+from mvr_ray.store.formats.huggingface import SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.mediawiki import read_mediawiki
+from mvr_ray.store.formats.msmarco import is_msmarco, msmarco_files, read_collection, read_msmarco
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
-from mvr_ray.store.formats.rows import read_csv, read_jsonl, read_nq_open, read_parquet, read_summaries
+from mvr_ray.store.formats.rows import (
+    read_csv,
+    read_jsonl,
+    read_nq_open,
+    read_parquet,
+    read_rows,
+    read_summaries,
+    read_tsv,
+)
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import open_text
+from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
 READERS = {
@@ -24,12 +35,18 @@ READERS = {
     "dpr_jsonl": read_dpr_jsonl,
     "qas_csv": read_qas_csv,
     "csv": read_csv,
+    "tsv": read_tsv,
+    "msmarco": read_collection,
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "nq_open": read_nq_open,
     "summaries": read_summaries,
     "mediawiki": read_mediawiki,
+    "text": read_text_file,
 }
+"""Formats of files. `beir`, `msmarco`, `text` and `huggingface` may be whole folders."""
+NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
+"""Formats whose fields a source may name (`SourceConfig.fields`)."""
 
 
 def read_source(source: SourceConfig) -> Iterator[Record]:
@@ -53,16 +70,25 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
 
 
 def source_files(source: SourceConfig) -> list[Path]:
-    """List the files of a source, in reading order."""
+    """List the files of a source, in reading order; a data set of the Hugging Face hub has none here."""
+    if source.path.startswith(SCHEME):
+        return []
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path}); check prepare.sources")
     if path.is_file():
         return [path]
-    if source.format == "beir" or (source.format == "auto" and _is_beir(path)):
-        files = beir_files(path, source.split)
-    else:
-        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    match folder_format(source, path):
+        case "beir":
+            files = beir_files(path, source.split)
+        case "msmarco":
+            files = msmarco_files(path, source.split)
+        case "text":
+            files = text_files(path)
+        case "huggingface":
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        case _:
+            files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
         raise MissingInputError(f"source {source.path} is a folder without files ({path}); check prepare.sources")
     return files
@@ -70,7 +96,27 @@ def source_files(source: SourceConfig) -> list[Path]:
 
 def format_of(source: SourceConfig) -> str:
     """Return the source's format as set, or detected from its name and first bytes."""
-    return source.format if source.format != "auto" else _tell_format(source_files(source)[0], source.path)
+    if source.format != "auto":
+        return source.format
+    if source.path.startswith(SCHEME):
+        return "huggingface"
+    path = resolve_path(source.path)
+    whole = folder_format(source, path) if path.is_dir() else None
+    return whole or _tell_format(source_files(source)[0], source.path)
+
+
+def folder_format(source: SourceConfig, folder: Path) -> str | None:
+    """The format of a folder that is one source; None for a folder of files that are read one by one."""
+    if source.format != "auto":
+        return source.format if source.format in ("beir", "msmarco", "text", "huggingface") else None
+    if _is_beir(folder):
+        return "beir"
+    if is_msmarco(folder):
+        return "msmarco"
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+        return "huggingface"
+    shown = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
+    return "text" if all(_is_text(file) for file in shown) and text_files(folder) else None
 
 
 def read_question_file(path: Path) -> list[Question]:
@@ -91,42 +137,84 @@ def read_question_file(path: Path) -> list[Question]:
 
 
 def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
-    files = source_files(source)
-    if path.is_dir() and (source.format == "beir" or (source.format == "auto" and _is_beir(path))):
-        yield partial(read_beir, path, source.id_prefix, source.split, source.passages, source.questions is not None)
+    names = {name: getattr(source.fields, name) for name in sorted(source.fields.model_fields_set)}
+    wants_questions = source.questions is not None
+    files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
+    if source.path.startswith(SCHEME) or whole == "huggingface":
+        name = source.path if source.path.startswith(SCHEME) else str(path)
+        yield partial(read_rows, open_dataset(name, source.split), name, source.id_prefix, names)
         return
-    if source.format == "beir":
-        raise DataError(f"source {source.path} is a file, but BEIR is a folder with corpus.jsonl and queries.jsonl")
+    if whole in ("beir", "msmarco"):
+        _refuse_names(source, whole, names)
+        read = read_beir if whole == "beir" else read_msmarco
+        yield partial(read, path, source.id_prefix, source.split, source.passages, wants_questions)
+        return
+    if source.format in ("beir", "huggingface"):
+        expected = {
+            "beir": "BEIR is a folder with corpus.jsonl and queries.jsonl",
+            "huggingface": "a data set is a folder",
+        }
+        raise DataError(f"source {source.path} is a file, but {expected[source.format]}")
     for file in files:
-        format = source.format if source.format != "auto" else _tell_format(file, source.path)
-        yield partial(READERS[format], file, source.id_prefix)
+        format = whole or (source.format if source.format != "auto" else _tell_format(file, source.path, bool(names)))
+        _refuse_names(source, format, names)
+        if whole == "text":
+            yield partial(read_text_file, file, source.id_prefix, path)
+        elif names:
+            yield partial(READERS[format], file, source.id_prefix, names)
+        else:
+            yield partial(READERS[format], file, source.id_prefix)
+
+
+def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:
+    if names and format not in NAMED_FIELDS:
+        raise ConfigError(
+            f"source {source.path}: fields are set, but format {format} has names of its own; leave fields out, or set "
+            f"format to one of {', '.join(NAMED_FIELDS)}"
+        )
+
+
+def _is_text(file: Path) -> bool:
+    return file.name.lower().removesuffix(".gz").endswith(TEXT_ENDS)
 
 
 def _is_beir(path: Path) -> bool:
     return any((path / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
 
 
-def _tell_format(file: Path, source: str) -> str:
+def _tell_format(file: Path, source: str, has_names: bool = False) -> str:
+    """`has_names`: the source names fields, so that its rows are none of a format with names of its own."""
     stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
     if _is_beir(file.parent) and stem == "corpus.jsonl":
         return "beir"
     if stem.endswith(".parquet"):
         return "parquet"
     if stem.endswith(".tsv"):
-        return "dpr_tsv"
+        return "tsv" if has_names else _tell_tsv(file)
     if stem.endswith(".csv"):
         with open_text(file) as text:
-            return "qas_csv" if "\t" in text.readline() else "csv"
+            return "qas_csv" if "\t" in text.readline() and not has_names else "csv"
     if stem.endswith((".jsonl", ".ndjson")):
-        return _tell_lines(file)
+        return "jsonl" if has_names else _tell_lines(file)
     if stem.endswith(".json"):
         return _tell_json(file)
     if stem.endswith(".xml") or ".xml-p" in stem:  # a dump in several files: pages-articles1.xml-p1p41242.bz2
         return "mediawiki"
+    if _is_text(file):
+        return "text"
     raise DataError(
         f"the format of source {source} cannot be told from the name {file.name!r}; "
-        f"set `format:` to one of {', '.join([*READERS, 'beir'])}"
+        f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
     )
+
+
+def _tell_tsv(file: Path) -> str:
+    """Rows of two columns are MS MARCO's; a header with id and text, in an order other than DPR's, is a table's own."""
+    with open_text(file) as text:
+        columns = [name.strip().lower() for name in text.readline().split("\t")]
+    if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= set(columns):
+        return "tsv"
+    return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 
 def _tell_lines(file: Path) -> str:

@@ -85,13 +85,14 @@ def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
             yield BadRow(row.where, f"{len(row.values)} tab-separated columns, not {num_columns}")
 
 
-def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | BadRow]:
-    """Yield the rows of a comma-separated file with a header, each as a dict by column. The columns id, title and text
-    may be in any case.
+def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Row | BadRow]:
+    """Yield the rows of a separated file with a header, each as a dict by column. The columns id, title and text may be
+    in any case.
 
     Raises DataError for a header that lacks one of `columns` or has one twice.
     """
-    rows = _separated_rows(path, ",")
+    kind = "tab-separated" if delimiter == "\t" else "comma-separated"
+    rows = _separated_rows(path, delimiter)
     first = next(rows, None)
     names = [name.strip() for name in first.values] if isinstance(first, Row) else []
     header = [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
@@ -99,14 +100,15 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | BadRow]:
     if missing or len(set(header)) < len(header):
         problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"
         raise DataError(
-            f"{path}: the header {problem}; it has {len(header)} comma-separated columns: "
-            f"{', '.join(map(repr, header)) or 'none'}. Needed are {' and '.join(columns)}, in any order"
+            f"{path}: the header {problem}; it has {len(header)} {kind} columns: "
+            f"{', '.join(map(repr, header)) or 'none'}. Needed are {' and '.join(columns)}, in any order; other names "
+            f"can be given in the source's fields: {{id: NAME, text: NAME}}"
         )
     for row in rows:
         if isinstance(row, BadRow):
             yield row
         elif len(row.values) != len(header):
-            yield BadRow(row.where, f"{len(row.values)} comma-separated columns, the header has {len(header)}")
+            yield BadRow(row.where, f"{len(row.values)} {kind} columns, the header has {len(header)}")
         else:
             yield Row(dict(zip(header, row.values)), row.where)
 

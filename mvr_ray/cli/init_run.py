@@ -1,0 +1,306 @@
+"""Write a commented run file by looking at the data: `mvr-ray init DATA...`.
+
+The first rows of every source say which format it has, under which names its rows have id, title, text and question,
+how long passages are, and which further fields come with them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_path
+from mvr_ray.config.loader import parse_yaml
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.fields import FieldReader, TextCell
+from mvr_ray.store.formats import BadRow, PassageRecord, QuestionRecord, format_of, read_source
+from mvr_ray.store.formats.huggingface import open_dataset
+from mvr_ray.store.formats.sources import NAMED_FIELDS, source_files
+from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text
+
+SAMPLE_ROWS = 500
+LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers"
+LONG_WORDS = 250
+"""Mean words of a passage above which `init` cuts passages into chunks of 100 words, as DPR does."""
+SHARD_BYTES = 50_000_000
+NAMES = {
+    "id": ("id", "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "uid", "uuid", "key", "url"),
+    "title": ("title", "name", "heading", "headline", "subject"),
+    "text": ("text", "contents", "content", "body", "passage", "document", "context", "abstract", "extract", "summary"),
+    "question": ("question", "query"),
+    "answers": ("answers", "answer"),
+}
+"""Common names of the parts of a passage or question, the first one first."""
+OWN_NAMES = {"id": ("id", "_id"), "text": ("text", "contents"), "answers": ("answers", "answer")}
+"""Names that the readers of rows know themselves."""
+
+
+class SourceSample(NamedTuple):
+    """The first records of a source: how it is read, and what was seen in them."""
+
+    path: str
+    format: str
+    names: dict[str, str | None]
+    split: str | None
+    passages: int
+    questions: int
+    answers: bool
+    mean_words: float
+    field_types: dict[str, str]
+    bad: str
+    num_bytes: int
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        kinds = [f"{self.mean_words:.0f} words a passage"] * bool(self.passages) + ["questions"] * bool(self.questions)
+        named = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
+        return f"{self.path}: {self.format}{f' ({named})' if named else ''}, {', '.join(kinds) or 'nothing to read'}"
+
+
+def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, list[SourceSample]]:
+    """Write the run file for sources, and check it. The default name is that of the first source.
+
+    Raises MissingInputError or DataError for what cannot be read, ConfigError where the file is there already.
+    """
+    samples = [look_at(path) for path in paths]
+    if not any(sample.passages for sample in samples):
+        seen = "; ".join(sample.bad or sample.title for sample in samples)
+        raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {seen}")
+    name = _name(paths[0])
+    file = output or Path(f"{name}.yaml")
+    if file.exists():
+        raise ConfigError(f"init: {file} exists already; name another file with --output, or move it away")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"init: --output {file} cannot be written; name a file in a folder that exists")
+    file.write_text(run_file_text(name, samples), encoding="utf-8")
+    load_run(file)
+    return file, samples
+
+
+def look_at(path: str) -> SourceSample:
+    """Read the first rows of a source."""
+    source = SourceConfig(path=path, questions="questions")
+    split = None
+    if path.startswith("hf:"):
+        source, split = source.model_copy(update={"split": "train"}), "train"
+    files = source_files(source)
+    kind = format_of(source)
+    if kind in ("dpr_tsv", "msmarco") and files[0].is_file() and _has_header(files[0]):
+        kind = "tsv"
+        source = source.model_copy(update={"format": kind})
+    if kind in ("beir", "msmarco"):
+        split = _split(resolve_path(path), kind)
+        source = source.model_copy(update={"split": split, "questions": "questions" if split else None})
+    if kind in ("nq_open", "dpr_jsonl", "dpr_json", "squad"):
+        names: dict[str, str | None] = {}
+    else:
+        names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
+    values = {**source.model_dump(exclude_unset=True), "format": kind, "fields": names}
+    source = SourceConfig.model_validate(values)
+    records = list(islice(read_source(source), SAMPLE_ROWS))
+    passages = [record for record in records if isinstance(record, PassageRecord)]
+    words = [len(record.passage.text.split()) for record in passages]
+    bad = next((str(record) for record in records if isinstance(record, BadRow)), "")
+    judged = kind in ("beir", "msmarco") and split is not None
+    return SourceSample(
+        path,
+        kind,
+        names,
+        split,
+        len(passages),
+        sum(isinstance(record, QuestionRecord) for record in records) or int(judged),
+        any(isinstance(record, QuestionRecord) and record.question.answers for record in records),
+        sum(words) / max(1, len(words)),
+        _field_types(passages),
+        bad,
+        sum(file.stat().st_size for file in files),
+    )
+
+
+def _has_header(file: Path) -> bool:
+    """Whether the first row of a tab-separated file names a text under another order or name than DPR's."""
+    with open_text(file) as text:
+        columns = [name.strip().lower() for name in text.readline().split("\t")]
+    return columns[:3] != ["id", "text", "title"] and bool({*NAMES["text"]} & {*columns})
+
+
+def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of a source as they are; bad ones are left out."""
+    if kind == "huggingface":
+        path = source.path if source.path.startswith("hf:") else str(resolve_path(source.path))
+        yield from open_dataset(path, source.split)
+        return
+    file = source_files(source)[0]
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(SAMPLE_ROWS):
+                yield from batch.to_pylist()
+        return
+    rows = json_lines(file) if kind == "jsonl" else csv_rows(file, (), "\t" if kind == "tsv" else ",")
+    yield from (row.values for row in rows if isinstance(row, Row))
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """Which fields hold the parts of passages and questions, where they are not called as the readers expect."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    by_lower = {column.lower(): column for column in reversed(columns)}
+    found = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in NAMES.items()}
+    if found["text"] is None and found["question"] is None:
+        found["text"] = _longest(rows, [column for column in columns if column not in found.values()])
+    names: dict[str, str | None] = {
+        part: column
+        for part, column in found.items()
+        if column is not None and column not in OWN_NAMES.get(part, (part,))
+    }
+    ids = [row.get(found["id"]) for row in rows] if found["id"] else []
+    if found["question"] is None and (not ids or len(set(map(str, ids))) < len(ids)):
+        names["id"] = None
+    return names
+
+
+def _longest(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
+    """The field with the longest texts."""
+    lengths = {column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str)) for column in columns}
+    best = max(lengths, key=lambda column: lengths[column], default=None)
+    return best if best and lengths[best] else None
+
+
+def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
+    """Types of the fields that come with passages; those without one type in all rows are left out."""
+    types: dict[str, str] = {}
+    for name in dict.fromkeys(name for record in passages for name in record.extras):
+        reader = FieldReader("infer")
+        try:
+            check_field_name(name)
+            for record in passages:
+                value = record.extras.get(name)
+                reader.read({name: _cell_value(value) if isinstance(value, TextCell) else value})
+        except ValueError:
+            continue
+        types |= reader.types
+    return types
+
+
+def _cell_value(cell: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(cell)
+        except ValueError:
+            pass
+    return str(cell) or None
+
+
+def _split(folder: Path, kind: str) -> str | None:
+    """The judgements of a BEIR or MS MARCO folder: `test`, else `dev`, else the first; None without any."""
+    files = folder.glob("qrels/*.tsv*") if kind == "beir" else folder.glob("qrels.*.tsv*")
+    names = sorted(file.name.removesuffix(".gz").removesuffix(".tsv").removeprefix("qrels.") for file in files)
+    return next((name for name in ("test", "dev", "dev.small") if name in names), names[0] if names else None)
+
+
+def _name(path: str) -> str:
+    """A name for corpus and index: the file's or folder's, without its endings."""
+    stem = Path(path.rstrip("/")).name.partition(".")[0] if not path.startswith("hf:") else path.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60].lower() or "corpus"
+
+
+def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
+    """The run file, with a comment on every choice."""
+    passages = [sample for sample in samples if sample.passages]
+    types = {field: kind for sample in passages for field, kind in sample.field_types.items()}
+    mean_words = max(sample.mean_words for sample in passages)
+    shards = max(2, min(256, sum(sample.num_bytes for sample in samples) // SHARD_BYTES))
+    sets = _set_names(samples)
+    lines = [
+        f"# Written by `mvr-ray init` from the first {SAMPLE_ROWS} rows of a source. docs/configuration.md: every key",
+        "",
+        "store:",
+        "  path: store                        # where everything at rest lives: a folder, s3://.. or gs://..",
+        "",
+        "prepare:",
+        f"  corpus: {name}",
+        "  sources:",
+    ]
+    for sample, questions in zip(samples, sets):
+        lines += _source_lines(sample, questions)
+    if mean_words > LONG_WORDS:
+        lines.append(
+            f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
+        )
+    else:
+        lines.append("  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does")
+    if types:
+        lines += ["  fields:                            # for filters; take out what no search filters by"]
+        lines += [f"    {_yaml_scalar(field)}: {kind}" for field, kind in types.items()]
+    lines.append(f"  num_shards: {shards:<22} # unit of work and of resume; 50 MB or more each")
+    questions = [one for one in sets if one]
+    if questions:
+        lines += [
+            "  splits:",
+            f"    - source: {questions[0]:<22} # becomes {questions[0]}_known, _gate, _other and _unseen",
+            "      unseen_share: 0.33             # articles whose questions no refinement sees",
+            "      known_share: 0.6",
+            "      gate_share: 0.1",
+        ]
+    lines += [
+        "",
+        "encoder:",
+        f"  name: {name}",
+        "  strategy: snippet_means            # a view is the mean of a snippet's tokens; mean: one vector a passage",
+        "  num_views: 8",
+        "",
+        "index:",
+        f"  name: {name}",
+        "  kind: flat                         # exact; hnsw or faiss: approximate, for many millions of views",
+    ]
+    if questions:
+        lines += [
+            "",
+            "refine:                              # from questions whose answers or passages are known",
+            f"  questions: {questions[0]}_known",
+            f"  gate: [{questions[0]}_gate]",
+            f"  report: [{questions[0]}_unseen]",
+            *([] if any(sample.answers for sample in samples) else [LABELS_LINE]),
+            "",
+            "evaluate:",
+            f"  questions: [{questions[0]}_known, {questions[0]}_unseen]",
+            "  bm25: true                         # for comparison",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _set_names(samples: Sequence[SourceSample]) -> list[str | None]:
+    """A name for the questions of each source; None where it has none."""
+    names: list[str | None] = []
+    for sample in samples:
+        base = "questions" if sum(1 for one in samples if one.questions) == 1 else _name(sample.path)
+        number = sum(1 for name in names if name and name.startswith(base))
+        names.append((f"{base}{number + 1}" if number else base) if sample.questions else None)
+    return names
+
+
+def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
+    lines = [f"    - path: {_yaml_scalar(sample.path)}", f"      format: {sample.format}"]
+    if sample.names:
+        pairs = ", ".join(
+            f"{part}: {'null' if name is None else _yaml_scalar(name)}" for part, name in sample.names.items()
+        )
+        numbered = "; null: rows are numbered" if None in sample.names.values() else ""
+        lines.append(f"      fields: {{{pairs}}}  # names in the file{numbered}")
+    if sample.split:
+        lines.append(f"      split: {sample.split}")
+    if questions:
+        lines.append(f"      questions: {questions}")
+    if not sample.passages:
+        lines.append("      passages: false")
+    return lines
+
+
+def _yaml_scalar(text: str) -> str:
+    """A YAML scalar: plain where that is safe."""
+    is_plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None
+    return text if is_plain and isinstance(parse_yaml(text), str) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,112 @@
+"""Look for what a stage needs, before Ray or torch is imported.
+
+The store's own functions read manifests, corpora and question sets, so a refusal has the words that the stage itself
+would use, some seconds earlier and without a cluster.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed import session
+from mvr_ray.errors import ConfigError, MissingInputError
+
+WITHOUT_RAY = frozenset({"prepare", "update"})
+BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "compact", "reshard"})
+"""Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
+
+
+def ray_line(stage: str, run: RunConfig) -> str | None:
+    """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
+    if stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
+        return None
+    if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
+        return None
+    by_size = stage in BY_SIZE or (stage == "mine" and not run.mine.cross_encoder)
+    if by_size and not session.needs_ray(run.resources, _num_passages(stage, run)):
+        return None
+    address = session.cluster_address(run.resources)
+    return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"
+
+
+def _num_passages(stage: str, run: RunConfig) -> int:
+    """Passages that a stage works over: those of the corpus, or of the live version."""
+    from mvr_ray.store import manifest
+    from mvr_ray.store.corpus import Corpus
+    from mvr_ray.store.files import Store
+
+    store = Store(run.store.path)
+    if stage == "index":
+        return Corpus.open(store, run.prepare.corpus).num_passages
+    return manifest.read(store, run.index.name).num_passages
+
+
+def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None = None) -> None:
+    """Raise MissingInputError or ConfigError for what is not there. `arguments` are the command's own, such as
+    `questions=...` of `retrieve`."""
+    given = arguments or {}
+    if "output" in given:
+        _check_output(stage, Path(given["output"]))
+    match stage:
+        case "index":
+            _check_corpus(run, ())
+        case "train":
+            _check_corpus(run, (run.train.questions, run.train.dev_questions, run.train.hard_negatives))
+        case "mine":
+            _check_corpus(run, (run.mine.questions,))
+            if run.mine.method == "index":
+                _check_version(run, ())
+        case "refine":
+            if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
+                raise MissingInputError(f"refine.feedback {run.refine.feedback} does not exist or is not a file")
+            labelled = None if run.refine.feedback else run.refine.questions
+            _check_version(run, (labelled, *run.refine.gate, *run.refine.report))
+        case "evaluate":
+            _check_version(run, (*run.evaluate.questions, run.evaluate.hybrid))
+        case "analyze":
+            _check_version(run, (run.analyze.questions or next(iter(run.evaluate.questions), None),))
+        case "retrieve":
+            is_file = resolve_path(given["questions"]).is_file()
+            _check_version(run, () if is_file else (given["questions"],))
+        case "read":
+            if not resolve_path(given["ranking"]).is_file():
+                raise MissingInputError(
+                    f"ranking {given['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
+                )
+        case "compact" | "reshard":
+            _check_version(run, ())
+
+
+def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
+    from mvr_ray.store.corpus import Corpus, question_set
+    from mvr_ray.store.files import Store
+
+    corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+    for name in filter(None, sets):
+        question_set(corpus, name)
+
+
+def check_version(run: RunConfig, version: int | None) -> None:
+    """Raise MissingInputError where the index has no such version; None: no version at all."""
+    from mvr_ray.store import manifest
+    from mvr_ray.store.files import Store
+
+    manifest.read(Store(run.store.path), run.index.name, version)
+
+
+def _check_version(run: RunConfig, sets: Iterable[str | None]) -> None:
+    from mvr_ray.store import manifest
+    from mvr_ray.store.corpus import Corpus, question_set
+    from mvr_ray.store.files import Store
+
+    store = Store(run.store.path)
+    live = manifest.read(store, run.index.name)
+    if names := list(filter(None, sets)):
+        corpus = Corpus.open(store, live.corpus, live.corpus_digest)
+        for name in names:
+            question_set(corpus, name)
+
+
+def _check_output(stage: str, output: Path) -> None:
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ConfigError(f"{stage}: output={output} cannot be written; name a file in a folder that exists")

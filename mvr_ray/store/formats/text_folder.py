@@ -1,0 +1,60 @@
+"""Read a folder of text or Markdown files: a file is a passage.
+
+The id is the file's path in the folder. The title is `title` of the front matter (YAML between two lines `---`), else
+the heading that a Markdown file begins with, else the file's name. A heading that became the title is no part of the
+text.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record
+from mvr_ray.store.formats.text_files import open_text
+
+MARKDOWN_ENDS = (".md", ".markdown")
+TEXT_ENDS = (".txt", *MARKDOWN_ENDS)
+_FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)[ \t#]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+)[ \t]*(?:\n|\Z)")
+
+
+def text_files(folder: Path) -> list[Path]:
+    """List the text and Markdown files under a folder by their path; hidden files and folders are left out."""
+    files = (path for path in folder.rglob("*") if path.name.lower().removesuffix(".gz").endswith(TEXT_ENDS))
+    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in shown if path.is_file())
+
+
+def read_text_file(path: Path, prefix: str = "", folder: Path | None = None) -> Iterator[Record]:
+    """Read one file as a passage, whose id is its path in `folder`, or its name."""
+    where = f"{path}:1"
+    with open_text(path) as file:
+        text = file.read().replace("\r\n", "\n")
+    name = path.relative_to(folder).as_posix() if folder else path.name
+    title, extras = "", {}
+    if match := _FRONT_MATTER.match(text):
+        try:
+            extras = yaml.safe_load(match[1]) or {}
+        except yaml.YAMLError as error:
+            line = error.problem_mark.line + 2 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
+            yield BadRow(f"{path}:{line}", "the front matter between the lines `---` is not valid YAML")
+            return
+        if not isinstance(extras, dict):
+            yield BadRow(where, "the front matter between the lines `---` is not a mapping in YAML")
+            return
+        title, text = str(extras.pop("title", None) or ""), text[match.end() :]
+    is_markdown = path.name.lower().removesuffix(".gz").endswith(MARKDOWN_ENDS)
+    if not title and is_markdown and (heading := _HEADING.match(text)):
+        title, text = (heading[1] or heading[2]).strip(), text[heading.end() :]
+    text = text.strip("\n")
+    if not text.strip():
+        yield DroppedRow(where, "a file without text", is_passage=True)
+        return
+    yield passage_record(name, title or path.name.partition(".")[0], text, where, prefix, extras=_plain(extras))
+
+
+def _plain(extras: dict[Any, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in extras.items()}

@@ -1,0 +1,149 @@
+"""Follows docs/cluster.md line by line: two nodes on one machine, with ports and folders of the test's own.
+
+Also the steps of deploy/Dockerfile, as far as they go without Docker.
+"""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from node_ports import free_ports
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+TERMINALS = dict(re.findall(r'^```bash title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+NODE_OPTIONS = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mvr-", dir="/tmp"))  # Ray's sockets stand in it: its path must be short
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def environment(home: Path) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return own | {"HOME": str(home), "PATH": path, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "COLUMNS": "80"}
+
+
+def with_options(lines: str, port: int, options: str) -> str:
+    """The lines of a terminal, with a port of the test's own and `options` for each `ray start`."""
+    return re.sub(r"^(ray start .*)$", rf"exec \1 {options}", lines.replace("6379", str(port)), flags=re.MULTILINE)
+
+
+@contextmanager
+def terminal(lines: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A node that runs until the block ends, like a terminal that is left open."""
+    command = ["bash", "-e", "-c", lines]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as node:
+        try:
+            assert node.stdout
+            output = []
+            for line in node.stdout:
+                output.append(line)
+                if "Ray runtime started" in line:
+                    break
+            else:
+                pytest.fail("the node did not start:\n" + "".join(output))
+            yield
+        finally:
+            node.terminate()
+            node.communicate(timeout=120)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment: dict[str, str]) -> None:
+    once, head, second, work = TERMINALS.values()
+    port, dashboard, client, *agents = free_ports(3 + 2 * len(NODE_OPTIONS))
+    own = [
+        " ".join(f"--{name}={number}" for name, number in zip(NODE_OPTIONS, numbers))
+        for numbers in (agents[: len(NODE_OPTIONS)], agents[len(NODE_OPTIONS) :])
+    ]
+    subprocess.run(["bash", "-e", "-c", once], cwd=home, env=environment, check=True, capture_output=True)
+    head_options = f"{own[0]} --temp-dir={home}/ray --dashboard-port={dashboard} --ray-client-server-port={client}"
+    with ExitStack() as nodes:
+        nodes.enter_context(terminal(with_options(head, port, head_options), home, environment))
+        nodes.enter_context(terminal(with_options(second, port, own[1]), home, environment))
+        done = subprocess.run(
+            ["bash", "-e", "-x", "-c", work.replace("6379", str(port))],
+            cwd=home,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", done.stdout), done.stdout
+    assert "live: version 1 of index summaries_en-us, 200 passages" in done.stdout
+    assert "200 of 200 passages searched, exact" in done.stdout
+    assert "evaluated: version 1" in done.stdout
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions of the Dockerfile with what follows them."""
+    lines = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line and line[0] != "#")]
+
+
+def test_the_steps_of_the_image_name_what_there_is() -> None:
+    steps = dockerfile()
+    arguments = dict(rest.split("=", 1) for word, rest in steps if word == "ARG" and "=" in rest)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {arguments["EXTRA"], "gpu"} <= set(extras)
+    [install] = [rest for word, rest in steps if word == "RUN"]
+    assert "-c constraints.txt" in install and (ROOT / "constraints.txt").is_file()
+    assert '-e ".[${EXTRA}]"' in install
+    [(name, place)] = [rest.split("=", 1) for word, rest in steps if word == "ENV"]
+    assert name == "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+    module, _, function = place.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if (ROOT / ".dockerignore").exists() else []
+    assert not {"mvr_ray", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "jobs", "configs"} & set(
+        ignored
+    )
+
+
+@pytest.mark.slow
+def test_the_image_s_install_gives_the_command_and_its_compiled_loops(tmp_path: Path) -> None:
+    copied = tmp_path / "mvr_ray"
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listing.split("\0")):
+        if (ROOT / name).is_file():
+            (copied / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copied / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    [site] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(f"{next(path for path in sys.path if path.endswith('site-packages'))}\n")
+    [install] = [rest for word, rest in dockerfile() if word == "RUN"]
+    # Every package is there already, as if it had been fetched; what is left of the step is this package.
+    offline = install.replace("pip install", f"{python} -m pip install --no-deps --no-build-isolation --no-index")
+    offline = offline.replace("${EXTRA}", "cpu").removesuffix(" boto3")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(["bash", "-e", "-c", offline], cwd=copied, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = "import mvr_ray; from mvr_ray.core.searching import _scan; print(mvr_ray.__file__, _scan.__file__)"
+    done = subprocess.run([python, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.count(str(copied)) == 2, done.stdout + done.stderr
+    version = subprocess.run([python.with_name("mvr-ray"), "version"], env=environment, capture_output=True, text=True)
+    assert version.stdout.startswith("mvr_ray "), version.stderr

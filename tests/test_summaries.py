@@ -1,0 +1,138 @@
+"""Summaries of reports: readable at 80 columns, with a verdict and the command that comes next."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mvr_ray.cli.summaries import Summary, summarize, versions_tables
+
+WORDS = ("run.yaml", "index.kind=flat", "prepare.corpus=two words")
+SHARD = {"shard": 0, "digest": "ab", "num_passages": 3, "num_vectors": 20, "files": {"x": {"num_bytes": 2000}}}
+MANIFEST = {
+    "index": "wiki",
+    "encoder_name": "encoder",
+    "encoder_fingerprint": "afb6c4a3e008652b",
+    "dimension": 384,
+    "dtype": "fp16",
+    "index_params": {"kind": "flat"},
+    "shards": [SHARD, SHARD],
+    "version": 4,
+    "recall": None,
+    "metrics": {"encoded": 6, "carried_over": 0, "view_pair_cosine": 0.82},
+}
+ACCURACY = {
+    "group": "descriptions_of_all_articles_known",
+    "protocol": "transductive",
+    "kind": "gold",
+    "num_questions": 135,
+    "top_1_before": 0.8889,
+    "top_1_after": 0.9704,
+    "top_5_before": 0.9778,
+    "top_5_after": 1.0,
+}
+REFINED = {
+    "index": "wiki",
+    "base_version": 4,
+    "accuracy": [ACCURACY],
+    "dirty_share": 0.45,
+    "published": MANIFEST | {"version": 5},
+    "reason": "1 of 1 rounds done",
+}
+METRICS = ("top-1", "top-5", "top-20", "top-100", "mrr", "ndcg@10")
+ROWS = [
+    {"system": "wiki", "questions": "dev", "metric": f"gold/{m}", "value": 0.5, "low": 0.4, "high": 0.6, "n": 20}
+    for m in METRICS
+]
+EVALUATED = {"index": "wiki", "version": 4, "passages": 6, "rows": ROWS}
+PREPARED = {
+    "passages_read": 10_033,
+    "passages_written": 300,
+    "bad_rows": [{"where": "a.jsonl:3", "reason": "text is missing"}],
+    "duplicates": 0,
+    "questions": {"dev": 20, "train": 0},
+    "chunks_gained": 0,
+    "passages_not_drawn": 9733,
+    "questions_not_drawn": 0,
+    "dropped_by_reason": {"redirect": 2},
+    "hard_negatives_dropped": 0,
+    "fields": {"year": "int"},
+}
+COMPACTED = {"index": "wiki", "base_version": 4, "version": 5, "shards_written": 1, "bytes_before": 9, "bytes": 8}
+RETRIEVED = {"output": "my dev.json", "format": "dpr", "questions": 20, "k": 100, "index": "wiki", "version": 4}
+
+
+def draw(summary: Summary) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    for table in summary.tables:
+        console.print(table)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stage", "report", "verdict", "following"),
+    [
+        ("prepare", PREPARED, "prepared: 300 passages", "index"),
+        ("index", MANIFEST, "live: version 4 of index wiki, 6 passages", "search"),
+        (
+            "refine",
+            REFINED,
+            "live: version 5 of index wiki, 45.0 % of passages changed (1 of 1 rounds done)",
+            "evaluate",
+        ),
+        (
+            "refine",
+            REFINED | {"published": None, "reason": "costs 3 points"},
+            "not published: costs 3 points; version 4 stays live",
+            "analyze",
+        ),
+        (
+            "evaluate",
+            EVALUATED,
+            "evaluated: version 4 of index wiki, 6 passages\n  dev: top-1 50.0 % (40.0 to 60.0)",
+            "serve",
+        ),
+        ("compact", COMPACTED, "live: version 5 of index wiki, 1 shard written whole, 9 B before, 8 B now", "versions"),
+        (
+            "retrieve",
+            RETRIEVED,
+            "retrieved: 100 passages for each of 20 questions, from version 4 of index wiki\n  my dev.json (dpr)",
+            "read",
+        ),
+    ],
+)
+def test_a_stage_ends_with_a_verdict_and_the_next_command(
+    stage: str, report: dict[str, Any], verdict: str, following: str
+) -> None:
+    summary = summarize(stage, report, WORDS)
+    assert summary
+    assert summary.verdict == verdict
+    assert summary.next.split()[:2] == [following, "run.yaml"]
+    if following not in ("versions",):
+        assert "index.kind=flat 'prepare.corpus=two words'" in summary.next
+    text = draw(summary)
+    assert all(len(line) <= 80 for line in (*text.splitlines(), *summary.verdict.splitlines()))
+    assert "afb6c4a3e008652b" not in text
+
+
+def test_a_summary_shows_what_counts_and_no_zero() -> None:
+    text = draw(summarize("prepare", PREPARED, WORDS))
+    for part in ("10,033", "9,733", "1, first: a.jsonl:3: text is missing", "2 (redirect)", "year (int)", "dev 20"):
+        assert part in text
+    assert "duplicates" not in text
+    text = draw(summarize("evaluate", EVALUATED, WORDS))
+    assert "dev: 20 questions, in percent, by gold" in text
+    assert all(metric in text for metric in METRICS)
+    assert "descriptions_of_all_articles_known"[:12] in draw(summarize("refine", REFINED, WORDS))
+
+
+def test_a_list_of_versions_fits_and_verbose_has_every_column() -> None:
+    line = {"version": 2, "parent": 1, "operation": "refine:feedback_views", "created": "2026-01-31T12:00:00+00:00"}
+    line |= {"passages": 21_015_324, "vectors": 9, "shards": 4, "encoder": "e/ab", "content": "cd", "live": True}
+    text = draw(Summary(versions_tables("wiki", "list", [line], verbose=False), "", ""))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "refine:feedback_views   2026-01-31 12:00   21,015,324   live" in text
+    [table] = versions_tables("wiki", "list", [line], verbose=True)
+    assert [column.header.plain for column in table.columns] == list(line)
