@@ -120,7 +120,7 @@ SOURCE = "a path, or a mapping with path and, as needed, format and others"
         (
             "1: 2",
             "1: unknown key; known keys: analyze, encoder, evaluate, follow, index, mine, prepare, read, refine, "
-            "resources, retrieve, serve, store, train",
+            "resources, retrieve, search, serve, store, train",
         ),
     ],
 )

@@ -310,7 +310,7 @@ class Index:
         try:
             request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields)
             limits = self.run.serve.model_copy(update=NO_LIMITS)
-            return SearchService(self._router, limits).search(request)
+            return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
         except RequestError as error:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
 

@@ -221,6 +221,8 @@ class IndexConfig(Section):
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
     exclude is scored with the vectors, so answers stay exact."""
+    lexical: bool = False
+    """Index the words of the passages, too: `search.hybrid` needs them. Of a version without, only they are built."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
@@ -303,6 +305,13 @@ class RefineConfig(Section):
     seed: int = 0
 
 
+class SearchConfig(Section):
+    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
+    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf: by
+    reciprocal ranks in both, where no questions choose a weight; absent: by the dense score alone. Needs
+    `index.lexical`; `mvr-ray tune` finds it."""
+
+
 class RetrieveConfig(Section):
     k: Count = 100
     batch: Count = 64
@@ -311,12 +320,8 @@ class RetrieveConfig(Section):
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
     """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
-    dense_weight: Annotated[float, Field(ge=0)] | None = None
-    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
-    dense score alone. `evaluate.hybrid` finds it."""
     filter: dict[str, Any] | None = None
-    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md); not with dense_weight,
-    since BM25 ranks all passages."""
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md)."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
@@ -350,9 +355,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
-    hybrid_depth: Count = 1000
-    """Hits of each list that are fused."""
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported; absent: as
+    `search.hybrid` says. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 
@@ -453,6 +457,7 @@ class RunConfig(Section):
     index: IndexConfig = Field(default_factory=IndexConfig)
     follow: FollowConfig = Field(default_factory=FollowConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

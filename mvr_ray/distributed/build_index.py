@@ -29,6 +29,7 @@ from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.lexical import build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -68,16 +69,23 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
     reusable = _kept_shards(store, draft, corpus, before)
-    if len(reusable) == corpus.num_shards and (live := _same_live_version(store, draft, reusable)):
+    base = find_base(store, draft.index, corpus) if run.index.lexical else None
+    if base and base.corpus_digest == corpus.digest:
+        draft = dataclasses.replace(draft, lexical=base.lexical)
+    ready = len(reusable) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
+    if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
     with session.connect(run.resources, corpus.num_passages) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         shards = _make_shards(store, run, task, draft, corpus, reusable, progress)
+        words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
+        lexical = build_lexical(words, progress) if run.index.lexical else None
     counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(reusable))
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    return _publish(store, corpus, _complete_draft(draft, shards, counts), task, progress)
+    version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
+    return _publish(store, corpus, version, task, progress)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
@@ -198,7 +206,7 @@ def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
-        checked = dataclasses.replace(earlier, shards=own, refined_queries={})
+        checked = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
         if damaged:
             log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
@@ -226,7 +234,8 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
         return None
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
-    same = same and live.refined_queries == draft.refined_queries
+    same = same and live.refined_queries == draft.refined_queries and live.lexical == draft.lexical
+    same = same and not manifests.verify(store, dataclasses.replace(live, shards=(), refined_queries={})).problems
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 

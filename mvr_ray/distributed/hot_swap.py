@@ -40,7 +40,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 log = logging.getLogger(__name__)
 
@@ -333,9 +333,11 @@ class HotSwapRouter:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
+        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
         with self.pin() as router:
-            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+            return router.search(queries_QD, k, **options)
 
     def search_text(
         self,
@@ -345,13 +347,20 @@ class HotSwapRouter:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridWeight | None = None,
+        parts: bool = False,
     ) -> Answer:
+        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
         with self.pin() as router:
-            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+            return router.search_text(texts, k, **options, parts=parts)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pin() as router:
             return router.explain(queries_QD, passage_ids)
+
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        with self.pin() as router:
+            return router.lexical_scores(texts, passages)
 
     def ready(self) -> None:
         with self.pin() as router:

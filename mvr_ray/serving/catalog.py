@@ -191,7 +191,8 @@ class _PublishJob:
         for number, entry in enumerate(self.manifest.shards):
             self._check_shard(entry, f"manifest.shards.{number}")
             self.num_whole += 1
-        self._check_files(dataclasses.replace(self.manifest, shards=()), "manifest.refined_queries")
+        self._check_files(dataclasses.replace(self.manifest, shards=(), lexical=None), "manifest.refined_queries")
+        self._check_files(dataclasses.replace(self.manifest, shards=(), refined_queries={}), "manifest.lexical")
         self._check_sources()
         try:
             version = manifests.publish(self.store, self.manifest)
@@ -207,7 +208,7 @@ class _PublishJob:
         if not self.store.exists(folder):
             raise _not_whole(field, f"{folder} is missing")
         self.store.touch(folder)  # or a collection that runs meanwhile would take it for forgotten
-        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}), field)
+        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}, lexical=None), field)
         if self.was_published:
             return
         try:

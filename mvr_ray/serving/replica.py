@@ -77,7 +77,9 @@ class SearchIngress:
         freshness = FreshnessMonitor(catalog.store, config.follow, lambda: router.manifest)
         self._resources.enter_context(freshness.running())
         self._metrics.watch_freshness(freshness)
-        self.service = SearchService(router, config.serve, catalog, router, recall_monitor, freshness)
+        self.service = SearchService(
+            router, config.serve, catalog, router, recall_monitor, freshness, config.search.hybrid
+        )
         self._tokens = TokenStore(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

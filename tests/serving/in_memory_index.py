@@ -51,6 +51,8 @@ class InMemoryIndex:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: object = None,
+        parts: bool = False,
     ) -> Answer:
         if len(queries_QD):  # a search without queries asks for the version alone
             self.gate.wait(10)

@@ -39,7 +39,12 @@ from mvr_ray.distributed.searching.messages import (
     encode_views,
 )
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import SearcherTask, ShardAssignment, ShardSearcher, shard_keys
+from mvr_ray.distributed.searching.searcher import (
+    SearcherTask,
+    ShardAssignment,
+    ShardSearcher,
+    assignment_bytes,
+)
 from mvr_ray.distributed.searching.transport import FairLock, SearcherAddress, SearcherServer
 from mvr_ray.errors import MvrRayError, ShardIndexError
 
@@ -92,7 +97,7 @@ class SearcherActor(ShardSearcher):
         if method == "scan":
             request = decode_scan(message)
             with self.turn:
-                results = self.scan(*request[:4], call, filter=request.filter)
+                results = self.scan(*request[:4], call, filter=request.filter, hybrid=request.hybrid)
             return encode_results(results, len(request.queries_QD))
         if method == "views":
             ids, version = decode_views_request(message)
@@ -269,8 +274,7 @@ class Rebalancer:
             raise MvrRayError(f"Ray started it on node {node[:8]}, not on {target[:8]}")
         bytes_of: dict[str, int] = {}
         for manifest, shards in assignments:
-            keys = shard_keys(manifest)
-            bytes_of |= {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
+            bytes_of |= assignment_bytes(manifest, shards)
         room = MemoryUsage(
             *ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
         )
