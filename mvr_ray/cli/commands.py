@@ -250,19 +250,23 @@ def retrieve(
 @app.command()
 @exit_on_error
 def tune(
-    config: Config, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """Choose `search.hybrid` on questions that are not reported on: `tune CONFIG questions=SET`."""
     usage = "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions"
     words = named_arguments("tune", overrides, ("questions",), (), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: Progress) -> Any:
+    def work(run: RunConfig, progress: "Progress") -> Any:
         from mvr_ray.distributed import tune as stage
 
         return stage.tune(run, words["questions"], progress)
 
-    run = load_run(config, section_overrides(overrides))
-    run_stage("tune", run, work, print_config=print_config, as_json=as_json)
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("tune", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
