@@ -29,7 +29,7 @@ from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
-from mvr_ray.distributed.lexical import build_lexical, find_base, lexical_task
+from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -235,7 +235,7 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
     same = same and live.refined_queries == draft.refined_queries and live.lexical == draft.lexical
-    same = same and not manifests.verify(store, dataclasses.replace(live, shards=(), refined_queries={})).problems
+    same = same and (live.lexical is None or are_whole(store, draft.index, live.lexical.files))
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 

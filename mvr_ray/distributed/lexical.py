@@ -78,7 +78,7 @@ def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
             Corpus.open(store, version.corpus, version.corpus_digest)
         except (MissingInputError, StorageError):
             continue
-        if _are_whole(store, index, version.lexical.statistics):
+        if are_whole(store, index, version.lexical.statistics):
             return version
     return None
 
@@ -105,7 +105,7 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
     new = [_passage(part, row) for row in changes.changed_rows]
     gone = [passage for passage in map(old.get, [*(one.id for one in new), *changes.deleted_ids]) if passage]
     change = WordCounts.difference(new, gone)
-    if not new and not gone and _are_whole(store, task.index, files):
+    if not new and not gone and are_whole(store, task.index, files):
         return ShardWords(shard, files, change)
     written = _write_changes(task, files, old, part, changes)
     return ShardWords(shard, written or (_write_postings(task, part.passages()),), change)
@@ -171,7 +171,7 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
         except (MissingInputError, StorageError):
             continue
         build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0))
-    return _are_whole(store, index, manifest.lexical.files)
+    return are_whole(store, index, manifest.lexical.files)
 
 
 def open_postings(store: Store, manifest: Manifest, at: int) -> Postings:
@@ -207,7 +207,7 @@ def _kept_words(task: LexicalTask) -> dict[int, ShardWords]:
     same = [shard for shard in range(task.num_shards) if now[shard].digest == then[shard].digest]
     postings = before.lexical.postings
     return {
-        shard: ShardWords(shard, postings[shard]) for shard in same if _are_whole(store, task.index, postings[shard])
+        shard: ShardWords(shard, postings[shard]) for shard in same if are_whole(store, task.index, postings[shard])
     }
 
 
@@ -269,5 +269,6 @@ def _passage(part: CorpusPart, row: int) -> Passage:
     return part.passages(row, row + 1)[0]
 
 
-def _are_whole(store: Store, index: str, files: Files) -> bool:
+def are_whole(store: Store, index: str, files: Files) -> bool:
+    """Whether these files of words are in the store as they were written."""
     return not any(store.damage(manifests.lexical_path(index, one), one.num_bytes, one.sha256) for one in files)
