@@ -336,7 +336,10 @@ def follow(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Apply the change files of `follow.source` as they come, and publish a version of each batch, until Ctrl-C."""
+    """Apply change files as they come (follow.source), until Ctrl-C.
+
+    Every batch is published as a version.
+    """
     run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
@@ -525,7 +528,7 @@ def serve(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer HTTP requests until interrupted: a search page and an API.
+    """Answer HTTP requests until interrupted: search page and API.
 
     Runs on Ray Serve; GET /openapi.json describes every route.
     """
@@ -572,6 +575,35 @@ def versions(
         result.require()
     if action == "verify" and not as_json:
         print_result(f"whole: {result.num_files:,} files, {format_size(result.num_bytes)}, each equal to its digest")
+
+
+@app.command()
+@exit_on_error
+def export(
+    config: Config,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet.")],
+    overrides: Overrides = None,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+) -> None:
+    """Write the encoder as a folder that sentence-transformers loads.
+
+    It is the encoder of the index's version. What such a folder cannot carry is said.
+    """
+    run = _load_run(config, overrides or ())
+    if folder.exists() or not folder.absolute().parent.is_dir():
+        raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
+    from mvr_ray.store import manifest
+    from mvr_ray.store.files import Store
+
+    store = Store(run.store.path)
+    live = manifest.read(store, run.index.name, version)
+    from mvr_ray.distributed.encoders import open_encoder
+
+    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint).export(folder)
+    for loss in losses:
+        print_result(f"not carried: {loss}")
+    print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")
+    _err(f"load it by: SentenceTransformer({str(folder)!r})")
 
 
 @app.command()
