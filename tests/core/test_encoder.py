@@ -121,7 +121,7 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["splits mean"])
     one_pass = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["mean"])
     [pieces], [whole] = encoder.tokenize_passages(PASSAGES[4:]), one_pass.tokenize_passages(PASSAGES[4:])
-    special = {encoder.layout.cls_id, encoder.layout.sep_id}
+    special = {encoder.layout.prefix[0], encoder.layout.suffix[0]}
     texts = [[i for i in passage.input_ids.tolist() if i not in special] for passage in (pieces, whole)]
     title = len(one_pass.passage_tower.tokenizer(PASSAGES[4].title, add_special_tokens=False).input_ids)
     assert texts[0][title:] == texts[1][title:]

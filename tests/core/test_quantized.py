@@ -112,14 +112,12 @@ def test_a_snapshot_without_its_scales_is_refused(tiny, tmp_path, fault):
         DualEncoder.load(tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_a_backbone_that_cannot_be_lowered_is_named(tiny, precision):
+def test_a_backbone_that_cannot_be_lowered_is_named(tiny):
     encoder = DualEncoder.from_backbone(tiny("distilbert"), SPEC)
     with pytest.raises(
-        EncoderError,
-        match=f"passages in {precision} need a bert or roberta backbone with gelu on a CPU, and this is a distilbert",
+        EncoderError, match="passages in int8 need a bert or roberta backbone with gelu on a CPU, and this is a distilb"
     ):
-        encoder.to_precision(precision, PASSAGES)
+        encoder.to_precision("int8", PASSAGES)
 
 
 @needs_bytes

@@ -171,7 +171,8 @@ def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(
             flipped[rng.randrange(min(len(whole), 2000))] ^= 1 << rng.randrange(8)
             damages.append(bytes(flipped))
         values = json.loads(whole) if file.suffix == ".json" else {}
-        damages += [json.dumps({**values, key: value}).encode() for key in values for value in (None, [], "x")]
+        if isinstance(values, dict):
+            damages += [json.dumps({**values, key: value}).encode() for key in values for value in (None, [], "x")]
         for damage in damages:
             shutil.copytree(tmp_path / "whole", tmp_path / "copy", dirs_exist_ok=True)
             (tmp_path / "copy" / file).write_bytes(damage)

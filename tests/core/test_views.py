@@ -21,7 +21,7 @@ from mvr_ray.core.encoding.views import (
 from mvr_ray.errors import EncoderError
 
 C, S, VIE = 101, 102, 1000
-LAYOUT = Layout(cls_id=C, sep_id=S, first_position=0, num_positions=64, first_viewer=VIE, separators=1)
+LAYOUT = Layout((C,), (S,), (S,), first_position=0, num_positions=64, first_viewer=VIE)
 SPEC = EncoderSpec(strategy="cls", num_views=3, max_query_tokens=8, max_passage_tokens=20)
 TITLE = [7, 8]
 TEXT = TextTokens(ids=[11, 12, 13, 14, 15], ends=[2, 5, 6, 9, 12])
@@ -245,7 +245,7 @@ def test_a_long_query_ends_in_a_separator_at_its_limit():
 
 
 def test_a_backbone_with_two_separators_puts_both_after_the_title():
-    passage = replace(LAYOUT, separators=2).passage(SPEC, TITLE, TEXT, [])
+    passage = replace(LAYOUT, separator=(S, S)).passage(SPEC, TITLE, TEXT, [])
     assert passage.input_ids.tolist() == [C, 7, 8, S, S, 11, 12, 13, 14, 15, S]
 
 
@@ -353,8 +353,8 @@ def test_what_a_backbone_can_express_is_accepted(spec):
     [
         (
             {"strategy": "colbert"},
-            "encoder strategy is 'colbert'; known are cls, mean, first_k, viewers, snippets, snippet_means, sentences, "
-            "splits",
+            "encoder strategy is 'colbert'; known are pooling, cls, mean, first_k, viewers, snippets, snippet_means, "
+            "sentences, splits",
         ),
         ({"readout": "max"}, "encoder readout is 'max'; known are viewer, snippet_mean"),
         ({"viewer_position": "one"}, "encoder viewer_position is 'one'; known are zero, own"),

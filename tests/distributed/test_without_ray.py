@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ from every_stage import run_stages
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import build_index, session
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
 
 DATED = ("created", "token", "took_ms")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,6 +70,32 @@ def test_every_stage_leaves_the_same_bytes_and_report_through_ray_and_without_im
             json.loads(json.dumps(through_ray[stage])), stores[0]
         ), stage
     assert stored_files(stores[1]) == stored_files(stores[0])
+
+
+@pytest.mark.data
+def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the_same_bytes(
+    empty_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    undisturbed = Path(shutil.copytree(empty_store, tmp_path / "undisturbed"))
+    resources = {"local_passages": 1000}
+    whole = build_index.index(run_over(undisturbed, resources=resources))
+    steps: list[tuple[str, int, int]] = []
+
+    def interrupt(*step: Any) -> None:
+        steps.append(step)
+        if step[0] == "encode" and steps[0][0] == "encode" and len(steps) == 3:
+            raise KeyboardInterrupt
+
+    run = run_over(empty_store, resources=resources)
+    with pytest.raises(KeyboardInterrupt):
+        build_index.index(run, interrupt)
+    assert manifest.list_versions(Store(str(empty_store)), "index") == []
+    again: list[tuple[str, int, int]] = []
+    continued = build_index.index(run, lambda *step: again.append(step))
+    assert next(step for step in again if step[0] == "encode") == steps[-1]
+    assert continued.shards == whole.shards
 
 
 def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: pytest.MonkeyPatch):

@@ -68,7 +68,7 @@ def haproxy(server: Server) -> list[int]:
     return [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().strip() == "haproxy"]
 
 
-class Answer(NamedTuple):
+class TimedReply(NamedTuple):
     """What one search got: its status and error code, the ids of its hits, and when."""
 
     outcome: str
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
     took_s: float
 
 
-def search_once(port: int) -> Answer:
+def search_once(port: int) -> TimedReply:
     headers = {
         "content-type": "application/json",
         "authorization": f"Bearer {ADMIN}",
@@ -88,19 +88,19 @@ def search_once(port: int) -> Answer:
         reply = connection.getresponse()
         body = json.loads(reply.read())
     except OSError as error:
-        return Answer(type(error).__name__, (), time.monotonic() - began)
+        return TimedReply(type(error).__name__, (), time.monotonic() - began)
     finally:
         connection.close()
     took_s = time.monotonic() - began
     if reply.status != 200:
-        return Answer(f"{reply.status} {body['error']['code']}", (), took_s)
-    return Answer("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
+        return TimedReply(f"{reply.status} {body['error']['code']}", (), took_s)
+    return TimedReply("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
 
 
 @contextmanager
-def load(port: int, threads: int = 3) -> Iterator[list[Answer]]:
+def load(port: int, threads: int = 3) -> Iterator[list[TimedReply]]:
     """Searches one after the other in every thread, while the block runs."""
-    answers: list[Answer] = []
+    answers: list[TimedReply] = []
     is_over = threading.Event()
 
     def ask() -> None:

@@ -21,9 +21,18 @@ from torch import Tensor, nn
 from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups, refuse_damage
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.padded import pad, padded_views
-from mvr_ray.core.encoding.precision import FP32, InferenceCache, Precision, PrecisionName, check
+from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
+from mvr_ray.core.encoding.precision import (
+    FP32,
+    InferenceCache,
+    Precision,
+    PrecisionName,
+    check,
+    reads_otherwise,
+    reads_unpadded,
+)
 from mvr_ray.core.encoding.quantized import calibrate
-from mvr_ray.core.encoding.snapshot import read_parts, tower_names, write_parts
+from mvr_ray.core.encoding.snapshot import export_towers, read_parts, tower_names, write_parts
 from mvr_ray.core.encoding.snippets import (
     TITLE,
     PunktParams,
@@ -33,8 +42,8 @@ from mvr_ray.core.encoding.snippets import (
     snippet_spans,
 )
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
-from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
-from mvr_ray.core.encoding.views import EncoderSpec, Layout, TextTokens, TokenizedPassage
+from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
+from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, Prompts, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -77,27 +86,40 @@ class DualEncoder(StoredModel):
         self._inference = InferenceCache()
         self.towers = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
         self.splitter = load_punkt(punkt)
+        pools = spec.strategy == "pooling"
+        for tower in towers:
+            _check_strategy(spec, tower)
+            if spec.normalize or not pools:  # normalising is the spec's matter, but for a model read as it is
+                tower.heads = tower.heads.without_last_normalize(before_truncation=not pools)
         tower = self.passage_tower
-        special = tower.tokenizer
+        prompts = [spec.query_prompt or "", spec.passage_prompt or ""]
         self.layout = Layout(
-            cls_id=special.cls_token_id,
-            sep_id=special.sep_token_id,
+            *tower.frame,
             first_position=tower.first_position,
             num_positions=tower.num_positions,
             first_viewer=tower.num_words,
-            separators=tower.kind.separators,
+            pooling=tower.pooling,
+            prompts=Prompts(*(len(tokens.ids) for tokens in _tokens(tower, prompts))),
         )
 
     @classmethod
     def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
-        """Make an untrained encoder. `punkt` is needed when `spec.sentences` is corpus; else None: the packaged one."""
+        """Make an untrained encoder from a folder of sentence-transformers or transformers, or from a hub model.
+
+        Prompts and lengths that `spec` leaves at None are the model's own. `punkt` is needed when `spec.sentences` is
+        corpus; else None: the packaged one. Raises EncoderError where the model cannot be loaded, or cannot be read by
+        this strategy.
+        """
         if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
             raise EncoderError(
                 "encoder.sentences is corpus, but no Punkt parameters were given; "
                 "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
             )
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
+        spec = complete_spec(spec, towers[0])
         for tower in towers:
+            if spec.truncate_dim is not None:
+                tower.heads = Heads([*tower.heads, _truncation(spec, tower)])
             if spec.has_viewers:
                 tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
         encoder = cls(spec, towers, punkt)
@@ -120,6 +142,14 @@ class DualEncoder(StoredModel):
         description |= {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
         self.write_description(Path(folder), dict(sorted(description.items())))
 
+    def export(self, folder: str | Path) -> list[str]:
+        """Write a folder that sentence-transformers loads to the same vectors; returns what it cannot carry, a sentence
+        each. Two towers become the folders `question` and `passage` in it.
+
+        Raises EncoderError for strategies with viewers.
+        """
+        return export_towers(Path(folder), self.spec, {name: _tower(tower) for name, tower in self.towers.items()})
+
     @property
     def question_tower(self) -> Tower:
         return _tower(self.towers["shared" if self.spec.tied else "question"])
@@ -130,7 +160,11 @@ class DualEncoder(StoredModel):
 
     @property
     def dimension(self) -> int:
-        return self.passage_tower.dimension
+        return self.passage_tower.vector_size(self._pools)
+
+    @property
+    def _pools(self) -> bool:
+        return self.spec.strategy == "pooling"
 
     @property
     def num_views(self) -> int:
@@ -150,6 +184,11 @@ class DualEncoder(StoredModel):
         if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
         hasher.update(self.precision.digest())
+        pooling = self.passage_tower.pooling
+        if self._pools:
+            hasher.update(json.dumps(["pooling", *pooling.modes]).encode())
+        if not pooling.include_prompt and (self.spec.query_prompt or self.spec.passage_prompt):
+            hasher.update(b"prompts are excluded")
         return hasher.hexdigest()
 
     def to_precision(
@@ -167,8 +206,10 @@ class DualEncoder(StoredModel):
         return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, scales)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
-        """Tokenize queries, cut to `max_query_tokens`. Raises EncoderError for a query without a token."""
-        encodings = _tokens(self.question_tower, texts)
+        """Tokenize queries behind their prompt, cut to `max_query_tokens`. Raises EncoderError for a query without a
+        token."""
+        prompt = self.spec.query_prompt or ""
+        encodings = _tokens(self.question_tower, [prompt + text for text in texts])
         for at, (text, encoding) in enumerate(zip(texts, encodings)):
             if not encoding.ids or not text.strip():
                 raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
@@ -181,16 +222,20 @@ class DualEncoder(StoredModel):
         """
         spec = self.spec
         if max_tokens:
-            spec = replace(spec, max_passage_tokens=min(max_tokens, spec.max_passage_tokens))
+            spec = replace(spec, max_passage_tokens=min(max_tokens, spec.passage_limit))
             self.layout.check(spec, "of this encoder")
-        texts = _tokens(self.passage_tower, [passage.text for passage in passages])
-        titles = [TextTokens([], [])] * len(passages)
-        if self.spec.use_title:
-            titles = _tokens(self.passage_tower, [passage.title.strip() for passage in passages])
-        return [
-            self.layout.passage(spec, title.ids, text, self.snippets(passage))
-            for passage, title, text in zip(passages, titles, texts)
-        ]
+        prompt = self.spec.passage_prompt or ""
+        titles = [passage.title.strip() if self.spec.use_title else "" for passage in passages]
+        texts = [passage.text if title else prompt + passage.text for passage, title in zip(passages, titles)]
+        titles = [prompt + title if title else "" for title in titles]
+        result = []
+        for passage, title, text in zip(
+            passages, _tokens(self.passage_tower, titles), _tokens(self.passage_tower, texts)
+        ):
+            prompt_ids, rest = (title if title.ids else text).split(len(prompt))
+            title_ids, text = (rest.ids, text) if title.ids else ([], rest)
+            result.append(self.layout.passage(spec, title_ids, text, self.snippets(passage), prompt_ids))
+        return result
 
     def snippets(self, passage: Passage) -> list[Span]:
         """Find the character spans of the text's snippets, before truncation; empty without snippets.
@@ -232,13 +277,10 @@ class DualEncoder(StoredModel):
 
         Without gradients it runs the unpadded forward pass where the backbone has one.
         """
-        tower = self.passage_tower
-        tokens = pad(tower, batch)
-        if self._learns() or self.precision.name != "fp32" or not supports_unpadded_cpu(tower.backbone):
-            return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT), tokens.real_PT
-        reader = self._inference.of(tower, self.precision)
-        assert isinstance(reader, UnpaddedCpuTower)
-        return reader.padded_states(batch), tokens.real_PT
+        if self.spec.overlap_tokens:
+            raise EncoderError("the windows of a long passage have no states of one passage; set overlap_tokens to 0")
+        real_PT = pad(self.passage_tower, batch).real_PT
+        return self._token_states(self.passage_tower, self.precision, batch), real_PT
 
     def attentions(self, batch: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
         """Compute attention weights of each layer over a batch, [P, heads, T, T] (`attention.view_attention`)."""
@@ -246,7 +288,8 @@ class DualEncoder(StoredModel):
         return self.passage_tower.attentions(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
 
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
-        """Average all states of `[CLS] question [SEP]`: targets_QD of a warm start, as the backbone alone reads them.
+        """Average all states of `[CLS] question [SEP]`: targets_QD of a warm start, as the backbone alone reads them,
+        through its heads.
 
         They are not normalised and have no dropout or gradient; the weights are the current ones.
         """
@@ -278,11 +321,12 @@ class DualEncoder(StoredModel):
         """Divide rows with these numbers of tokens into batches for `embed_batches` of at most `budget` tokens.
 
         Rows stay in order where nothing is padded, else they are sorted by length and padding counts. The unpadded CPU
-        pass makes its own blocks, so there all rows are one batch.
+        pass and OpenVINO make their own blocks, so there all rows are one batch.
         """
-        if supports_unpadded_cpu(self.passage_tower.backbone):
+        if self.precision.name == "openvino" or supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
-        return filled_batches(lengths, budget) if self.precision.name != "fp32" else token_batches(lengths, budget)
+        unpadded = reads_unpadded(self.passage_tower, self.precision.name)
+        return filled_batches(lengths, budget) if unpadded else token_batches(lengths, budget)
 
     def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
         """Embed each batch. Results of a GPU are fetched after the next batch was started."""
@@ -312,21 +356,52 @@ class DualEncoder(StoredModel):
         if not batch:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
-        if self.spec.has_pieces and tower is self.passage_tower and num_views == self.num_views:
+        rows = [[passage] for passage in batch]
+        if self.spec.has_rows and tower is self.passage_tower and num_views == self.num_views:
             rows = [self.layout.rows(passage) for passage in batch]
-            passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
-            views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views, precision)
-            views_PVD = views_RVD.new_zeros(len(rows), *views_RVD.shape[1:]).index_add(0, passage_R, views_RVD)
-            count_PV = count_RV.new_zeros(len(rows), num_views).index_add(0, passage_R, count_RV)
-        else:
+        if self._pools and not tower.pooling.is_mean_of_tokens:
+            views_PVD, count_PV = self._pool(tower, batch, precision)
+        elif len(batch) == sum(map(len, rows)):
             views_PVD, count_PV = self._states(tower, batch, num_views, precision)
+        else:
+            views_PVD, count_PV = self._joined_rows(tower, rows, num_views, precision)
+        if len(tower.heads):
+            with torch.autocast(views_PVD.device.type, enabled=False):
+                views_PVD = tower.heads(views_PVD.float()) * (count_PV > 0)[..., None]
         if self.spec.normalize:
             views_PVD = F.normalize(views_PVD, dim=-1)
         return PassageViews(views_PVD, count_PV > 0)
 
+    def _joined_rows(
+        self, tower: Tower, rows: Sequence[Sequence[TokenizedPassage]], num_views: int, precision: Precision
+    ) -> Means:
+        """The means over all sequences of each passage. A piece has views of its own; windows share them."""
+        passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
+        views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views, precision)
+        if self.spec.overlap_tokens:
+            views_RVD = views_RVD * count_RV[..., None]
+        views_PVD = views_RVD.new_zeros(len(rows), *views_RVD.shape[1:]).index_add(0, passage_R, views_RVD)
+        count_PV = count_RV.new_zeros(len(rows), num_views).index_add(0, passage_R, count_RV)
+        if self.spec.overlap_tokens:
+            views_PVD = views_PVD / count_PV.clamp(min=1)[..., None]
+        return Means(views_PVD, count_PV)
+
+    def _pool(self, tower: Tower, batch: Sequence[TokenizedPassage], precision: Precision) -> Means:
+        """The vectors of a pooling that is no mean over tokens, of texts of about one length at a time."""
+        groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
+        parts = []
+        for rows in groups:
+            tokens = pad(tower, [batch[row] for row in rows])
+            states_PTD = self._token_states(tower, precision, [batch[row] for row in rows])
+            with torch.autocast(states_PTD.device.type, enabled=False):
+                parts.append(tower.pooling.pool(states_PTD.float(), tokens.views_PT == 0))
+        back = torch.from_numpy(np.argsort(np.concatenate(groups)))
+        vectors_PD = torch.cat(parts)[back.to(self.device)]
+        return Means(vectors_PD[:, None], torch.ones(len(batch), 1, dtype=torch.long, device=self.device))
+
     def _states(self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision) -> Means:
         """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of about one length."""
-        if not self._learns() and (precision.name != "fp32" or supports_unpadded_cpu(tower.backbone)):
+        if not self._learns() and reads_otherwise(tower, precision.name):
             return self._inference.of(tower, precision).views(batch, num_views)
         if self.device.type != "cpu" or len(batch) == 1:
             return padded_views(tower, batch, num_views)
@@ -335,6 +410,13 @@ class DualEncoder(StoredModel):
         back = torch.from_numpy(np.argsort(np.concatenate(groups)))
         views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
         return Means(views_PVD, count_PV)
+
+    def _token_states(self, tower: Tower, precision: Precision, batch: Sequence[TokenizedPassage]) -> Tensor:
+        """states_PTD of a tower in a precision; behind a text's end they say nothing."""
+        if self._learns() or not reads_otherwise(tower, precision.name):
+            tokens = pad(tower, batch)
+            return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
+        return self._inference.of(tower, precision).padded_states(batch)
 
     def _learns(self) -> bool:
         """Whether gradients or autocast may be needed, which the unpadded passes with their copied weights lack."""
@@ -345,13 +427,51 @@ class DualEncoder(StoredModel):
         for passage in batch:
             words = passage.input_ids[passage.input_ids < tower.num_words]
             if self.spec.has_viewers:
-                words = np.concatenate([np.asarray([self.layout.cls_id], words.dtype), words])[: tower.num_positions]
+                prefix = np.asarray(self.layout.prefix, words.dtype)
+                words = np.concatenate([prefix, words])[: tower.num_positions]
             positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
             plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
         with self.inference():
             tokens = pad(tower, plain)
             states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()
-            return (states_PTD * tokens.real_PT[..., None]).sum(1) / tokens.real_PT.sum(1, keepdim=True)
+            return tower.heads((states_PTD * tokens.real_PT[..., None]).sum(1) / tokens.real_PT.sum(1, keepdim=True))
+
+
+def complete_spec(spec: EncoderSpec, tower: Tower) -> EncoderSpec:
+    """Put the model's own prompts and lengths where `spec` has None."""
+    own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
+    longest = min(tower.max_tokens, tower.num_positions - own_positions)
+    return spec.fill(dict(zip(MODEL_SETTINGS, (*tower.prompts, longest, longest))))
+
+
+def _truncation(spec: EncoderSpec, tower: Tower) -> Truncation:
+    size, wanted = tower.vector_size(spec.strategy == "pooling"), spec.truncate_dim
+    if wanted is None or not 1 <= wanted <= size:
+        raise EncoderError(
+            f"encoder truncate_dim is {wanted}, but the model's vectors have {size} dimensions; give 1 to {size}"
+        )
+    return Truncation(wanted)
+
+
+def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
+    """Prepare a tower for a strategy. Raises EncoderError where its model cannot be read by it."""
+    if spec.strategy == "viewers":
+        tower.tell_positions()
+    if spec.strategy == "snippets" and spec.readout == "viewer" and not tower.kind and tower.is_causal:
+        raise EncoderError(
+            f"strategy 'snippets' reads a viewer before its snippet, and a backbone of model type {tower.model_type!r} "
+            f"reads from left to right, so no viewer would see its snippet; set encoder.readout to snippet_mean, or "
+            f"encoder.strategy to snippet_means or pooling"
+        )
+    if (
+        spec.strategy != "pooling"
+        and len(tower.pooling.modes) > 1
+        and any(isinstance(one, Dense) for one in tower.heads)
+    ):
+        raise EncoderError(
+            f"the model joins {len(tower.pooling.modes)} poolings ({', '.join(tower.pooling.modes)}) before a linear "
+            f"layer, which takes no single state; set encoder.strategy to pooling"
+        )
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[TextTokens]:

@@ -1,8 +1,9 @@
-"""Run a tower over padded texts: with a gradient and on any device. Other forward passes are tested against it.
+"""Run a tower over padded texts: any backbone, with a gradient, on any device. Other passes are tested against it.
 
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class PaddedTokens(NamedTuple):
 def pad(tower: Tower, batch: Sequence[TokenizedPassage]) -> PaddedTokens:
     """Pad texts to the longest, on the tower's device."""
     shape = (len(batch), max(passage.num_tokens for passage in batch))
-    ids = np.full(shape, tower.tokenizer.pad_token_id, np.int64)
+    ids = np.full(shape, tower.pad_id, np.int64)
     positions = np.full(shape, max(0, tower.first_position - 1), np.int64)
     views = np.full(shape, -1, np.int64)
     real = np.zeros(shape, bool)
@@ -42,9 +43,31 @@ def pad(tower: Tower, batch: Sequence[TokenizedPassage]) -> PaddedTokens:
 def padded_views(tower: Tower, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
     """Average the states of each view's tokens, differentiable."""
     tokens = pad(tower, batch)
-    states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
+    return mean_states(tokens, tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT), num_views)
+
+
+def mean_states(tokens: PaddedTokens, states_PTD: Tensor, num_views: int) -> Means:
+    """Average the states of each view's tokens."""
     member_PVT = tokens.views_PT[:, None, :] == torch.arange(num_views, device=states_PTD.device)[:, None]
     count_PV = member_PVT.sum(-1)
     with torch.autocast(states_PTD.device.type, enabled=False):
         weights_PVT = member_PVT / count_PV.clamp(min=1)[..., None]
         return Means(torch.bmm(weights_PVT, states_PTD.float()), count_PV)
+
+
+class PaddedTower:
+    """A copy of a tower's weights of this moment in `dtype`, for backbones that no unpadded pass takes."""
+
+    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
+        self.tower: Tower = copy.deepcopy(tower).to(dtype=dtype).eval()
+
+    @torch.no_grad()
+    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
+        """The means of the states of each view's tokens, in float32."""
+        return padded_views(self.tower, batch, num_views)
+
+    @torch.no_grad()
+    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
+        """states_PTD as long as the longest text, in float32; behind a text's end they say nothing."""
+        tokens = pad(self.tower, batch)
+        return self.tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()

@@ -1,25 +1,34 @@
-"""Embed passages in fp32, bf16 or int8, with the weights laid out for it.
+"""Embed passages in fp32, bf16 or int8, or by OpenVINO, with the weights laid out for it.
 
 `fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
 belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
-gradient is lowered; training and questions never are. A GPU reads bf16 without padding, and has no int8.
+gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can tell the attention
+where texts end, and has no int8. `openvino` multiplies in float32 by another library's products, on a CPU, for every
+backbone but those with local attention.
 """
 
 import hashlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.openvino_cpu import OpenVinoTower
+from mvr_ray.core.encoding.padded import PaddedTower
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower, supports_unpadded_gpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
-PrecisionName = Literal["fp32", "bf16", "int8"]
+PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
+
+
+LOCAL_ATTENTION = ("local_attention", "sliding_window")
+"""Settings of backbones with local attention. OpenVINO's gives NaN on padding that no token is near to."""
 
 
 class Precision(NamedTuple):
@@ -45,6 +54,8 @@ class InferenceTower(Protocol):
     """A tower laid out for reading without a gradient."""
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means: ...
+
+    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor: ...
 
 
 class InferenceCache:
@@ -73,7 +84,11 @@ class InferenceCache:
 def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     """Copy the tower's current weights in the order and precision in which they are multiplied."""
     check(tower, precision.name)
+    if precision.name == "openvino":
+        return OpenVinoTower(tower)
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
+    if not reads_unpadded(tower, precision.name):
+        return PaddedTower(tower, dtype)
     if _on_gpu(tower):
         return UnpaddedGpuTower(tower, dtype)
     if precision.name == "int8":
@@ -82,13 +97,27 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     return UnpaddedCpuTower(tower, dtype=dtype)
 
 
+def reads_otherwise(tower: Tower, precision: PrecisionName) -> bool:
+    """Whether reading without a gradient has a pass of its own, beside the one with a gradient."""
+    return precision != "fp32" or supports_unpadded_cpu(tower.backbone)
+
+
+def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
+    """Whether texts are read end to end, without padding."""
+    if precision == "openvino":
+        return False
+    if _on_gpu(tower):
+        return precision == "bf16" and supports_unpadded_gpu(tower.backbone)
+    return supports_unpadded_cpu(tower.backbone)
+
+
 def check(tower: Tower, precision: PrecisionName, gpu: bool | None = None) -> None:
     """Raise EncoderError unless this machine embeds passages with this tower in this precision. `gpu`: where it will be
     done; absent: where the tower is."""
     if precision == "fp32":
         return
     here = _on_gpu(tower)
-    lacking = _gpu_lacks(tower, precision, here) if (here if gpu is None else gpu) else _cpu_lacks(tower, precision)
+    lacking = _gpu_lacks(precision, here) if (here if gpu is None else gpu) else _cpu_lacks(tower, precision)
     if lacking:
         raise EncoderError(f"passages in {precision} need {lacking}; set index.precision to fp32 and index again")
 
@@ -99,7 +128,11 @@ def _on_gpu(tower: Tower) -> bool:
 
 def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
-    if not supports_unpadded_cpu(backbone):
+    if precision == "openvino" and find_spec("openvino") is None:
+        return "the library openvino (pip install 'mvr-ray[openvino]')"
+    if precision == "openvino" and any(getattr(backbone.config, name, None) for name in LOCAL_ATTENTION):
+        return f"a backbone whose attention reaches all of a text, and this is a {backbone.config.model_type}"
+    if precision == "int8" and not supports_unpadded_cpu(backbone):
         return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "a processor that multiplies bfloat16, and this one does not"
@@ -108,13 +141,9 @@ def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     return ""
 
 
-def _gpu_lacks(tower: Tower, precision: PrecisionName, here: bool) -> str:
-    backbone: Any = tower.backbone
-    if precision == "int8":
+def _gpu_lacks(precision: PrecisionName, here: bool) -> str:
+    if precision in ("int8", "openvino"):
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
-    if not supports_unpadded_gpu(backbone):
-        kind = backbone.config.model_type
-        return f"a backbone on a GPU whose attention can be told where texts end, and this is a {kind}"
     if here and not torch.cuda.is_bf16_supported():
         return "a GPU that multiplies bfloat16, and this one does not"
     return ""

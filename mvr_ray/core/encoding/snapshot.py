@@ -5,10 +5,12 @@ punkt.json              sentence parameters
 scales.safetensors      of int8 (`quantized.Scales`), only there
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
-    modules.json  sentence_bert_config.json  1_Pooling/config.json    of cls, mean: for sentence-transformers
+    modules.json  sentence_bert_config.json  1_Pooling/config.json  2_Dense/ ..    as sentence-transformers reads them
+
+A tower of one vector loads in sentence-transformers to the same vectors. Of strategies that read means of snippets it
+loads to the vector of a whole text, as questions are read; views cannot be carried, nor can viewers.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any, NamedTuple, get_args
 from safetensors.numpy import load_file, save_file
 
 from mvr_ray.core.encoding.backbones import Tower, open_tower
+from mvr_ray.core.encoding.model_folder import SentenceModules, write_modules
+from mvr_ray.core.encoding.pooling import Heads, Normalize, Pooling
 from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
 from mvr_ray.core.encoding.quantized import Scales
 from mvr_ray.core.encoding.snippets import PunktParams
@@ -25,8 +29,14 @@ from mvr_ray.errors import EncoderError
 
 PUNKT_FILE = "punkt.json"
 SCALES_FILE = "scales.safetensors"
-_LATER_SETTINGS = frozenset({"title_view"})
-"""Settings that older snapshots of this format lack: there they have their defaults, and fingerprints are unchanged."""
+_LATER_SETTINGS: Mapping[str, Any] = {
+    "title_view": False,
+    "query_prompt": "",
+    "passage_prompt": "",
+    "overlap_tokens": 0,
+    "truncate_dim": None,
+}
+"""Settings that older snapshots of this format lack, and what they have there; fingerprints are unchanged."""
 
 
 class Snapshot(NamedTuple):
@@ -48,13 +58,10 @@ def write_parts(
     """Write all files but encoder.json; returns its fields that say how to read them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tower in towers.items():
-        tower.save(folder / name)
-        if spec.strategy in ("cls", "mean"):
-            max_tokens = spec.max_query_tokens if name == "question" else spec.max_passage_tokens
-            _write_pooling(folder / name, spec, tower.dimension, max_tokens)
+        _write_tower(folder / name, spec, tower, name)
     (folder / PUNKT_FILE).write_text(punkt.to_json(), encoding="utf-8")
     description: dict[str, Any] = {
-        "dimension": next(iter(towers.values())).dimension,
+        "dimension": next(iter(towers.values())).vector_size(spec.strategy == "pooling"),
         "num_views": spec.effective_views,
         "spec": dict(sorted(asdict(spec).items())),
     }
@@ -65,40 +72,58 @@ def write_parts(
     return description
 
 
-def _write_pooling(folder: Path, spec: EncoderSpec, dimension: int, max_tokens: int) -> None:
-    """Write what makes sentence-transformers pool a tower's states as the strategy does, in its format since 2.0."""
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if spec.normalize else {})
-    modules = [
-        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for at, (path, kind) in enumerate(kinds.items())
-    ]
-    pooling = {
-        "word_embedding_dimension": dimension,
-        "pooling_mode_cls_token": spec.strategy == "cls",
-        "pooling_mode_mean_tokens": spec.strategy == "mean",
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-    }
-    files = {
-        "modules.json": modules,
-        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
-        "1_Pooling/config.json": pooling,
-    }
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def export_towers(folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower]) -> list[str]:
+    """Write what sentence-transformers loads: `folder` itself, or `question` and `passage` in it for two towers.
+
+    Returns what it cannot carry, a sentence each. Raises EncoderError for strategies with viewers, whose embeddings
+    have no place there.
+    """
+    if spec.has_viewers:
+        raise EncoderError(
+            f"strategy {spec.strategy!r} reads viewers, and a folder of sentence-transformers has no place for their "
+            f"embeddings; encoders of all other strategies can be exported"
+        )
+    for name, tower in towers.items():
+        _write_tower(folder if spec.tied else folder / name, spec, tower, name)
+    losses = []
+    if spec.effective_views > 1:
+        losses.append(
+            f"views: here a passage has up to {spec.effective_views}, there one vector, that of its whole text read as "
+            f"a question is"
+        )
+    if spec.use_title:
+        losses.append("titles: here a title is read before its text and a separator, there a text is one string")
+    if spec.tied and spec.query_limit != spec.passage_limit:
+        losses.append(
+            f"two lengths: here a question is cut at {spec.query_limit} tokens, there at {spec.passage_limit}, as a "
+            f"passage is"
+        )
+    return losses
+
+
+def _write_tower(folder: Path, spec: EncoderSpec, tower: Tower, name: str) -> None:
+    """Write a tower, and what makes sentence-transformers read one text as a question is read."""
+    tower.save(folder)
+    pooling = tower.pooling
+    if spec.strategy != "pooling":
+        reads_first = spec.strategy in ("cls", "first_k") or (spec.has_pieces and spec.readout == "viewer")
+        pooling = Pooling(("cls",) if reads_first else ("mean",), pooling.include_prompt)
+    heads = Heads([*tower.heads, *([Normalize()] if spec.normalize else [])])
+    max_tokens = spec.query_limit if name == "question" else spec.passage_limit
+    prompts = spec.query_prompt or "", spec.passage_prompt or ""
+    write_modules(folder, SentenceModules("", pooling, heads, *prompts, max_tokens), tower.dimension)
 
 
 def read_parts(folder: Path, description: Mapping[str, Any]) -> Snapshot:
     """Open the files that an encoder.json of these fields describes. Raises EncoderError naming what is wrong."""
     settings = description.get("spec", {})
     differing = {field.name for field in fields(EncoderSpec)} ^ set(settings)
-    if wrong := sorted(differing - (_LATER_SETTINGS - set(settings))):
+    if wrong := sorted(differing - (set(_LATER_SETTINGS) - set(settings))):
         raise EncoderError(
             f"encoder.json in {folder} lacks or does not know these settings: {', '.join(wrong)}; "
             f"make the snapshot again"
         )
-    spec = EncoderSpec(**settings)
+    spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
     towers = []
     for name in tower_names(spec):
         tower = open_tower(str(folder / name))

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.backbones import KINDS, Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import IntArray
@@ -66,8 +67,8 @@ def flatten_tokens(batch: Sequence[TokenizedPassage], num_views: int) -> FlatTok
 
 
 def supports_unpadded_gpu(backbone: Any) -> bool:
-    """Whether its attention can be told where texts end."""
-    return getattr(backbone, "_supports_attention_backend", False)
+    """Whether its attention can be told where texts end, and reads all of a text: not so causal or local attention."""
+    return backbone.config.model_type in KINDS and getattr(backbone, "_supports_attention_backend", False)
 
 
 class UnpaddedGpuTower:
@@ -84,8 +85,22 @@ class UnpaddedGpuTower:
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """The means of the states of each view's tokens, on the device, in float32. Returns before a GPU is done."""
         flat = flatten_tokens(batch, num_views)
-        ids_T, positions_T, bounds, order_M, count_PV = map(self._put, flat)
-        states_TD = self.tower(
+        order_M, count_PV = self._put(flat.order_M), self._put(flat.count_PV)
+        states_TD = self._states(flat)
+        members_MD = states_TD.index_select(0, order_M).float()
+        flat_count = count_PV.flatten()
+        sums = torch.segment_reduce(members_MD, "sum", lengths=flat_count, axis=0, unsafe=True, initial=0)
+        return Means((sums / flat_count.clamp(min=1)[:, None]).view(*count_PV.shape, -1), count_PV)
+
+    @torch.no_grad()
+    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
+        """states_PTD as long as the longest text, zero behind each, in float32."""
+        states_TD = self._states(flatten_tokens(batch, 1)).float()
+        return pad_sequence(list(states_TD.split([text.num_tokens for text in batch])), batch_first=True)
+
+    def _states(self, flat: FlatTokens) -> Tensor:
+        ids_T, positions_T, bounds = map(self._put, flat[:3])
+        return self.tower(
             ids_T[None],
             positions_T[None],
             torch.ones_like(ids_T[None], dtype=torch.bool),
@@ -93,10 +108,6 @@ class UnpaddedGpuTower:
             ends=flat.bounds.tolist(),
             longest=int(np.diff(flat.bounds).max()),
         )[0]
-        members_MD = states_TD.index_select(0, order_M).float()
-        flat_count = count_PV.flatten()
-        sums = torch.segment_reduce(members_MD, "sum", lengths=flat_count, axis=0, unsafe=True, initial=0)
-        return Means((sums / flat_count.clamp(min=1)[:, None]).view(*count_PV.shape, -1), count_PV)
 
     def _put(self, array: IntArray) -> Tensor:
         tensor = torch.from_numpy(array)

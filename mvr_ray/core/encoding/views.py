@@ -1,6 +1,7 @@
-"""Lay out tokens and read views from their states, by eight strategies.
+"""Lay out tokens and read views from their states, by nine strategies.
 
-    cls            [CLS] (title [SEP]) text [SEP]              the one view is the state of [CLS]        (DPR)
+    pooling        [CLS] (title [SEP]) text [SEP]              the one view is what the model's own pooling gives
+    cls            the same                                    the one view is the state of [CLS]        (DPR)
     mean           the same                                    the one view is the mean of all states
     first_k        the same                                    view i is the state of token i            (ME-BERT)
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
@@ -14,30 +15,44 @@ With `empty_snippets: kept` viewers without a snippet stand before the last [SEP
 CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
 
 Every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
-[SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0.
+[SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0. [CLS] and the last
+[SEP] stand for what the model's tokenizer puts around a text: nothing, or other tokens, for some. A prompt comes first
+in the text, or in the title where there is one; it enters a view only under pooling and mean, and under these not where
+the model's pooling leaves prompts out.
 
 Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
-of the longest snippets. A title keeps at most a quarter of the tokens.
+of the longest snippets. A title keeps at most a quarter of the tokens. Under `snippet_means` with `overlap_tokens` it
+loses nothing: it becomes windows, sequences one after the other that begin alike (prompt, title) and share so many
+tokens of text with their neighbours. A token's state is read from the window in which it stands further from the end of
+the shared part, and a view is the mean over all windows.
 
 Shapes: T tokens, V views.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from mvr_ray.core.encoding.pooling import Pooling
 from mvr_ray.core.encoding.snippets import Span
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import IntArray
 
-Strategy = Literal["cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
+MODEL_SETTINGS = ("query_prompt", "passage_prompt", "max_query_tokens", "max_passage_tokens")
+"""What a spec may leave to the model."""
+Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """How texts become vectors. `mvr_ray.config.EncoderConfig` says what each setting means."""
+    """How texts become vectors. `mvr_ray.config.EncoderConfig` says what each setting means.
+
+    None: the model's own, which `DualEncoder.from_backbone` puts in its place; a stored encoder has no None.
+    """
 
     strategy: Strategy = "snippet_means"
     num_views: int = 8
@@ -48,8 +63,12 @@ class EncoderSpec:
     empty_snippets: Literal["masked", "kept"] = "masked"
     title_view: bool = False
     use_title: bool = True
-    max_query_tokens: int = 64
-    max_passage_tokens: int = 256
+    query_prompt: str | None = None
+    passage_prompt: str | None = None
+    max_query_tokens: int | None = 64
+    max_passage_tokens: int | None = 256
+    overlap_tokens: int = 0
+    truncate_dim: int | None = None
     normalize: bool = True
     score_scale: float = 20.0
     sentences: Literal["packaged", "corpus"] = "packaged"
@@ -73,15 +92,24 @@ class EncoderSpec:
                 f"encoder empty_snippets is 'kept', but only viewers can stand before nothing, and strategy "
                 f"{self.strategy!r} with readout {self.readout!r} has none; leave it at 'masked'"
             )
+        if self.overlap_tokens and self.strategy != "snippet_means":
+            raise EncoderError(
+                f"encoder overlap_tokens is {self.overlap_tokens}, but only strategy 'snippet_means' reads a long "
+                f"passage in windows, not {self.strategy!r}; leave it at 0"
+            )
         if self.title_view and (self.strategy != "snippets" or not self.use_title or self.num_views < 2):
             raise EncoderError(
                 f"encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are "
                 f"{self.strategy!r}, use_title {self.use_title} and {self.num_views}; correct these, or leave it out"
             )
 
+    def fill(self, own: Mapping[str, Any]) -> "EncoderSpec":
+        """Put the model's own values, by names of `MODEL_SETTINGS`, where this spec has None."""
+        return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+
     @property
     def effective_views(self) -> int:
-        return 1 if self.strategy in ("cls", "mean") else self.num_views
+        return 1 if self.strategy in ("pooling", "cls", "mean") else self.num_views
 
     @property
     def has_viewers(self) -> bool:
@@ -103,12 +131,29 @@ class EncoderSpec:
         return self.strategy in ("sentences", "splits")
 
     @property
+    def has_rows(self) -> bool:
+        """A passage may be several sequences: pieces, or windows."""
+        return self.has_pieces or self.overlap_tokens > 0
+
+    @property
+    def passage_limit(self) -> int:
+        """`max_passage_tokens` of a spec in which nothing is left to the model."""
+        assert self.max_passage_tokens is not None, "a spec that from_backbone has not completed"
+        return self.max_passage_tokens
+
+    @property
+    def query_limit(self) -> int:
+        """`max_query_tokens` of a spec in which nothing is left to the model."""
+        assert self.max_query_tokens is not None, "a spec that from_backbone has not completed"
+        return self.max_query_tokens
+
+    @property
     def needs_sentences(self) -> bool:
         return self.has_snippets and self.strategy != "splits"
 
-    def settings(self) -> dict[str, str | int | bool]:
+    def settings(self) -> dict[str, str | int | bool | None]:
         """Return the settings that enter the fingerprint: those that change an embedding and are not in the weights."""
-        settings: dict[str, str | int | bool] = {
+        settings: dict[str, str | int | bool | None] = {
             "strategy": self.strategy,
             "num_views": self.effective_views,
             "use_title": self.use_title,
@@ -124,7 +169,8 @@ class EncoderSpec:
             settings["empty_snippets"] = self.empty_snippets
         if self.title_view:
             settings["title_view"] = True
-        return settings
+        later = ("query_prompt", "passage_prompt", "overlap_tokens", "truncate_dim")
+        return settings | {name: value for name in later if (value := getattr(self, name))}
 
 
 class TokenizedPassage(NamedTuple):
@@ -172,22 +218,37 @@ class TextTokens:
     ids: list[int]
     ends: list[int]
 
+    def split(self, num_chars: int) -> tuple[list[int], "TextTokens"]:
+        """Divide into the ids of the tokens that end within so many characters, and the rest, counted from there."""
+        at = bisect_right(self.ends, num_chars) if num_chars else 0
+        return self.ids[:at], TextTokens(self.ids[at:], [end - num_chars for end in self.ends[at:]])
+
+
+class Prompts(NamedTuple):
+    """Numbers of tokens that a query's and a passage's prompt have by themselves."""
+
+    query: int = 0
+    passage: int = 0
+
 
 @dataclass(frozen=True)
 class Layout:
-    """What laying out tokens needs of a backbone: special ids, the position table, the first viewer's id."""
+    """What laying out tokens needs of a backbone: special ids, the position table, the first viewer's id, its pooling
+    and the lengths of its prompts."""
 
-    cls_id: int
-    sep_id: int
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    separator: tuple[int, ...]
     first_position: int
     num_positions: int
     first_viewer: int
-    separators: int
+    pooling: Pooling = field(default_factory=Pooling)
+    prompts: Prompts = field(default_factory=Prompts)
 
     def check(self, spec: EncoderSpec, backbone: str) -> None:
         """Raise EncoderError where this backbone has too few positions or tokens for the settings."""
         own = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
-        limits = (("query", spec.max_query_tokens, 0), ("passage", spec.max_passage_tokens, own))
+        limits = (("query", spec.query_limit, 0), ("passage", spec.passage_limit, own))
         for name, tokens, num_viewers in limits:
             if tokens > self.num_positions - num_viewers:
                 less = f", {num_viewers} of them kept for viewers" if num_viewers else ""
@@ -196,68 +257,122 @@ class Layout:
                     f"lower max_{name}_tokens to {self.num_positions - num_viewers} or less"
                 )
         least_beside_title = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
-        least = -(-4 * least_beside_title // 3)
-        if spec.max_passage_tokens < least:
+        least = -(-4 * least_beside_title // 3) + self.prompts.passage
+        if spec.passage_limit < least:
+            beside = f" and a prompt of {self.prompts.passage} tokens" if self.prompts.passage else ""
             raise EncoderError(
                 f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
-                f"{spec.strategy!r}; give at least {least} or lower num_views"
+                f"{spec.strategy!r}{beside}; give at least {least} or lower num_views"
+            )
+        least = self.prompts.query + 8
+        if self.prompts.query and spec.query_limit < least:
+            raise EncoderError(
+                f"max_query_tokens is {spec.max_query_tokens}, too few beside a prompt of {self.prompts.query} tokens; "
+                f"give at least {least}, or shorten query_prompt"
+            )
+        if 2 * spec.overlap_tokens > (room := spec.passage_limit * 3 // 4 - self.prompts.passage - 2):
+            raise EncoderError(
+                f"overlap_tokens is {spec.overlap_tokens}, more than half of what a window of "
+                f"{spec.max_passage_tokens} tokens has for text; lower it to {room // 2} or less"
             )
 
     def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
-        first = self.first_viewer if spec.has_viewers else self.cls_id
-        all_ids = [first, *ids[: spec.max_query_tokens - 2], self.sep_id]
-        if spec.strategy in ("mean", "snippet_means") or (spec.has_pieces and spec.readout == "snippet_mean"):
-            view_T = [0] * len(all_ids)
+        """Lay out a query. `ids` are those of its prompt and text."""
+        prefix = (self.first_viewer,) if spec.has_viewers else self.prefix
+        all_ids = [*prefix, *ids[: spec.query_limit - len(prefix) - len(self.suffix)], *self.suffix]
+        if spec.strategy == "pooling":
+            view_T = self._members(self.pooling, len(all_ids), self.prompts.query)
+        elif spec.strategy in ("mean", "snippet_means") or (spec.has_pieces and spec.readout == "snippet_mean"):
+            view_T = self._members(self._mean, len(all_ids), self.prompts.query)
         elif spec.strategy == "snippets" and spec.readout == "snippet_mean":
             view_T = [-1] + [0] * (len(all_ids) - 1)
         else:
             view_T = [0] + [-1] * (len(all_ids) - 1)
         return self._arrays(all_ids, range(len(all_ids)), view_T)
 
+    @property
+    def _mean(self) -> Pooling:
+        return Pooling(("mean",), self.pooling.include_prompt)
+
+    def _members(self, pooling: Pooling, num_tokens: int, num_prompt: int) -> list[int]:
+        members = pooling.members(num_tokens, len(self.prefix) + num_prompt if num_prompt else 0)
+        return [0 if at in members else -1 for at in range(num_tokens)]
+
     def passage(
-        self, spec: EncoderSpec, title: Sequence[int], text: TextTokens, snippets: Sequence[Span]
+        self,
+        spec: EncoderSpec,
+        title: Sequence[int],
+        text: TextTokens,
+        snippets: Sequence[Span],
+        prompt: Sequence[int] = (),
     ) -> TokenizedPassage:
         """Lay out a passage. `title` is empty where there is none; `snippets` where the strategy has none."""
+        quarter = spec.passage_limit // 4
         head: list[int] = []
         if title and spec.title_view:
-            head = list(title[: spec.max_passage_tokens // 4])
+            head = list(title[:quarter])
         elif title:
-            head = [*title[: spec.max_passage_tokens // 4 - self.separators], *[self.sep_id] * self.separators]
+            head = [*title[: quarter - len(self.separator)], *self.separator]
         if spec.strategy == "snippets":
-            return self._snippets(spec, head, text, snippets)
+            return self._snippets(spec, prompt, head, text, snippets)
+        head = [*prompt, *head]
         if spec.strategy == "viewers":
             return self._viewers(spec, head, text)
-        text_ids = text.ids[: spec.max_passage_tokens - 2 - len(head)]
+        room = spec.passage_limit - len(self.prefix) - len(self.suffix) - len(head)
+        if spec.overlap_tokens and len(text.ids) > room:
+            return self._windows(spec, head, text, snippets, room)
+        text_ids = text.ids[:room]
         if spec.has_pieces:
             return self._pieces(spec, head, TextTokens(text_ids, text.ends[: len(text_ids)]), snippets)
-        ids = [self.cls_id, *head, *text_ids, self.sep_id]
+        ids = [*self.prefix, *head, *text_ids, *self.suffix]
         view_T = [-1] * len(ids)
-        if spec.strategy == "cls":
+        if spec.strategy == "pooling":
+            view_T = self._members(self.pooling, len(ids), self.prompts.passage)
+        elif spec.strategy == "cls":
             view_T[0] = 0
         elif spec.strategy == "mean":
-            view_T = [0] * len(ids)
+            view_T = self._members(self._mean, len(ids), self.prompts.passage)
         elif spec.strategy == "first_k":
             first = min(spec.num_views, len(ids))
             view_T[:first] = range(first)
         elif text_ids:
-            start = 1 + len(head)
+            start = len(self.prefix) + len(head)
             view_T[start : start + len(text_ids)] = snippet_of_token(text.ends[: len(text_ids)], snippets)
         else:
             view_T = [0] * len(ids)
         return self._arrays(ids, range(len(ids)), view_T)
 
+    def _windows(
+        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span], room: int
+    ) -> TokenizedPassage:
+        """Lay out windows of `room` tokens of text; the last one reaches back as far as it needs to be full."""
+        views = snippet_of_token(text.ends, snippets)
+        last = len(text.ids) - room
+        starts = [*range(0, last, room - spec.overlap_tokens), last]
+        bounds = [0, *((start + before + room) // 2 for before, start in pairwise(starts)), len(text.ids)]
+        ids: list[int] = []
+        positions: list[int] = []
+        view_T: list[int] = []
+        for start, (low, high) in zip(starts, pairwise(bounds)):
+            row = [*self.prefix, *head, *text.ids[start : start + room], *self.suffix]
+            own = [views[at] if low <= at < high else -1 for at in range(start, start + room)]
+            ids += row
+            positions += range(len(row))
+            view_T += [-1] * (len(self.prefix) + len(head)) + own + [-1] * len(self.suffix)
+        return self._arrays(ids, positions, view_T)
+
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
         """Lay out MVR: viewers first, at position 0 or each at its own at the table's end; the text from position 1."""
         num = spec.num_views
-        text_ids = text.ids[: spec.max_passage_tokens - num - 1 - len(head)]
-        rest = [*head, *text_ids, self.sep_id]
+        text_ids = text.ids[: spec.passage_limit - num - len(self.suffix) - len(head)]
+        rest = [*head, *text_ids, *self.suffix]
         viewers = [self.first_viewer + 1 + view for view in range(num)]
         places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
         positions = [*places, *range(1, 1 + len(rest))]
         return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
 
     def _snippets(
-        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
+        self, spec: EncoderSpec, prompt: Sequence[int], head: list[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
         """Put a viewer before each snippet, at ordinary positions; viewers without a snippet come last, or not at all.
 
@@ -269,18 +384,20 @@ class Layout:
         every = spec.empty_snippets == "kept"
         order = [*([0] if spec.title_view and (head or every) else []), *pieces] or [0]
         order += [view for view in range(spec.num_views if every else 0) if view not in order]
-        budget = spec.max_passage_tokens - 1 - len(head) - len(order)
+        budget = spec.passage_limit - len(self.suffix) - len(prompt) - len(head) - len(order)
         lengths = shorten([len(piece) for piece in pieces.values()], budget)
         tokens = {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
-        ids, view_T = list(head), [-1] * len(head)
+        ids = [*prompt, *head]
         if spec.title_view:
-            tokens[0], ids, view_T = head, [], []
+            tokens[0], ids = head, list(prompt)
+        view_T = [-1] * len(ids)
         for view in order:
             piece = tokens.get(view, [])
             by_viewer = spec.readout == "viewer" or not piece
             ids += [self.first_viewer + 1 + view, *piece]
             view_T += [view if by_viewer else -1, *[-1 if by_viewer else view] * len(piece)]
-        return self._arrays([*ids, self.sep_id], range(len(ids) + 1), [*view_T, -1])
+        ids += self.suffix
+        return self._arrays(ids, range(len(ids)), [*view_T, *[-1] * len(self.suffix)])
 
     def _pieces(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
@@ -293,14 +410,14 @@ class Layout:
         view_T: list[int] = []
         for view in views:
             piece = [text.ids[at] for at in np.flatnonzero(of_token == view)]
-            row = [self.cls_id, *head, *piece, self.sep_id]
+            row = [*self.prefix, *head, *piece, *self.suffix]
             ids += row
             positions += range(len(row))
             view_T += [view] * len(row) if spec.readout == "snippet_mean" else [view, *[-1] * (len(row) - 1)]
         return self._arrays(ids, positions, view_T)
 
     def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
-        """Split a passage whose pieces are encoded alone into its sequences."""
+        """Split a passage into its sequences: the pieces that are encoded alone, or the windows."""
         starts = np.flatnonzero(passage.position_ids == self.first_position)
         return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
 

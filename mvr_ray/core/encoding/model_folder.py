@@ -1,0 +1,214 @@
+"""Read and write what a sentence-transformers folder says beside its transformer: pooling, heads, prompts, lengths.
+
+    modules.json                           the modules in order, each with its folder
+    config_sentence_transformers.json      prompts by name
+    sentence_bert_config.json              max_seq_length, do_lower_case
+    1_Pooling/config.json                  the modes
+    2_Dense/config.json, model.safetensors a linear layer with its activation
+
+A folder without modules.json is a plain transformer: it pools by the mean, or by the last token if it was trained to
+generate text. A truncation is written as a linear layer without bias whose weights are the first rows of the identity.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import constants as hub
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.utils import cached_file
+
+from mvr_ray.core.encoding.pooling import Dense, Heads, Normalize, Pooling, Truncation
+from mvr_ray.errors import EncoderError
+
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+LENGTHS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names that the file of lengths has had."""
+QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")
+"""Names of the prompts for each side, the first one counts."""
+_LEGACY_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Settings of a pooling module before it had `pooling_mode`, in the order in which their vectors are joined."""
+
+
+class SentenceModules(NamedTuple):
+    """What follows a transformer, and how texts are given to it.
+
+    `subfolder` is where the transformer lies, "" for the folder itself; `pooling` is None where there is no
+    modules.json, and `max_tokens` 0 where nothing is said of it.
+    """
+
+    subfolder: str = ""
+    pooling: Pooling | None = None
+    heads: Heads | None = None
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    max_tokens: int = 0
+    lowercase: bool = False
+
+
+def read_modules(folder: str) -> SentenceModules:
+    """Read the modules of a folder or of a hub model. Raises EncoderError for what mvr_ray does not compute."""
+    modules = _read_json(folder, MODULES)
+    if modules is None:
+        return SentenceModules()
+    transformer, pooling, heads = "", Pooling(), []
+    for at, module in enumerate(modules):
+        kind, path = str(module["type"]).rpartition(".")[2], _subfolder(folder, module["path"])
+        if not str(module["type"]).startswith("sentence_transformers."):
+            kind = f"{module['type']}, which is code of the model's own"
+        settings = _read_json(folder, f"{path}/config.json") or {} if path else {}
+        if kind == "Transformer" and at == 0:
+            transformer = path
+        elif kind == "Pooling":
+            pooling = _pooling(settings)
+        elif kind == "Normalize":
+            heads.append(Normalize())
+        elif kind == "Dense" and settings.get("module_input_name", "sentence_embedding") == "sentence_embedding":
+            heads.append(_dense(folder, path, settings))
+        elif kind != "Dropout":
+            raise EncoderError(
+                f"{MODULES} of backbone {folder} has a module {kind}; mvr_ray computes a Transformer followed by "
+                f"Pooling, Dense, Normalize and Dropout"
+            )
+    lengths = next((found for name in LENGTHS if (found := _read_json(folder, _join(transformer, name)))), {})
+    config = _read_json(folder, PROMPTS) or {}
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+
+    def prompt(names: Sequence[str]) -> str:
+        return next((prompts[name] for name in (*names, default) if prompts.get(name)), "")
+
+    return SentenceModules(
+        transformer,
+        pooling,
+        Heads(heads),
+        prompt(QUERY_PROMPTS),
+        prompt(PASSAGE_PROMPTS),
+        int(lengths.get("max_seq_length") or 0),
+        bool(lengths.get("do_lower_case")),
+    )
+
+
+def write_modules(folder: Path, modules: SentenceModules, size: int) -> None:
+    """Write the files from which sentence-transformers makes the same vectors. `size`: dimensions of a token state.
+
+    Pooling and heads must be there; the transformer must lie in the folder itself.
+    """
+    assert modules.pooling is not None and modules.heads is not None and not modules.subfolder
+    modes = modules.pooling.modes
+    size *= len(modes)
+    entries = [("", "models.Transformer"), ("1_Pooling", "models.Pooling")]
+    pooling: dict[str, Any] = {"word_embedding_dimension": size // len(modes)}
+    pooling |= {name: mode in modes for name, mode in _LEGACY_MODES.items()}
+    _write_json(folder / "1_Pooling" / "config.json", pooling | {"include_prompt": modules.pooling.include_prompt})
+    for at, layer in enumerate(modules.heads, 2):
+        kind = "Normalize" if isinstance(layer, Normalize) else "Dense"
+        entries.append((f"{at}_{kind}", f"models.{kind}"))
+        if isinstance(layer, Dense | Truncation):
+            size = _write_dense(folder / f"{at}_{kind}", layer, size)
+    listing = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.{kind}"}
+        for at, (path, kind) in enumerate(entries)
+    ]
+    _write_json(folder / MODULES, listing)
+    _write_json(folder / LENGTHS[0], {"max_seq_length": modules.max_tokens, "do_lower_case": False})
+    prompts = {QUERY_PROMPTS[0]: modules.query_prompt, PASSAGE_PROMPTS[0]: modules.passage_prompt}
+    _write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": None})
+
+
+def _pooling(settings: Mapping[str, Any]) -> Pooling:
+    name: Any = settings.get("pooling_mode") or [mode for old, mode in _LEGACY_MODES.items() if settings.get(old)]
+    modes: tuple[Any, ...] = (name,) if isinstance(name, str) else tuple(name)
+    return Pooling(modes or ("mean",), bool(settings.get("include_prompt", True)))
+
+
+def _dense(folder: str, path: str, settings: Mapping[str, Any]) -> nn.Module:
+    file = _file(folder, f"{path}/model.safetensors")
+    if file is None:
+        raise EncoderError(
+            f"{path} of backbone {folder} has no model.safetensors; mvr_ray opens no pickled weights: save the model "
+            f"again with sentence-transformers (model.save_pretrained), which writes one"
+        )
+    weights = load_file(file)
+    out_size, in_size = weights["linear.weight"].shape
+    name = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = getattr(nn, name.rpartition(".")[2], None)
+    if not name.startswith("torch.nn.") or not (isinstance(activation, type) and issubclass(activation, nn.Module)):
+        raise EncoderError(f"{path} of backbone {folder} has the activation {name!r}, which is no layer of torch.nn")
+    bias, residual = "linear.bias" in weights, bool(settings.get("use_residual"))
+    if activation is nn.Identity and not bias and not residual and _is_truncation(weights["linear.weight"]):
+        return Truncation(out_size)
+    layer = Dense(in_size, out_size, bias, activation.__name__, residual)
+    layer.load_state_dict(weights)
+    return layer.float()
+
+
+def _write_dense(folder: Path, layer: Dense | Truncation, in_size: int) -> int:
+    """Write one linear layer; returns the dimension that it gives."""
+    if isinstance(layer, Truncation):
+        weights = {"linear.weight": torch.eye(layer.out_size, in_size)}
+        name, residual = "torch.nn.modules.linear.Identity", False
+    else:
+        weights = {name: weight.detach().float().cpu().contiguous() for name, weight in layer.state_dict().items()}
+        activation = type(layer.activation)
+        name, residual = f"{activation.__module__}.{activation.__name__}", layer.adds_input
+    settings = {
+        "in_features": in_size,
+        "out_features": layer.out_size,
+        "bias": "linear.bias" in weights,
+        "activation_function": name,
+    }
+    _write_json(folder / "config.json", settings | ({"use_residual": True} if residual else {}))
+    save_file(weights, folder / "model.safetensors")
+    return layer.out_size
+
+
+def _is_truncation(weight_OD: torch.Tensor) -> bool:
+    out_size, in_size = weight_OD.shape
+    return out_size <= in_size and torch.equal(weight_OD, torch.eye(out_size, in_size).to(weight_OD.dtype))
+
+
+def _subfolder(folder: str, path: Any) -> str:
+    """The path of a module, which must lie inside the model's folder."""
+    parts = PurePosixPath(str(path).replace("\\", "/"))
+    if parts.is_absolute() or ".." in parts.parts:
+        raise EncoderError(f"{MODULES} of backbone {folder} has the path {path!r}, which leaves the model's folder")
+    return "" if str(parts) == "." else str(parts)
+
+
+def _join(subfolder: str, name: str) -> str:
+    return f"{subfolder}/{name}" if subfolder else name
+
+
+def _file(folder: str, name: str) -> Path | None:
+    """A file of a local folder, or of a hub model, fetched or from the cache; None where the model has none."""
+    if Path(folder).is_dir():
+        return Path(folder) / name if (Path(folder) / name).is_file() else None
+    # A file that cannot be asked for is no file that is absent: without its pooling a model would be read wrongly.
+    strict = not hub.HF_HUB_OFFLINE
+    file = cached_file(
+        folder, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=strict
+    )
+    return None if file is None else Path(file)
+
+
+def _read_json(folder: str, name: str) -> Any:
+    file = _file(folder, name)
+    return None if file is None else json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write_json(file: Path, content: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

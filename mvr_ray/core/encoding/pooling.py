@@ -1,0 +1,152 @@
+"""Pool token states into one vector as sentence-transformers does, and apply the layers that follow.
+
+Of a text's tokens `t = 1..T`, those of an excluded prompt left out:
+
+    cls, lasttoken            the state of the first, of the last
+    mean, max                 over all states, each dimension by itself
+    mean_sqrt_len_tokens      sum / sqrt(number of tokens)
+    weightedmean              sum t state_t / sum t, t counted from the text's first token
+    two or more               one behind the other
+
+Shapes: P texts, T tokens, D dimension of a state, O dimension of a vector.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mvr_ray.errors import EncoderError
+
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The modes whose vectors are joined, and whether the tokens of a prompt enter them."""
+
+    modes: tuple[PoolingMode, ...] = ("mean",)
+    include_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = sorted(set(self.modes) - set(get_args(PoolingMode)))
+        if wrong or not self.modes:
+            raise EncoderError(
+                f"pooling {', '.join(wrong) or 'of no mode'} is not known; a model pools by "
+                f"{', '.join(get_args(PoolingMode))}, or several of them"
+            )
+
+    @property
+    def is_mean_of_tokens(self) -> bool:
+        """The vector is the mean over some of the tokens, so that every forward pass gives it as a view."""
+        return self.modes in (("mean",), ("cls",), ("lasttoken",))
+
+    def members(self, num_tokens: int, num_excluded: int) -> range:
+        """The places of the tokens that enter; `num_excluded` tokens of prefix and prompt may stand out."""
+        first = num_excluded if not self.include_prompt and num_excluded < num_tokens else 0
+        if self.modes == ("cls",):
+            return range(first, first + 1)
+        return range(num_tokens - 1 if self.modes == ("lasttoken",) else first, num_tokens)
+
+    def pool(self, states_PTD: Tensor, member_PT: Tensor) -> Tensor:
+        """Pool the states of the members, at least one in each row: vectors_PO."""
+        member_PT1 = member_PT[..., None]
+        sum_PD = (states_PTD * member_PT1).sum(1)
+        count_P1 = member_PT.sum(1, keepdim=True)
+        places_T = torch.arange(1, member_PT.shape[1] + 1, device=states_PTD.device, dtype=states_PTD.dtype)
+        row_P = torch.arange(len(states_PTD), device=states_PTD.device)
+        parts = []
+        for mode in self.modes:
+            if mode == "cls":
+                parts.append(states_PTD[row_P, member_PT.int().argmax(1)])
+            elif mode == "lasttoken":
+                parts.append(states_PTD[row_P, (places_T * member_PT).argmax(1)])
+            elif mode == "max":
+                parts.append(states_PTD.masked_fill(~member_PT1, -torch.inf).amax(1))
+            elif mode == "weightedmean":
+                weight_PT = places_T * member_PT
+                parts.append((states_PTD * weight_PT[..., None]).sum(1) / weight_PT.sum(1, keepdim=True))
+            else:
+                parts.append(sum_PD / (count_P1 if mode == "mean" else count_P1.sqrt()))
+        return torch.cat(parts, -1)
+
+
+class Dense(nn.Module):
+    """A linear layer with an activation, and its input added where `residual` says so."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, activation: str, residual: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_size, out_size, bias)
+        self.residual = nn.Linear(in_size, out_size, bias=False) if residual and in_size != out_size else None
+        self.activation, self.adds_input = getattr(nn, activation)(), residual
+        self.out_size = out_size
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        result = self.activation(self.linear(vectors))
+        if self.adds_input:
+            result = result + (vectors if self.residual is None else self.residual(vectors))
+        return result
+
+
+class Normalize(nn.Module):
+    """Scales vectors to length 1."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=-1)
+
+
+class Truncation(nn.Module):
+    """Keeps the first dimensions, of models that were trained for it (Matryoshka, Kusupati et al. 2022)."""
+
+    def __init__(self, out_size: int) -> None:
+        super().__init__()
+        self.out_size = out_size
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return vectors[..., : self.out_size]
+
+
+class Heads(nn.ModuleList):
+    """The layers that follow pooling, in order."""
+
+    def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
+        super().__init__(layers)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        for layer in self:
+            vectors = layer(vectors)
+        return vectors
+
+    def out_size(self, size: int) -> int:
+        """Dimension of the result for vectors of this one."""
+        for layer in self:
+            size = getattr(layer, "out_size", size)
+        return size
+
+    def without_last_normalize(self, before_truncation: bool = False) -> "Heads":
+        """The same layers less the `Normalize` at the end, and less one that only a truncation follows if
+        `before_truncation`."""
+        layers: list[nn.Module] = list(self)
+        rest: list[nn.Module] = []
+        while layers and isinstance(layers[-1], (Normalize, Truncation) if before_truncation else Normalize):
+            last = layers.pop()
+            if isinstance(last, Truncation):
+                rest.insert(0, last)
+        return Heads([*layers, *rest])
+
+    def description(self) -> list[dict[str, Any]]:
+        """What of the layers is not in their weights, by kind."""
+        return [describe(layer) for layer in self]
+
+
+def describe(layer: nn.Module) -> dict[str, Any]:
+    """Kind and settings of one layer, as plain values."""
+    settings: dict[str, Any] = {"kind": type(layer).__name__}
+    if isinstance(layer, Dense):
+        settings |= {"activation": type(layer.activation).__name__, "residual": layer.adds_input}
+    if isinstance(layer, Truncation):
+        settings["size"] = layer.out_size
+    return settings
