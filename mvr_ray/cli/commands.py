@@ -263,7 +263,10 @@ def tune(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Choose `search.hybrid` on questions that are not reported on: `tune CONFIG questions=SET`."""
+    """Choose the weight of words and views, search.hybrid.
+
+    `tune CONFIG questions=SET`, a set that is not reported on.
+    """
     usage = "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions"
     words = named_arguments("tune", overrides, ("questions",), (), usage, show_only=print_config)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mvr_ray.config import RunConfig
 
 WITHOUT_RAY = frozenset({"prepare", "update"})
-BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "compact", "reshard"})
+BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
 """Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
 
 

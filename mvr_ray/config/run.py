@@ -404,8 +404,9 @@ class ResourcesConfig(Section):
     address: str | None = None
     """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
-    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. The
-    bytes are the same either way. train, mine with a cross-encoder, read, study and serve always use Ray."""
+    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. For
+    `index` those count that it encodes. The bytes are the same either way. train, mine with a cross-encoder, read,
+    study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
     autoscaling: bool = False

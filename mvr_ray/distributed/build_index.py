@@ -44,7 +44,8 @@ from mvr_ray.distributed.shards import (
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
-from mvr_ray.index.kinds import check_params
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -77,15 +78,25 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
-    with session.connect(run.resources, corpus.num_passages) as info:
+    others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
+    if not session.needs_ray(run.resources, 1):  # an update of few passages starts no cluster, however many others are
+        carry_over(task, corpus, _not_built(store, task, draft, others), progress)
+    with session.connect(run.resources, _num_to_work_on(task, draft, corpus, others)) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         shards = _make_shards(store, run, task, draft, corpus, reusable, progress)
         words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
         lexical = build_lexical(words, progress) if run.index.lexical else None
-    counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(reusable))
+    counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
     version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
     return _publish(store, corpus, version, task, progress)
+
+
+def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, shards: Sequence[int]) -> int:
+    """Count the passages to encode; where an index file is built of a whole shard, those of the shards that changed."""
+    if searches_embeddings(IndexParams(**draft.index_params)):
+        return count_passages(task, corpus, shards)["encoded"]
+    return sum(corpus.info.parts[shard].num_passages for shard in shards)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
@@ -136,6 +147,11 @@ def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | 
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
 
+def _not_built(store: Store, task: EncodeTask, draft: Manifest, shards: Sequence[int]) -> list[int]:
+    """Those of the shards that no earlier try of this command built."""
+    return [shard for shard in shards if not store.exists(_note_path(draft, task.key, shard))]
+
+
 def _make_shards(
     store: Store,
     run: RunConfig,
@@ -150,7 +166,7 @@ def _make_shards(
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
 
     def make() -> list[BuiltShard]:
-        missing = [shard for shard in others if not store.exists(_note_path(draft, task.key, shard))]
+        missing = _not_built(store, task, draft, others)
         carry_over(task, corpus, missing, progress)
         encode_corpus(task, corpus, missing, run.resources, progress)
         return _build(task, draft, corpus, reusable, run.index, progress)

@@ -107,3 +107,31 @@ def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: 
     assert session.needs_ray(ResourcesConfig(address="127.0.0.1:6379"), 1)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert session.needs_ray(ResourcesConfig(), 1)
+
+
+UPDATE = """
+import sys
+sys.modules["ray"] = None
+from mvr_ray.config import load_run
+from mvr_ray.distributed import build_index
+from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
+run = load_run(sys.argv[1])
+update(run.prepare, Store(run.store.path), sys.argv[2])
+print(int(build_index.index(run).metrics["encoded"]))
+"""
+
+
+@pytest.mark.data
+def test_an_update_of_few_passages_needs_no_ray_in_a_corpus_of_any_size(corpus_store, run_over, tmp_path: Path):
+    store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    run = run_for(store, run_over)
+    passages = build_index.index(run).num_passages
+    run.resources.local_passages = 3
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    program = [sys.executable, "-c", UPDATE, str(file), str(store / "changes.jsonl")]
+    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert passages > 3 and ended.stdout == "3\n"
