@@ -18,7 +18,7 @@ from mvr_ray.distributed.repair import repair
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, CorpusInfo
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
@@ -172,9 +172,12 @@ def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_
     described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
     store = Store(str(tmp_path / "store"))
     run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}})
+    lost = paths.corpus_version(described.corpus, "c" * 32)
+    store.write_bytes(lost, CorpusInfo(described.corpus, "c" * 32, 0, (), (), {}, {}).to_json())
     manifest.publish(store, dataclasses.replace(described, parent=1, corpus_digest="c" * 32))
+    store.delete(lost)
     wrong = {problem.path for problem in verify(store, manifest.read(store, "random", 2)).problems}
-    assert wrong == {encoder_file(described), paths.corpus_version(described.corpus, "c" * 32)}
+    assert wrong == {encoder_file(described), lost}
     with pytest.raises(MissingInputError, match=r"version 2 was not made live: .*encoder\.json is missing"):
         act(run, "rollback", 2)
     store.write_bytes(encoder_file(described), b"{}")
