@@ -118,7 +118,8 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
 
 def commands(system: System, size: str, extra: list[str]) -> list[tuple[str, list[str]]]:
     """What is run for a system, stage by stage; `extra` are overrides for every command."""
-    common = [*([] if size == "full" else SMALL), "evaluate.bm25=false", "index.precision=bf16", *extra]
+    common = [*([] if size == "full" else SMALL), "evaluate.bm25=false", "index.precision=bf16"]
+    common += ["search.hybrid=null", "index.lexical=false", *extra]  # a row is what the vectors of one system find
     return [
         (stage, [*(extra if stage == "train" else common), *(part.format(size=size) for part in template)])
         for stage, template in system.commands

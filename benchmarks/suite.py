@@ -20,6 +20,18 @@ from machine import DIRTY, RESULTS, ROOT, hardware
 from measure import FOLDER, Bar, bar_row, markdown
 
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
+OTHERS = (
+    "encoding-large",
+    "encoding-memory",
+    "first_hour",
+    "load",
+    "engines",
+    "engines-200000",
+    "updates",
+    "updates-sizes",
+    "gpu",
+)
+"""Measured by commands of their own (README.md)."""
 MINUTES = 30
 HEAD = """# How fast, how small, how linear
 
@@ -54,7 +66,7 @@ def took(reports: dict[str, dict[str, Any]]) -> list[str]:
 
 def collect() -> Path:
     """The table of all parts on file, the bars first."""
-    kept = [part for part in (*PARTS, "encoding-large", "encoding-memory", "load", "gpu") if _kept(part)]
+    kept = [part for part in (*PARTS, *OTHERS) if _kept(part)]
     reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in kept}
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():

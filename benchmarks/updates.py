@@ -3,13 +3,14 @@
     python benchmarks/updates.py [passages]          # 100,000 unless said otherwise: half an hour on two cores
     python benchmarks/updates.py --sizes 20000 200000    # the same number of changes in ten times the passages
 
-The passages are SQuAD's paragraphs and 10,033 summaries, as far as they go, then texts made of their sentences. MiniLM
-would take half an hour to encode them, so made-up views (`made_up`) are put where its own would go; what the updates
-change, it encodes. New contents are paragraphs of SQuAD without their first sentence, for passages that lie everywhere
-in the corpus. Each update is done twice, on other passages: by the commands `mvr-ray update` and `mvr-ray index` and a
-router opened after them, and by the same functions in a process that is connected to Ray. Beside it stand the encoding
-of the same number of contents alone, the build of the whole index, and upserts of as many vectors in LanceDB and Milvus
-Lite, in environments of their own.
+The passages are SQuAD's paragraphs and 10,033 summaries, as far as they go, then texts made of their sentences. Made-up
+views (`made_up`) are put where an encoder's would go; what the updates change is encoded, by the first two of MiniLM's
+six layers, so that what an update takes beside encoding weighs three times as much. New contents are paragraphs of
+SQuAD without their first sentence, for passages that lie everywhere in the corpus. Each update is done twice, on other
+passages: by the commands `mvr-ray update` and `mvr-ray index` and a router opened after them, and by the same functions
+in a process that has imported everything. Beside it stand the encoding of the same number of contents alone, the build
+of the whole index, and upserts of as many vectors in LanceDB and Milvus Lite, in environments of their own. Milvus Lite
+takes minutes to load ten thousand passages, so it holds a fifth of them.
 
 Bytes written are those of all files that appeared in the store while the update ran, the scratch ones too, by a look
 twenty times a second: a file that is linked under another name has no new bytes.
@@ -18,6 +19,7 @@ twenty times a second: a file that is linked under another name has no new bytes
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,10 +37,11 @@ import yaml
 from machine import ROOT
 from measure import Bar, Part, write
 from peers import PEERS, Peer, environment
+from transformers import AutoModel, AutoTokenizer
 
-from mvr_ray.config import RunConfig, SourceConfig
+from mvr_ray.config import RunConfig, SourceConfig, resolve_model
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed import build_index
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import open_encoder, resolve_encoder
 from mvr_ray.distributed.router import Router, open_router
@@ -66,13 +69,15 @@ PINS = {
     "lancedb": ("lancedb==0.40.0", "numpy==2.4.6"),
     "milvus-lite": ("milvus-lite==3.2.2", "pymilvus==3.0.2", "numpy==2.4.6"),
 }
-ENGINES = {"lancedb": ("lancedb", "fp16", "LanceDB"), "milvus-lite": ("milvus", "fp32", "Milvus Lite")}
+ENGINES = {"lancedb": ("lancedb", "fp16", "LanceDB", 1), "milvus-lite": ("milvus", "fp32", "Milvus Lite", 5)}
+"""By environment: the engine, its precision, its title, and of how many passages it holds one."""
 
 
 class Cost(NamedTuple):
-    """What one update took. `stages`: seconds of each part of it."""
+    """What one update took. `stages`: seconds of each part of it; `cpu_s`: processor time, of child processes too."""
 
     stages: dict[str, float]
+    cpu_s: float
     written_bytes: int
     changed_bytes: int
     encoded: int
@@ -80,6 +85,16 @@ class Cost(NamedTuple):
     @property
     def seconds(self) -> float:
         return sum(self.stages.values())
+
+
+class Seconds(NamedTuple):
+    """By the clock, and of all processors."""
+
+    clock: float
+    cpu: float
+
+    def times(self, factor: float) -> "Seconds":
+        return Seconds(self.clock * factor, self.cpu * factor)
 
 
 class Written:
@@ -149,6 +164,23 @@ def name(number: int) -> str:
     return f"{number:07d}"
 
 
+def two_layers(folder: Path) -> Path:
+    """MiniLM without its last four layers."""
+    source = resolve_model(RunConfig().encoder.backbone)
+    model = AutoModel.from_pretrained(source)
+    model.encoder.layer = model.encoder.layer[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process, and of the child processes that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 class Corpora:
     """A store with an index of so many passages, and the files of changes for it."""
 
@@ -167,6 +199,7 @@ class Corpora:
             "index": {"name": "updated", "encoder": "untrained"},
             "resources": {"encoders_max": 2},
         }
+        self.values["encoder"]["backbone"] = str(two_layers(folder / "backbone"))
         self.run = RunConfig.model_validate(self.values)
         self.config = folder / "run.yaml"
         self.config.write_text(yaml.safe_dump(self.values))
@@ -182,8 +215,9 @@ class Corpora:
         with timed(seconds, "prepare"):
             prepare(self.run.prepare, self.store)
         made_up.stage(self.run, Corpus.open(self.store, "updated"))
+        resources = self.run.resources.model_copy(update={"local_passages": self.passages})
         with timed(seconds, "index without encoding"):
-            build_index.index(self.run)
+            build_index.index(self.run.model_copy(update={"resources": resources}))
         return seconds
 
     def changes(self, count: int) -> tuple[Path, list[Passage]]:
@@ -214,6 +248,7 @@ def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def by_commands(corpora: Corpora, count: int) -> Cost:
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
+    used = cpu_seconds()
     with Written(corpora.store_folder) as written:
         with timed(stages, "mvr-ray update"):
             report = command("update", corpora, f"changes={file}")
@@ -222,7 +257,10 @@ def by_commands(corpora: Corpora, count: int) -> Cost:
             report = command("index", corpora)
         with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
-    return Cost(stages, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"]))
+    used = cpu_seconds() - used
+    return Cost(
+        stages, used, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
+    )
 
 
 def command(stage: str, corpora: Corpora, *words: str) -> dict[str, Any]:
@@ -238,9 +276,10 @@ def environ() -> dict[str, str]:
 
 
 def in_process(corpora: Corpora, count: int) -> Cost:
-    """The same in a process that is connected to Ray already."""
+    """The same by function calls."""
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
+    used = cpu_seconds()
     with Written(corpora.store_folder) as written:
         with timed(stages, "update"):
             update(corpora.run.prepare, corpora.store, str(file))
@@ -248,7 +287,10 @@ def in_process(corpora: Corpora, count: int) -> Cost:
             build_index.index(corpora.run)
         with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
-    return Cost(stages, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"]))
+    used = cpu_seconds() - used
+    return Cost(
+        stages, used, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
+    )
 
 
 def check(router: Router, passages: Sequence[Passage]) -> None:
@@ -282,18 +324,18 @@ class Encoding:
         self.encoder = open_encoder(corpora.store, held.name, held.fingerprint, threads=2)
         self.index = corpora.run.index
 
-    def seconds(self, passages: Sequence[Passage]) -> float:
+    def took(self, passages: Sequence[Passage]) -> "Seconds":
         torch.set_num_threads(2)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         tokens = self.encoder.tokenize_passages(list(passages))
         ids = [one.id for one in passages]
         embed_chunk(self.encoder, ids, tokens, self.index.tokens_per_batch, self.index.dtype)
-        return time.perf_counter() - began
+        return Seconds(time.perf_counter() - began, time.process_time() - used)
 
 
-def alone(encoding: Encoding, corpora: Corpora, count: int) -> float:
+def alone(encoding: Encoding, corpora: Corpora, count: int) -> "Seconds":
     few = corpora.changes(min(count, ENCODED_ALONE))[1]
-    return encoding.seconds(few) * count / len(few)
+    return encoding.took(few).times(count / len(few))
 
 
 def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, dict[str, Any]]:
@@ -308,40 +350,46 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
         vectors.flush()
     np.save(data / "fields.npy", np.arange(passages) % 100)
     np.save(data / "queries.npy", made_up.queries(16))
-    (data / "task.json").write_text(json.dumps({"passages": passages, "views": made_up.V, "dimension": made_up.D}))
     costs: dict[str, dict[str, Any]] = {}
-    for peer_name, (engine, precision, title) in ENGINES.items():
+    for peer_name, (engine, precision, title, one_of) in ENGINES.items():
+        held = passages // one_of
+        (data / "task.json").write_text(json.dumps({"passages": held, "views": made_up.V, "dimension": made_up.D}))
         python = environment(PEERS, peer_name, PINS[peer_name])
         with Peer(python, "engine_peer.py", str(data), engine, precision, "2", threads=2) as peer:
-            found = {"build": peer.ask("build")["seconds"]}
+            found: dict[str, Any] = {"passages": held, "build": peer.ask("build")["seconds"]}
             for count in counts:
                 with Written(data) as written:
-                    told = peer.ask(f"update {passages // count}")
+                    told = peer.ask(f"update {held // count}")
                 found[f"{count}"] = {"seconds": told["seconds"], "written_bytes": written.num_bytes}
             costs[title] = found
             print(title, found, flush=True)
     return costs
 
 
-def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encoding_s: float) -> None:
+def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encoding: Seconds) -> None:
     """One share of changes: its samples, and the bars on it."""
     share = f"{100 * count / passages:g} %"
     for way, cost in ways.items():
         part.add({f"{share} of {passages:,} changed, {way}": [cost.seconds]}, count)
         part.facts[f"{share}, {way}"] = (
             f"{', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in cost.stages.items())}; "
-            f"{cost.encoded:,} passages encoded; {cost.written_bytes / 1e6:.1f} MB written for "
-            f"{cost.changed_bytes / 1e6:.2f} MB of changed rows"
+            f"{cost.cpu_s:.1f} s of processors; {cost.encoded:,} passages encoded; "
+            f"{cost.written_bytes / 1e6:.1f} MB written for {cost.changed_bytes / 1e6:.2f} MB of changed rows"
         )
         allowed = TIMES_BYTES * cost.changed_bytes + MORE_BYTES
         written = cost.written_bytes / 1e6
         part.bars.append(Bar(f"{share}, {way}: bytes written", written, allowed / 1e6, at_least=False, unit="MB"))
         part.bars.append(Bar(f"{share}, {way}: passages encoded", cost.encoded, count, at_least=False, unit="passages"))
-    part.add({f"{share} of {passages:,}, encoding alone": [encoding_s]}, count)
-    most = TIMES_ENCODING * encoding_s + OVERHEAD_S
+    part.add({f"{share} of {passages:,}, encoding alone": [encoding.clock]}, count)
+    part.facts[f"{share}, encoding alone"] = f"{encoding.clock:.1f} s, {encoding.cpu:.1f} s of processors"
     for way, cost in ways.items():
-        what = f"{share}, {way}: seconds against {TIMES_ENCODING:g} x encoding alone + {OVERHEAD_S:g} s"
-        part.bars.append(Bar(what, cost.seconds, most, at_least=False, unit="s"))
+        for kind, own, alone_s in (
+            ("seconds", cost.seconds, encoding.clock),
+            ("processor seconds", cost.cpu_s, encoding.cpu),
+        ):
+            what = f"{share}, {way}: {kind} against {TIMES_ENCODING:g} x encoding alone + {OVERHEAD_S:g} s"
+            most = TIMES_ENCODING * alone_s + OVERHEAD_S
+            part.bars.append(Bar(what, own, most, at_least=False, unit="s"))
 
 
 def measure(passages: int) -> None:
@@ -351,23 +399,22 @@ def measure(passages: int) -> None:
         folder = Path(scratch)
         corpora = Corpora(folder, passages)
         counts = [max(1, round(passages * share)) for share in SHARES]
-        with session.connect(corpora.run.resources):
-            build = corpora.build()
-            encoding = Encoding(corpora)
-            within = {}
-            for count in counts[:-1]:
-                within[count] = in_process(corpora, count), alone(encoding, corpora, count)
-                print(count, within[count], flush=True)
+        build = corpora.build()
+        encoding = Encoding(corpora)
+        within = {}
+        for count in counts[:-1]:
+            within[count] = in_process(corpora, count), alone(encoding, corpora, count)
+            print(count, within[count], flush=True)
         for count in counts:
             ways = {"commands": by_commands(corpora, count)}
             print(count, ways, flush=True)
             if count in within:
                 ways["in a process"] = within[count][0]
-                encoding_s = within[count][1]
+                encoding_took = within[count][1]
             else:
-                encoding_s = within[counts[-2]][1] * count / counts[-2]
-            table(part, passages, count, ways, encoding_s)
-        rate = counts[-2] / within[counts[-2]][1]
+                encoding_took = within[counts[-2]][1].times(count / counts[-2])
+            table(part, passages, count, ways, encoding_took)
+        rate = counts[-2] / within[counts[-2]][1].clock
         part.facts["full build"] = (
             f"{', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in build.items())}; encoding, at the "
             f"{rate:.0f} passages/s of {counts[-2]:,} contents alone, {passages / rate:.0f} s more"
@@ -378,7 +425,7 @@ def measure(passages: int) -> None:
 
 def peer_facts(costs: Mapping[str, Mapping[str, Any]], counts: Sequence[int]) -> dict[str, str]:
     return {
-        f"{title}, vectors given": f"all loaded in {found['build']:.1f} s; "
+        f"{title}, vectors given": f"{found['passages']:,} passages loaded in {found['build']:.1f} s; "
         + "; ".join(
             f"{count:,} upserted and answered from in {found[str(count)]['seconds']:.2f} s, "
             f"{found[str(count)]['written_bytes'] / 1e6:.1f} MB written"
@@ -399,8 +446,7 @@ def measure_sizes(sizes: Sequence[int]) -> None:
             folder = Path(scratch) / str(size)
             folder.mkdir()
             made[size] = Corpora(folder, size)
-            with session.connect(made[size].run.resources):
-                made[size].build()
+            made[size].build()
         costs: dict[int, list[Cost]] = {size: [] for size in sizes}
         for _ in range(SIZE_ROUNDS):
             for size in sizes:
@@ -408,18 +454,21 @@ def measure_sizes(sizes: Sequence[int]) -> None:
                 print(size, costs[size][-1], flush=True)
         for size, own in costs.items():
             part.add({f"{count} of {size:,} changed, commands": [cost.seconds for cost in own]}, count)
+            part.add({f"{count} of {size:,} changed, processor time": [cost.cpu_s for cost in own]}, count)
             stages = {stage: [round(cost.stages[stage], 2) for cost in own] for stage in own[0].stages}
             part.facts[f"{size:,} passages"] = f"{stages} s; MB written {[cost.written_bytes / 1e6 for cost in own]}"
-        ratios = [b.seconds / a.seconds for a, b in zip(costs[small], costs[large])]
-        what = f"{count} changes, {large // small} times the passages: times the seconds"
-        part.bars.append(Bar(what, float(np.median(ratios)), TIMES_SIZE, at_least=False))
+        for kind in ("seconds", "cpu_s"):
+            ratios = [getattr(b, kind) / getattr(a, kind) for a, b in zip(costs[small], costs[large])]
+            named = "processor seconds" if kind == "cpu_s" else "seconds"
+            what = f"{count} changes, {large // small} times the passages: times the {named}"
+            part.bars.append(Bar(what, float(np.median(ratios)), TIMES_SIZE, at_least=False))
     finish(part)
 
 
 def finish(part: Part) -> None:
     part.facts |= {
         "index": f"{SHARDS} shards of up to {made_up.V} views of {made_up.D} dimensions in fp16, kind flat",
-        "contents": "of the updates encoded by MiniLM (snippet means); all other views made up",
+        "contents": "of the updates encoded by two layers of MiniLM (snippet means); all other views made up",
         "peers": ", ".join(pin for pins in PINS.values() for pin in pins[:1]),
         "load average at the end": Path("/proc/loadavg").read_text().split()[0],
     }

@@ -86,14 +86,17 @@ class Demo:
 
     def measure(self, system: str, run: RunConfig) -> None:
         report = self.stage("evaluate", run, system)
-        for questions in run.evaluate.questions:
-            rows = [row for row in report.rows if row.questions == questions and row.metric.startswith("gold/")]
-            metrics = {row.metric.removeprefix("gold/"): row for row in rows}
-            self.results.append(SystemResult(system, questions, rows[0].n, metrics))
+        for kind in dict.fromkeys(row.system for row in report.rows):
+            name = system if kind == run.index.name else f"{system}, {kind}"
+            for questions in run.evaluate.questions:
+                own = [row for row in report.rows if (row.system, row.questions) == (kind, questions)]
+                rows = [row for row in own if row.metric.startswith("gold/")]
+                metrics = {row.metric.removeprefix("gold/"): row for row in rows}
+                self.results.append(SystemResult(name, questions, rows[0].n, metrics))
 
     def ask(self, run: RunConfig) -> None:
         with self.measure_time("three questions"), open_router(run) as router:
-            service = SearchService(router, run.serve)
+            service = SearchService(router, run.serve, hybrid=run.search.hybrid)
             response = service.search(SearchRequest(queries=list(QUESTIONS), k=1))
         for question, [hit, *_] in zip(QUESTIONS, response.results):
             print_result(f"\n{question}")

@@ -7,6 +7,7 @@
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
                                                                    blocks that hold them once more as stored
+    words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus
     searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: blocks that a changed passage is
                                                                    laid over, while these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
@@ -47,6 +48,10 @@ passages of 8 views one took 261 MB, of which 25 are its half of these."""
 
 MAX_TOKENS = 8192
 """Tokens of a text that any encoder is given, at most."""
+POSTINGS_SHARE = 0.85
+"""Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
+STATISTICS_BYTES = 216
+"""Statistics of a corpus, times the root of its bytes (Heaps' law with an exponent of a half): 0.24 MB for the same."""
 
 Kind = Literal["disk", "memory", "gpu"]
 
@@ -137,13 +142,25 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
+    statistics_bytes = math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical
     lines = [
         PlanLine("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage"),
         PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
         PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard"),
         PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
+        *(
+            [
+                PlanLine("disk", "words, postings", words_bytes, shards, "beside the embeddings, for a hybrid search"),
+                PlanLine("disk", "words, statistics", statistics_bytes, 1, "of the whole corpus"),
+            ]
+            if run.index.lexical
+            else []
+        ),
         PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
-        PlanLine("disk", "one more version", refined_file, shards, "at most: unchanged shards are shared"),
+        PlanLine(
+            "disk", "one more version", refined_file + words_bytes, shards, "at most: unchanged shards are shared"
+        ),
         PlanLine(
             "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
         ),
@@ -157,11 +174,18 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher",
-            searching + held_bytes + rows_held,
+            searching + held_bytes + rows_held + math.ceil(shards / searchers) * words_bytes + statistics_bytes,
             searchers * resources.replicas,
             "its shards, mapped or loaded"
             + "; at most: blocks with a changed passage once more" * bool(copied_bytes)
             + "; compiled loops, as on this machine" * is_compiled,
+        ),
+        PlanLine(
+            "memory",
+            "searcher, one more version",
+            held_bytes + rows_held,
+            searchers * resources.replicas,
+            "at most, while a next version is opened and the live one ends its calls: unchanged shards are shared",
         ),
         PlanLine(
             "memory",

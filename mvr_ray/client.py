@@ -70,6 +70,8 @@ _SERVER_SHARE = 0.95
 _KEEPALIVE_S = 2.0
 """Shorter than servers keep a connection: it is not used again in the moment in which it is closed."""
 _RETRY_STATUSES = (502, 503, 504)
+_NOT_BEGUN = ("overloaded", "publishing")
+"""Codes of refusals after which the same request may be sent again, whatever it changes."""
 
 
 class ClientError(MvrRayError):
@@ -163,7 +165,7 @@ class HttpTransport:
                 if (answer := _parse(request, response)) is not None:
                     return answer
                 last, retry_after = _response_error(response), response.headers.get("retry-after", "")
-                again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code == "overloaded")
+                again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code in _NOT_BEGUN)
             except TimeoutError:
                 break
             except httpx2.HTTPError as error:
@@ -237,7 +239,7 @@ class _Endpoints:
             follow_s = run.serve.follow_s or None
             router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
             catalog = VersionCatalog(Store(run.store.path), run.index.name)
-            service = SearchService(router, run.serve, catalog, router)
+            service = SearchService(router, run.serve, catalog, router, hybrid=run.search.hybrid)
             client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 
@@ -268,12 +270,14 @@ class _Endpoints:
         min_coverage: float = 1.0,
         version: int | None = None,
         encoder_fingerprint: str | None = None,
+        hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
         filter: Mapping[str, Any] | None = None,
         fields: Sequence[str] = (),
     ) -> EndpointRequest[SearchResponse]:
         """The best `k` passages of each query: texts, or vectors_QD of the index's encoder; of those passages that pass
-        a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits."""
+        a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores by BM25 + w x dense,
+        "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             SearchRequest,
             queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
@@ -284,6 +288,7 @@ class _Endpoints:
             encoder_fingerprint=encoder_fingerprint,
             filter=None if filter is None else dict(filter),
             fields=list(fields),
+            hybrid=hybrid,
         )
         return EndpointRequest(
             "POST", "/v1/search", SearchResponse, lambda s, deadline: s.search(body, deadline), body, timeout_s
@@ -298,9 +303,11 @@ class _Endpoints:
         *,
         version: int | None = None,
         encoder_fingerprint: str | None = None,
+        hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
     ) -> EndpointRequest[Explanation]:
-        """Every view of the named passages, or of each question's best `k`, with every question."""
+        """Every view of the named passages, or of each question's best `k`, with every question; `hybrid` as in
+        `search`: with the words of each passage, too."""
         body = schemas.validate(
             ExplainRequest,
             questions=questions,
@@ -308,6 +315,7 @@ class _Endpoints:
             k=k,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
+            hybrid=hybrid,
         )
         return EndpointRequest(
             "POST", "/v1/explain", Explanation, lambda s, deadline: s.explain(body, deadline), body, timeout_s
@@ -377,9 +385,9 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
-        """Publish the content of a version as a new one. Needs an admin token."""
+        """Publish the content of a version, once its files were found whole, as a new one. Needs an admin token."""
         path, more = f"/v1/versions/{number}/rollback", {"timeout_s": timeout_s, "repeatable": False}
-        return EndpointRequest("POST", path, VersionInfo, lambda s, _: s.rollback(number), **more)
+        return EndpointRequest("POST", path, VersionInfo, lambda s, deadline: s.rollback(number, deadline), **more)
 
     @Endpoint
     @staticmethod

@@ -26,11 +26,14 @@ class ExplainedView(BaseModel):
 
 
 class Winner(BaseModel):
-    """The best view for one question; `rank` counts from 1 where the passage stands among the question's hits."""
+    """The best view for one question; `rank` counts from 1 where the passage stands among the question's hits. Of a
+    hybrid search: the BM25 score `lexical`, and the `total` that ranks the passage."""
 
     view: int
     score: float
     rank: int | None = None
+    lexical: float | None = None
+    total: float | None = None
 
 
 class ExplainedPassage(BaseModel):
@@ -44,7 +47,8 @@ class ExplainedPassage(BaseModel):
 
 
 class Explanation(BaseModel):
-    """Some questions against some passages, from one index version."""
+    """Some questions against some passages, from one index version. `hybrid` is the weight of the dense score in the
+    sum with BM25, rrf for reciprocal ranks; None where passages are ranked by the dense score alone."""
 
     index: str
     version: int
@@ -52,6 +56,7 @@ class Explanation(BaseModel):
     num_views: int
     questions: list[str]
     passages: list[ExplainedPassage]
+    hybrid: float | Literal["rrf"] | None = None
 
 
 class Scale(NamedTuple):
@@ -161,7 +166,8 @@ def stands_for(view: ExplainedView) -> str:
 
 def _winner_text(winner: Winner) -> str:
     rank = f", hit {winner.rank}" if winner.rank is not None else ""
-    return f"view {winner.view} with {winner.score:.4f}{rank}"
+    words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
+    return f"view {winner.view} with {winner.score:.4f}{words}{rank}"
 
 
 def _mark(number: int) -> str:

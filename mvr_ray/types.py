@@ -3,9 +3,9 @@
 Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,28 @@ class Hit(NamedTuple):
     row: int
 
 
+HybridWeight = float | Literal["rrf", "words"]
+"""The weight of the dense score beside BM25; "rrf": both sides' reciprocal ranks; "words": BM25 alone, of passages that
+have a word of the query."""
+
+
+class HybridQueries(NamedTuple):
+    """What a hybrid search needs beside the vectors of its queries: their texts, and the weight of the dense score."""
+
+    texts: tuple[str, ...]
+    weight: HybridWeight
+
+    def take(self, queries: IntArray) -> "HybridQueries":
+        return HybridQueries(tuple(self.texts[query] for query in queries.tolist()), self.weight)
+
+
+class HybridParts(NamedTuple):
+    """What the score of a hybrid hit is made of: the BM25 score, and the dense score of the view that won."""
+
+    lexical: float
+    dense: float
+
+
 class Exactness(NamedTuple):
     """Whether an answer equals exhaustive search over all stored views.
 
@@ -129,6 +151,8 @@ class Answer(NamedTuple):
     encoder_fingerprint: str
     shards: tuple[ShardState, ...]
     exact: Exactness
+    parts: Sequence[Sequence[HybridParts]] = ()
+    """Of each hit of a hybrid search, where they were asked for."""
 
     @property
     def passages_total(self) -> int:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, MissingInputError, StorageError
+from mvr_ray.errors import ConfigError, EncoderError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -37,7 +37,19 @@ class CollectReport(NamedTuple):
     versions: list[int]
 
 
-def act(run: RunConfig, action: str, version: int | None) -> Any:
+class RollbackReport(NamedTuple):
+    """The version that has the content of version `to` again, and what was compared before it was published."""
+
+    version: int
+    to: int
+    content: str
+    passages: int
+    files: int
+    bytes: int
+    checked: str
+
+
+def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = False) -> Any:
     """Do one action on the index of the run file; the result is plain values, named tuples or dataclasses."""
     if action not in ACTIONS:
         raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
@@ -61,21 +73,20 @@ def act(run: RunConfig, action: str, version: int | None) -> Any:
         case "rollback":
             if version is None:
                 raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
-            require_sources(store, manifest.read(store, index, version))
-            return version_line(manifest.rollback(store, index, version), live=True)
+            return rollback(store, index, version, sizes_only)
         case _:
             garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
             return CollectReport(garbage, manifest.list_versions(store, index))
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:
-    """Compare every file of a version with its digest, and those of the corpus that it was made from, question sets
-    too.
+    """Compare every file of a version with its digest, those of its corpus and question sets, too, and its encoder with
+    the fingerprint.
 
     An encoder that is not in the store, or a corpus, is a problem of the version: it could not answer.
     """
     report = manifest.verify(store, version)
-    report = report._replace(problems=[*report.problems, *_missing_encoder(store, version)])
+    report = report._replace(problems=[*report.problems, *_encoder_damage(store, version)])
     try:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:
@@ -91,6 +102,23 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
     )
 
 
+def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> RollbackReport:
+    """Publish the content of version `to` as a new version, when all that it names is found whole.
+
+    `sizes_only`: when all is there with its size. Raises DigestError, MissingInputError or ManifestError otherwise.
+    """
+    version = manifest.read(store, index, to)
+    require_sources(store, version)
+    report = VerifyReport(0, 0, [])
+    if not sizes_only:
+        report = verify(store, version)
+        report.require()
+    made = manifest.rollback(store, index, to)
+    checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
+    content = version_line(made, live=True).content
+    return RollbackReport(made.version, to, content, made.num_passages, report.num_files, report.num_bytes, checked)
+
+
 def require_sources(store: Store, version: Manifest) -> None:
     """Raise MissingInputError where a version could not answer, because its encoder or its corpus is not there."""
     for problem in _missing_encoder(store, version):
@@ -98,7 +126,27 @@ def require_sources(store: Store, version: Manifest) -> None:
             f"index {version.index!r} version {version.version} was not made live: {store.where(problem.path)} "
             f"{problem.reason}; {problem.cure}"
         )
-    Corpus.open(store, version.corpus, version.corpus_digest)
+    corpus = Corpus.open(store, version.corpus, version.corpus_digest)
+    for path, reason in corpus.find_missing():
+        raise MissingInputError(
+            f"index {version.index!r} version {version.version} was not made live: {store.where(path)} {reason}; "
+            f"next: {CORPUS_CURE} with the same sources"
+        )
+
+
+def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
+    """Load the encoder where it is there: its fingerprint covers weights, tokenizer and settings."""
+    if problems := _missing_encoder(store, version):
+        return problems
+    from mvr_ray.distributed.encoders import open_encoder  # imports torch
+
+    name, fingerprint = version.encoder_name, version.encoder_fingerprint
+    try:
+        open_encoder(store, name, fingerprint)
+    except (EncoderError, MissingInputError, StorageError) as error:
+        path = paths.encoder_dir(name, fingerprint)
+        return [Problem(NO_SHARD, path, f"is damaged ({error})", "copy the encoder's folder there")]
+    return []
 
 
 def _missing_encoder(store: Store, version: Manifest) -> list[Problem]:

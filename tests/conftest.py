@@ -278,6 +278,18 @@ def small_index(corpus_store, ray_session) -> Path:
     return once_a_run("small-index", make)
 
 
+@pytest.fixture(scope="session")
+def lexical_index(small_index) -> Path:
+    """A copy of `small_index` whose version 2 has the words of its passages, too; no test may change it."""
+    from mvr_ray.distributed import build_index
+
+    def make(store: Path) -> None:
+        shutil.copytree(small_index, store, dirs_exist_ok=True)
+        build_index.index(small_run(store, index={"lexical": True}))
+
+    return once_a_run("lexical-index", make)
+
+
 @pytest.fixture
 def empty_store(corpus_store, tmp_path) -> Path:
     """A copy of `corpus_store` for one test."""

@@ -22,9 +22,10 @@ from mvr_ray.capacity import (
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError, StorageError
 from mvr_ray.index.base import default_factory
+from mvr_ray.index.lexical import Postings, write_postings, write_statistics
 from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
-from mvr_ray.types import Question
+from mvr_ray.types import Passage, Question
 
 WIKIPEDIA = 21_015_324
 DIMENSION = 768
@@ -130,6 +131,26 @@ def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> No
     assert sum(line.bytes_all for line in one.lines if line.kind == "memory") == one.total("memory")
 
 
+@pytest.mark.data
+def test_words_are_planned_on_disk_and_in_searchers_where_they_are_indexed(squad_dev, tmp_path) -> None:
+    """The plan of real paragraphs is within a fifth of what their postings and statistics take."""
+    articles = squad_dev["data"]
+    texts = [(article["title"], one["context"]) for article in articles for one in article["paragraphs"]]
+    passages = [Passage(f"{number:09d}", *text) for number, text in enumerate(texts)]
+    write_postings(passages, tmp_path / "postings")
+    write_statistics([Postings(tmp_path / "postings").whole], tmp_path / "statistics")
+    bytes_each = sum(len(part.encode()) for passage in passages for part in passage[:3]) / len(passages)
+    sizes = [(tmp_path / name).stat().st_size for name in ("postings", "statistics")]
+    run = RunConfig.model_validate({"index": {"lexical": True}, "prepare": {"num_shards": 1}})
+    words, none = (plan(one, len(passages), passage_bytes=bytes_each) for one in (run, RunConfig()))
+    lines = {line.what: line for line in words.lines}
+    planned = [lines[f"words, {name}"].bytes_all for name in ("postings", "statistics")]
+    assert planned == pytest.approx(sizes, rel=0.2)
+    assert words.total("disk") >= none.total("disk") + sum(planned)
+    searcher = next(line for line in none.lines if (line.kind, line.what) == ("memory", "searcher"))
+    assert lines["searcher"].bytes_each > searcher.bytes_each
+
+
 def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
     run = RunConfig.model_validate({"resources": {"gpus_per_encoder": 1, "gpus_per_searcher": 1, "encoders_max": 3}})
     lines = {line.what: line for line in plan(run, 1_000_000).lines if line.kind == "gpu"}
@@ -203,7 +224,8 @@ def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
     growth = {what: refined[what] - each for what, each in plain.items() if refined[what] != each}
     assert growth.pop("one more version") * run.prepare.num_shards == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
     blocks_once_more = 100_000 * 8 * 2 * 384  # a quarter of the passages changed, so some in every block
-    assert growth.pop("searcher") == pytest.approx(200_000 * (2 * 384 + 2) + blocks_once_more, rel=1e-3)
+    for what in ("searcher", "searcher, one more version"):
+        assert growth.pop(what) == pytest.approx(200_000 * (2 * 384 + 2) + blocks_once_more, rel=1e-3)
     assert growth.pop("refiner") == pytest.approx(200_000 * (2 + 4) * 384 + 100_000 * 8 * 2 * 384, rel=1e-3)
     assert not growth
 

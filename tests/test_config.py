@@ -84,7 +84,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(run_file) -> None:
 
 def test_an_unknown_section_is_refused_with_the_known_ones(run_file) -> None:
     assert refusal(run_file("indx: {}")) == "run.yaml: indx: unknown key; did you mean 'index'?"
-    assert "unknown key; known keys: analyze, encoder, evaluate, index" in refusal(run_file("zzz: {}"))
+    assert "unknown key; known keys: analyze, encoder, evaluate, follow, index" in refusal(run_file("zzz: {}"))
 
 
 def test_an_unknown_key_in_a_list_is_refused_with_the_nearest_one(run_file) -> None:
@@ -119,8 +119,8 @@ SOURCE = "a path, or a mapping with path and, as needed, format and others"
         ("prepare: {sources: [{}]}", "prepare.sources.0.path: missing; it must be a text"),
         (
             "1: 2",
-            "1: unknown key; known keys: analyze, encoder, evaluate, index, mine, prepare, read, refine, resources, "
-            "retrieve, serve, store, train",
+            "1: unknown key; known keys: analyze, encoder, evaluate, follow, index, mine, prepare, read, refine, "
+            "resources, retrieve, search, serve, store, train",
         ),
     ],
 )

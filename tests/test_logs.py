@@ -48,7 +48,7 @@ def test_searches_that_go_together_are_the_first_ones_request():
     asked, runs, goes_on = [], threading.Event(), threading.Event()
 
     class Fleet:
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter=""):
+        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None):
             asked.append(logs.request_id())
             runs.set()
             assert goes_on.wait(30)

@@ -23,11 +23,11 @@ from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.serving.schemas import RequestError, SearchRequest, SearchResponse, validate
+from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, write_questions
+from mvr_ray.store.corpus import Corpus, question_sets, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -155,21 +155,35 @@ class Index:
         return Encoder.of(self._router.encoder)
 
     @overload
-    def search(self, query: str, k: int = 10, *, filter: Mapping[str, Any] | None = None) -> SearchHits: ...
+    def search(
+        self, query: str, k: int = 10, *, filter: Mapping[str, Any] | None = None, hybrid: Hybrid = None
+    ) -> SearchHits: ...
 
     @overload
     def search(
-        self, query: Sequence[str] | FloatArray, k: int = 10, *, filter: Mapping[str, Any] | None = None
+        self,
+        query: Sequence[str] | FloatArray,
+        k: int = 10,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        hybrid: Hybrid = None,
     ) -> list[SearchHits]: ...
 
     def search(
-        self, query: str | Sequence[str] | FloatArray, k: int = 10, *, filter: Mapping[str, Any] | None = None
+        self,
+        query: str | Sequence[str] | FloatArray,
+        k: int = 10,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        hybrid: Hybrid = None,
     ) -> SearchHits | list[SearchHits]:
         """The best `k` passages of a question, or of each of several; vectors_QD of the index's encoder do too.
 
             index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
 
-        `filter` is an expression over the fields of passages (docs/filters.md). Raises ConfigError for an empty
+        `filter` is an expression over the fields of passages (docs/filters.md). `hybrid` w ranks by BM25 + w times the
+        score, "rrf" by the ranks in both, "off" by the score alone; absent: as `search.hybrid` of the settings says. It
+        needs an index of words (`index.lexical`). Raises ConfigError for an empty
         question or a filter that does not fit.
         """
         queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
@@ -177,7 +191,7 @@ class Index:
         plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
         hits: list[SearchHits] = []
         for start in range(0, len(plain), BATCH_QUERIES):
-            response = self._ask(plain[start : start + BATCH_QUERIES], k, filter)
+            response = self._ask(plain[start : start + BATCH_QUERIES], k, filter, hybrid)
             hits += [SearchHits(texts[len(hits) + at], own, response) for at, own in enumerate(response.results)]
         return hits[0] if isinstance(query, str) else hits
 
@@ -266,7 +280,7 @@ class Index:
 
         live = self.manifest
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        stored = isinstance(questions, str) and questions in corpus.info.questions
+        stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if stored else self.add_questions(questions, "evaluate")
         return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
 
@@ -304,13 +318,13 @@ class Index:
         if "_router" in self.__dict__:
             self._router.move_to(None)
 
-    def _ask(self, queries: Sequence[Any], k: int, filter: Mapping[str, Any] | None) -> SearchResponse:
+    def _ask(self, queries: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
         fields = list(self._router.corpus.fields)
         own = None if filter is None else dict(filter)
         try:
-            request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields)
+            request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields, hybrid=hybrid)
             limits = self.run.serve.model_copy(update=NO_LIMITS)
-            return SearchService(self._router, limits).search(request)
+            return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
         except RequestError as error:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
 

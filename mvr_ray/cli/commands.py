@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +35,11 @@ from mvr_ray.cli.tables import (
 from mvr_ray.cli.tables import (
     size as format_size,
 )
-from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, StageFunction
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
+    from mvr_ray.config import RunConfig
     from mvr_ray.types import Progress
 
 app = typer.Typer(
@@ -105,7 +106,7 @@ class OutputMode(NamedTuple):
 
 def run_stage(
     name: str,
-    run: RunConfig,
+    run: "RunConfig",
     work: StageFunction,
     mode: OutputMode,
     words: Sequence[str] = (),
@@ -167,7 +168,13 @@ def _run_command(
     mode: OutputMode,
     arguments: Mapping[str, str] | None = None,
 ) -> None:
-    run_stage(name, load_run(config, tuple(overrides or ())), work, mode, (config, *(overrides or ())), arguments)
+    run_stage(name, _load_run(config, overrides or ()), work, mode, (config, *(overrides or ())), arguments)
+
+
+def _load_run(config: str, overrides: Sequence[str]) -> "RunConfig":
+    from mvr_ray.config import load_run
+
+    return load_run(config, tuple(overrides))
 
 
 def _log_to_terminal() -> None:
@@ -238,13 +245,38 @@ def retrieve(
         raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
     ranking_format = cast(RankingFormat, form)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import retrieve as stage
 
         return stage.retrieve(run, words["questions"], Path(words["output"]), ranking_format, progress)
 
     mode = OutputMode(print_config, as_json, verbose)
     _run_command("retrieve", config, section_overrides(overrides), work, mode, words)
+
+
+@app.command()
+@exit_on_error
+def tune(
+    config: Config,
+    overrides: Overrides = None,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Choose the weight of words and views, search.hybrid.
+
+    `tune CONFIG questions=SET`, a set that is not reported on.
+    """
+    usage = "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions"
+    words = named_arguments("tune", overrides, ("questions",), (), usage, show_only=print_config)
+
+    def work(run: "RunConfig", progress: "Progress") -> Any:
+        from mvr_ray.distributed import tune as stage
+
+        return stage.tune(run, words["questions"], progress)
+
+    mode = OutputMode(print_config, as_json, verbose)
+    _run_command("tune", config, section_overrides(overrides), work, mode, words)
 
 
 @app.command()
@@ -263,7 +295,7 @@ def read(
     usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
     words = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import read as stage
 
         return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
@@ -288,7 +320,7 @@ def update(
     usage = 'give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}'
     words = named_arguments("update", overrides, ("changes",), (), usage, show_only=print_config)
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.store import update as stage
         from mvr_ray.store.files import Store
 
@@ -296,6 +328,44 @@ def update(
 
     mode = OutputMode(print_config, as_json, verbose)
     _run_command("update", config, section_overrides(overrides), work, mode, words)
+
+
+@app.command()
+@exit_on_error
+def follow(
+    config: Config,
+    overrides: Overrides = None,
+    once: Annotated[bool, typer.Option("--once", help="End when no change file waits any more.")] = False,
+    print_config: PrintConfig = False,
+    as_json: AsJson = False,
+) -> None:
+    """Apply change files as they come (follow.source), until Ctrl-C.
+
+    Every batch is published as a version.
+    """
+    run = _load_run(config, overrides or ())
+    if print_config:
+        _print_config(run, as_json)
+        return
+    from mvr_ray.cli.progress import Reporter
+    from mvr_ray.distributed import follow as stage
+    from mvr_ray.store.runs import to_plain
+
+    report = stage.FollowReport()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Reporter() as progress:
+        try:
+            stage.follow(run, report, progress.say, progress, once=once)
+        except KeyboardInterrupt:
+            progress.say("follow ended; what was not applied is applied by the same command")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    plain = to_plain(report)
+    if as_json:
+        print_json(plain)
+        return
+    for output in report_tables("follow", plain):
+        print_result(output)
 
 
 @app.command()
@@ -309,7 +379,7 @@ def compact(
 ) -> None:
     """Write shards whole that have changes beside them."""
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import compact as stage
 
         return stage.compact(run, progress)
@@ -335,7 +405,7 @@ def reshard(
     if not print_config and not words["shards"].isdecimal():
         raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {usage}")
 
-    def work(run: RunConfig, progress: "Progress") -> Any:
+    def work(run: "RunConfig", progress: "Progress") -> Any:
         from mvr_ray.distributed import reshard as stage
 
         return stage.reshard(run, int(words["shards"]), progress)
@@ -397,7 +467,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, snippets that matched."""
-    run = load_run(config, question_overrides(words))
+    run = _load_run(config, question_overrides(words))
     question = one_question("search", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
@@ -434,7 +504,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage with a question."""
-    run = load_run(config, question_overrides(words))
+    run = _load_run(config, question_overrides(words))
     question = one_question("explain", words, show_only=print_config)
     if print_config:
         _print_config(run, as_json)
@@ -461,11 +531,11 @@ def serve(
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer HTTP requests until interrupted: a search page and an API.
+    """Answer HTTP requests until interrupted: search page and API.
 
     Runs on Ray Serve; GET /openapi.json describes every route.
     """
-    run = load_run(config, overrides or ())
+    run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
@@ -482,6 +552,9 @@ def versions(
     config: Config,
     action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
     rest: Annotated[list[str] | None, typer.Argument(metavar="[VERSION] [SECTION.KEY=VALUE]...")] = None,
+    sizes_only: Annotated[
+        bool, typer.Option("--unchecked", help="Of rollback: look at the sizes of files alone, and say so.")
+    ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -490,11 +563,11 @@ def versions(
     if len(numbers) > 1:
         given = ", ".join(map(str, numbers))
         raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({given}); name one")
-    run = load_run(config, [word for word in rest or () if not word.isdigit()])
+    run = _load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain
 
-    result = actions.act(run, action, numbers[0] if numbers else None)
+    result = actions.act(run, action, numbers[0] if numbers else None, sizes_only)
     plain = to_plain(result)
     if as_json:
         print_json(plain)
@@ -509,6 +582,35 @@ def versions(
 
 @app.command()
 @exit_on_error
+def export(
+    config: Config,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet.")],
+    overrides: Overrides = None,
+    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+) -> None:
+    """Write the encoder as a folder that sentence-transformers loads.
+
+    It is the encoder of the index's version. What such a folder cannot carry is said.
+    """
+    run = _load_run(config, overrides or ())
+    if folder.exists() or not folder.absolute().parent.is_dir():
+        raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
+    from mvr_ray.store import manifest
+    from mvr_ray.store.files import Store
+
+    store = Store(run.store.path)
+    live = manifest.read(store, run.index.name, version)
+    from mvr_ray.distributed.encoders import open_encoder
+
+    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint).export(folder)
+    for loss in losses:
+        print_result(f"not carried: {loss}")
+    print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")
+    _err(f"load it by: SentenceTransformer({str(folder)!r})")
+
+
+@app.command()
+@exit_on_error
 def plan(
     config: Config,
     overrides: Overrides = None,
@@ -518,7 +620,7 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Bytes of disk, memory and GPU memory, before anything runs."""
-    run = load_run(config, overrides or ())
+    run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
         return
@@ -548,10 +650,11 @@ def doctor(
 
     The cluster is that of `resources.address` or RAY_ADDRESS.
     """
+    from mvr_ray.config import RunConfig
     from mvr_ray.distributed import session
     from mvr_ray.store.runs import to_plain
 
-    run = load_run(config, overrides or ()) if config else RunConfig()
+    run = _load_run(config, overrides or ()) if config else RunConfig()
     checks = to_plain(session.doctor(run.resources))
     if as_json:
         print_json(checks)
@@ -599,7 +702,7 @@ def version() -> None:
     write(f"mvr_ray {__version__}\n")
 
 
-def _print_config(run: RunConfig, as_json: bool) -> None:
+def _print_config(run: "RunConfig", as_json: bool) -> None:
     plain = run.model_dump(mode="json")
     if as_json:
         print_json(plain)

@@ -6,18 +6,22 @@ would use, some seconds earlier and without a cluster.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mvr_ray.config import RunConfig, resolve_path
-from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 
+if TYPE_CHECKING:
+    from mvr_ray.config import RunConfig
+
 WITHOUT_RAY = frozenset({"prepare", "update"})
-BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "compact", "reshard"})
+BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
 """Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
 
 
-def ray_line(stage: str, run: RunConfig) -> str | None:
+def ray_line(stage: str, run: "RunConfig") -> str | None:
     """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
+    from mvr_ray.distributed import session
+
     if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
         return None
     if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
@@ -29,7 +33,7 @@ def ray_line(stage: str, run: RunConfig) -> str | None:
     return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"
 
 
-def _num_passages(stage: str, run: RunConfig) -> int:
+def _num_passages(stage: str, run: "RunConfig") -> int:
     """Passages that a stage works over for certain: those of the live version, or of the corpus for a first one. What
     `index` has to encode beside an earlier version is known only after it has looked there."""
     from mvr_ray.store import manifest
@@ -43,9 +47,11 @@ def _num_passages(stage: str, run: RunConfig) -> int:
     return manifest.read(store, run.index.name).num_passages
 
 
-def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None = None) -> None:
+def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | None = None) -> None:
     """Raise MissingInputError or ConfigError for what is not there. `arguments` are the command's own, such as
     `questions=...` of `retrieve`."""
+    from mvr_ray.config import resolve_path
+
     given = arguments or {}
     if "output" in given:
         _check_output(stage, Path(given["output"]))
@@ -79,7 +85,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str] | None
             _check_version(run, ())
 
 
-def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
+def _check_corpus(run: "RunConfig", sets: Iterable[str | None]) -> None:
     from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store
 
@@ -88,7 +94,7 @@ def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
         question_set(corpus, name)
 
 
-def check_version(run: RunConfig, version: int | None) -> None:
+def check_version(run: "RunConfig", version: int | None) -> None:
     """Raise MissingInputError where the index has no such version; None: no version at all."""
     from mvr_ray.store import manifest
     from mvr_ray.store.files import Store
@@ -96,7 +102,7 @@ def check_version(run: RunConfig, version: int | None) -> None:
     manifest.read(Store(run.store.path), run.index.name, version)
 
 
-def _check_version(run: RunConfig, sets: Iterable[str | None]) -> None:
+def _check_version(run: "RunConfig", sets: Iterable[str | None]) -> None:
     from mvr_ray.store import manifest
     from mvr_ray.store.corpus import Corpus, question_set
     from mvr_ray.store.files import Store

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
 from mvr_ray.explanation import Explanation, page
-from mvr_ray.serving.explain import explain
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
@@ -34,7 +33,7 @@ def search(
         request = validate(SearchRequest, queries=[question], k=k, filter=filter, fields=list(fields))
         request.check(run.serve)
         with _router(run, version) as router:
-            return SearchService(router, run.serve).search(request)
+            return SearchService(router, run.serve, hybrid=run.search.hybrid).search(request)
 
 
 def explain_once(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
@@ -44,7 +43,7 @@ def explain_once(run: RunConfig, version: int | None, request: ExplainRequest, h
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
         with _router(run, version) as router:
-            explanation = explain(router, request, run.serve)
+            explanation = SearchService(router, run.serve, hybrid=run.search.hybrid).explain(request)
     if html is not None:
         html.write_text(page(explanation), encoding="utf-8")
     return explanation

@@ -74,6 +74,10 @@ def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) ->
         wins = [winner.view == view.view for winner in passage.winners]
         scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
         output.add_row(str(view.view), Text(stands_for(view)), *scores)
+    for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
+        scores = [getattr(winner, kind) for winner in passage.winners]
+        if any(score is not None for score in scores):
+            output.add_row("", name, *("" if score is None else f"{score:.4f}" for score in scores))
     return output
 
 

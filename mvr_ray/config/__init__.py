@@ -6,6 +6,7 @@ from mvr_ray.config.run import AnalyzeConfig as AnalyzeConfig
 from mvr_ray.config.run import EncoderConfig as EncoderConfig
 from mvr_ray.config.run import EvaluateConfig as EvaluateConfig
 from mvr_ray.config.run import FieldType as FieldType
+from mvr_ray.config.run import FollowConfig as FollowConfig
 from mvr_ray.config.run import IndexConfig as IndexConfig
 from mvr_ray.config.run import PrepareConfig as PrepareConfig
 from mvr_ray.config.run import ReadConfig as ReadConfig

@@ -221,6 +221,8 @@ class IndexConfig(Section):
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
     exclude is scored with the vectors, so answers stay exact."""
+    lexical: bool = False
+    """Index the words of the passages, too: `search.hybrid` needs them. Of a version without, only they are built."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
@@ -245,6 +247,20 @@ class IndexConfig(Section):
     that file."""
     keep_versions: Count = 5
     grace_s: Annotated[float, Field(ge=0)] = 3600
+
+
+class FollowConfig(Section):
+    """Change files that come one by one, each named after the one before it."""
+
+    source: str | None = None
+    """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, or `*.xml` of MediaWiki dumps, also with .gz or
+    .bz2. They are applied in the order of their names; subfolders and names that begin with a dot are passed over."""
+    batch_bytes: Count = 16_000_000
+    """A version is made as soon as change files of so many bytes wait, of no more than these (or of one file),"""
+    max_age_s: Annotated[float, Field(ge=0)] = 60
+    """or when one of them has waited so long."""
+    poll_s: Annotated[float, Field(gt=0)] = 5
+    """Time between two looks at the source. A file of a folder is taken when two of them saw it alike."""
 
 
 class RefineConfig(Section):
@@ -289,6 +305,13 @@ class RefineConfig(Section):
     seed: int = 0
 
 
+class SearchConfig(Section):
+    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
+    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf: by
+    reciprocal ranks in both, where no questions choose a weight; absent: by the dense score alone. Needs
+    `index.lexical`; `mvr-ray tune` finds it."""
+
+
 class RetrieveConfig(Section):
     k: Count = 100
     batch: Count = 64
@@ -297,12 +320,8 @@ class RetrieveConfig(Section):
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
     """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
-    dense_weight: Annotated[float, Field(ge=0)] | None = None
-    """Rank by BM25 + so much times the dense score, over the first `evaluate.hybrid_depth` hits of both; absent: by the
-    dense score alone. `evaluate.hybrid` finds it."""
     filter: dict[str, Any] | None = None
-    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md); not with dense_weight,
-    since BM25 ranks all passages."""
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md)."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 
@@ -336,9 +355,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported."""
-    hybrid_depth: Count = 1000
-    """Hits of each list that are fused."""
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported; absent: as
+    `search.hybrid` says. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 
@@ -386,8 +404,9 @@ class ResourcesConfig(Section):
     address: str | None = None
     """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
-    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. The
-    bytes are the same either way. train, mine with a cross-encoder, read, study and serve always use Ray."""
+    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. For
+    `index` those count that it encodes. The bytes are the same either way. train, mine with a cross-encoder, read,
+    study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
     autoscaling: bool = False
@@ -412,6 +431,8 @@ class ResourcesConfig(Section):
     searcher_bytes: Annotated[int, Field(ge=0)] = 0
     """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
     free on its machine."""
+    scrub_bytes_s: Annotated[int, Field(ge=0)] = 16_000_000
+    """Bytes of open shards that a searcher reads again each second, to find what was changed under it; 0: none."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
     routers and searchers then talk over TLS. Empty: as plain as Ray's own calls without TLS."""
@@ -435,7 +456,9 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     mine: MineConfig = Field(default_factory=MineConfig)
     index: IndexConfig = Field(default_factory=IndexConfig)
+    follow: FollowConfig = Field(default_factory=FollowConfig)
     refine: RefineConfig = Field(default_factory=RefineConfig)
+    search: SearchConfig = Field(default_factory=SearchConfig)
     retrieve: RetrieveConfig = Field(default_factory=RetrieveConfig)
     read: ReadConfig = Field(default_factory=ReadConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

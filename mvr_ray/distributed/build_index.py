@@ -29,6 +29,7 @@ from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -43,7 +44,8 @@ from mvr_ray.distributed.shards import (
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
-from mvr_ray.index.kinds import check_params
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import check_params, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -68,16 +70,33 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
     reusable = _kept_shards(store, draft, corpus, before)
-    if len(reusable) == corpus.num_shards and (live := _same_live_version(store, draft, reusable)):
+    base = find_base(store, draft.index, corpus) if run.index.lexical else None
+    if base and base.corpus_digest == corpus.digest:
+        draft = dataclasses.replace(draft, lexical=base.lexical)
+    ready = len(reusable) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
+    if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
-    with session.connect(run.resources, corpus.num_passages) as info:
+    others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
+    if not session.needs_ray(run.resources, 1):  # an update of few passages starts no cluster, however many others are
+        carry_over(task, corpus, _not_built(store, task, draft, others), progress)
+    with session.connect(run.resources, _num_to_work_on(task, draft, corpus, others)) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
         shards = _make_shards(store, run, task, draft, corpus, reusable, progress)
-    counts = count_passages(task, corpus, set(range(corpus.num_shards)) - set(reusable))
+        words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
+        lexical = build_lexical(words, progress) if run.index.lexical else None
+    counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    return _publish(store, corpus, _complete_draft(draft, shards, counts), task, progress)
+    version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
+    return _publish(store, corpus, version, task, progress)
+
+
+def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, shards: Sequence[int]) -> int:
+    """Count the passages to encode; where an index file is built of a whole shard, those of the shards that changed."""
+    if searches_embeddings(IndexParams(**draft.index_params)):
+        return count_passages(task, corpus, shards)["encoded"]
+    return sum(corpus.info.parts[shard].num_passages for shard in shards)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
@@ -128,6 +147,11 @@ def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | 
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
 
+def _not_built(store: Store, task: EncodeTask, draft: Manifest, shards: Sequence[int]) -> list[int]:
+    """Those of the shards that no earlier try of this command built."""
+    return [shard for shard in shards if not store.exists(_note_path(draft, task.key, shard))]
+
+
 def _make_shards(
     store: Store,
     run: RunConfig,
@@ -142,7 +166,7 @@ def _make_shards(
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
 
     def make() -> list[BuiltShard]:
-        missing = [shard for shard in others if not store.exists(_note_path(draft, task.key, shard))]
+        missing = _not_built(store, task, draft, others)
         carry_over(task, corpus, missing, progress)
         encode_corpus(task, corpus, missing, run.resources, progress)
         return _build(task, draft, corpus, reusable, run.index, progress)
@@ -198,7 +222,7 @@ def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
-        checked = dataclasses.replace(earlier, shards=own, refined_queries={})
+        checked = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
         if damaged:
             log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
@@ -226,7 +250,8 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
         return None
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
-    same = same and live.refined_queries == draft.refined_queries
+    same = same and live.refined_queries == draft.refined_queries and live.lexical == draft.lexical
+    same = same and (live.lexical is None or are_whole(store, draft.index, live.lexical.files))
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 

@@ -1,5 +1,7 @@
 """Write the shards of the live version whole that have changes beside their first file; no view and no index changes.
 
+The words of its passages are written whole with them.
+
 A shard that is written is noted in the staging folder, so the same command continues after any crash.
 """
 
@@ -8,11 +10,13 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
+from mvr_ray.distributed.lexical import compact_lexical, lexical_task
 from mvr_ray.distributed.reshard import require_same_counts
 from mvr_ray.distributed.shards import BUILD_CPUS, BuiltShard, read_note, shard_folder, write_note
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings, rewrite
 from mvr_ray.store.files import Store, same_file
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
@@ -40,13 +44,17 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
     changed = [entry for entry in base.shards if paths.CHANGES in entry.files]
-    published = base
-    if changed:
+    lexical, published = base.lexical, base
+    if changed or (lexical and lexical.has_changes):
         with session.connect(run.resources, base.num_passages) as info:
             session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
             written = _write(store, base, changed, progress)
+            if lexical and lexical.has_changes:
+                corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+                lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
         shards = tuple(written.get(entry.shard, entry) for entry in base.shards)
-        new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
+        changes = {"operation": "compact", "parent": base.version, "shards": shards, "lexical": lexical}
+        new = dataclasses.replace(base, **changes, dirty_share=0.0)
         require_same_counts(base, new)
         published = manifests.publish(store, new)
         store.delete_dir(paths.staging_dir(base.index, _staging_key(base)))

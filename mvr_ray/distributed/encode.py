@@ -221,7 +221,7 @@ def encode_corpus(
         progress("encode", before, total)
     if not missing:
         return 0
-    with session.connect(resources, corpus.num_passages) as info:
+    with session.connect(resources, total) as info:
         session.require(info, [pool_need("encoders", resources)])
         for num_passages in _encode_chunks(task, missing, resources):
             done += num_passages

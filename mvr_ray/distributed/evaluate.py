@@ -1,4 +1,4 @@
-"""Measure how well an index version answers question sets: by answers, by gold passages, beside BM25.
+"""Measure how well an index version answers question sets: by answers, by gold passages, beside BM25 and both.
 
     answer/top-k    share of questions with an answer-bearing passage among the first k        questions with answers
     gold/top-k      share of questions with a gold passage among the first k                   questions with gold ids
@@ -19,25 +19,22 @@ import numpy as np
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
-from mvr_ray.core.searching.fusion import choose_weight, fuse
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.hybrid import rank_pairs
+from mvr_ray.distributed.hybrid import best_weight, try_weights
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import Router, open_router
+from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets, read_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
-from mvr_ray.types import FloatArray, Hit, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
 NDCG_CUTOFF = 10
-HYBRID_WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
-"""Tried for the dense score, a cosine; BM25 scores of a question are some tens."""
 
 
 class EvaluationRow(NamedTuple):
@@ -70,9 +67,11 @@ class SystemResult(NamedTuple):
 
 
 def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
-    """Measure a version (the live one when none is named) on every set of `evaluate.questions`.
+    """Measure a version (the live one when none is named) on every set of `evaluate.questions`: by the dense score, and
+    as `search.hybrid` ranks, or with the weight that `evaluate.hybrid` chooses.
 
-    Raises ConfigError where no set is named, MissingInputError, CoverageError, ResourceError.
+    Raises ConfigError where no set is named, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
+    hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
@@ -82,6 +81,12 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         known = ", ".join(question_sets(corpus)) or "none"
         raise ConfigError(f"evaluate.questions names no question set; corpus {corpus.name!r} has: {known}")
     sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
+    if settings.hybrid in settings.questions:
+        raise ConfigError(
+            f"evaluate.hybrid is {settings.hybrid!r}, which is also reported on; choose the weight on another set"
+        )
+    if settings.hybrid or run.search.hybrid is not None:
+        require_words(base)
     rank = RankSettings(
         k=max(settings.k),
         match=settings.match,
@@ -98,13 +103,17 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         for name, questions in sets:
             own = list(itertools.islice(ranked, len(questions)))
             results.append(system_result(run.index.name, name, own, articles[name], settings))
-        words = BM25Index(router.corpus, progress) if settings.bm25 or settings.hybrid else None
-        if words and settings.bm25:
+        if settings.bm25:
+            words = BM25Index(router.corpus, progress)
             for asked in sets:
                 found = bm25_ranking(words, router.corpus, asked, rank, progress)
                 results.append(system_result("bm25", asked.name, found, articles[asked.name], settings))
-        if words and settings.hybrid:
-            results += _hybrid_results(run, router, words, sets, articles, progress)
+        weight = _choose_weight(run, router, progress) if settings.hybrid else run.search.hybrid
+        if weight is not None:
+            ranked = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
+            for name, questions in sets:
+                own = list(itertools.islice(ranked, len(questions)))
+                results.append(system_result(hybrid_system(weight), name, own, articles[name], settings))
     log.info("evaluated: index=%s version=%d sets=%d", manifest.index, manifest.version, len(sets))
     return EvaluationReport(
         manifest.index,
@@ -117,31 +126,22 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     )
 
 
-def _hybrid_results(
-    run: RunConfig,
-    router: Router,
-    words: BM25Index,
-    sets: Sequence[QuestionSet],
-    articles: Mapping[str, Mapping[str, str]],
-    progress: Progress,
-) -> list[SystemResult]:
-    """BM25 + weight x dense on every set, with the weight that answers most of the held-out set's questions."""
-    settings, name = run.evaluate, run.evaluate.hybrid
+def _choose_weight(run: RunConfig, router: Router, progress: Progress) -> HybridWeight | None:
+    """The weight that answers most questions of the set `evaluate.hybrid`."""
+    name = run.evaluate.hybrid
     assert name is not None
-    if name in {asked.name for asked in sets}:
-        raise ConfigError(f"evaluate.hybrid is {name!r}, which is also reported on; choose the weight on another set")
-    held = QuestionSet(name, read_questions(router.corpus, name))
-    pairs = [list(rank_pairs(run, router, words, asked, progress)) for asked in (held, *sets)]
-    scores = [[both.scores for both in lists] for lists in pairs]
-    chosen = choose_weight(scores[0], [set(question.positive_ids) for question in held.questions], HYBRID_WEIGHTS)
-    log.info("hybrid weight: weight=%g accuracy=%.3f set=%s", chosen.weight, chosen.accuracy, name)
-    results: list[SystemResult] = []
-    for asked, both in zip(sets, scores[1:]):
-        fused = [fuse(first, second, chosen.weight, max(settings.k)) for first, second in both]
-        found = judge_hits(asked.questions, fused, router.corpus, settings.match)
-        name = f"bm25 + {chosen.weight:g} x dense"
-        results.append(system_result(name, asked.name, found, articles[asked.name], settings))
-    return results
+    own = [question for question in read_questions(router.corpus, name) if question.positive_ids]
+    if not own:
+        raise ConfigError(f"evaluate.hybrid: question set {name!r} names no gold passages; name a set that does")
+    require_gold_passages(name, own, router.corpus)
+    best = best_weight(try_weights(run, router, QuestionSet(name, own), progress=progress))
+    log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, name)
+    return best.weight
+
+
+def hybrid_system(weight: HybridWeight) -> str:
+    """What a report calls a hybrid search."""
+    return f"bm25 + {weight:g} x dense" if not isinstance(weight, str) else "bm25 and dense, reciprocal ranks"
 
 
 def system_result(

@@ -32,6 +32,7 @@ from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
@@ -39,7 +40,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 log = logging.getLogger(__name__)
 
@@ -332,9 +333,11 @@ class HotSwapRouter:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
+        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
         with self.pin() as router:
-            return router.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+            return router.search(queries_QD, k, **options)
 
     def search_text(
         self,
@@ -344,17 +347,28 @@ class HotSwapRouter:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridWeight | None = None,
+        parts: bool = False,
     ) -> Answer:
+        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
         with self.pin() as router:
-            return router.search_text(texts, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+            return router.search_text(texts, k, **options, parts=parts)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         with self.pin() as router:
             return router.explain(queries_QD, passage_ids)
 
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        with self.pin() as router:
+            return router.lexical_scores(texts, passages)
+
     def ready(self) -> None:
         with self.pin() as router:
             router.ready()
+
+    def missing_sources(self) -> list[str]:
+        with self.pin() as router:
+            return router.missing_sources()
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         with self.pin() as router:
@@ -409,7 +423,9 @@ def open_hot_swap_router(
     task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
         if local:
-            searchers: Searchers = LocalSearchers(task, resources.searcher_bytes)
+            own = LocalSearchers(task, resources.searcher_bytes)
+            stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).running())
+            searchers: Searchers = own
         else:
             from mvr_ray.distributed.searching.fleet import RemoteSearchers
             from mvr_ray.distributed.searching.health import HealthMonitor

@@ -1,72 +1,67 @@
-"""Two searches of every question, BM25 and the index, as one ranking (`core.searching.fusion`).
+"""Try weights of the dense score in a hybrid search, each with the search that will answer, exactly.
 
-BM25 is in the driver's memory; searchers answer for the index, a batch of questions at a time.
+The best has the most questions with a gold passage at rank 1; of equals the one with the higher mean reciprocal rank,
+then the smaller one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from mvr_ray.config import RunConfig
-from mvr_ray.core.searching.fusion import fuse
-from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.core.judging.metrics import first_ranks, hit_within, reciprocal_ranks
 from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import Router
-from mvr_ray.store.formats import RankedQuestion
-from mvr_ray.types import Hit, Progress, Question, no_progress
+from mvr_ray.types import HybridQueries, HybridWeight, Progress, no_progress
+
+WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
+"""Tried for the dense score, a cosine; BM25 scores of a question are some tens."""
+DEPTH = 20
 
 
-class RankPair(NamedTuple):
-    """BM25's scores by passage id, and the index's hits by passage id."""
+class WeightAccuracy(NamedTuple):
+    """What one weight is worth: shares of questions with a gold passage so high, and the mean reciprocal rank. Without
+    a weight: the dense score alone."""
 
-    question: Question
-    sparse: dict[str, float]
-    hits: dict[str, Hit]
-
-    @property
-    def scores(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of BM25, then of the index."""
-        return self.sparse, {name: hit.score for name, hit in self.hits.items()}
+    weight: HybridWeight | None
+    top1: float
+    top5: float
+    top20: float
+    mrr: float
 
 
-def rank_pairs(
-    run: RunConfig,
-    router: Router,
-    words: BM25Index,
-    questions: QuestionSet,
-    progress: Progress = no_progress,
-    ranker: QuestionRanker | None = None,
-) -> Iterator[RankPair]:
-    """The first `evaluate.hybrid_depth` hits of BM25 and of the index, question by question."""
-    size, depth = run.retrieve.batch, run.evaluate.hybrid_depth
-    ranker = ranker or QuestionRanker(router, RankSettings(k=depth), run.resources.torch_threads)
-    for low in range(0, len(questions.questions), size):
-        batch = questions._replace(questions=questions.questions[low : low + size])
-        answer = ranker.search(ranker.embed(batch), depth)
-        found = words.search([question.text for question in batch.questions], depth)
-        for question, sparse, hits in zip(batch.questions, found, answer.hits):
-            scores = {hit.passage_id: hit.score for hit in sparse}
-            yield RankPair(question, scores, {hit.passage_id: hit for hit in hits})
-        progress("questions, by words and views", low + len(batch.questions), len(questions.questions))
-
-
-def rank_hybrid(
+def try_weights(
     run: RunConfig,
     router: Router,
     questions: QuestionSet,
-    settings: RankSettings,
-    weight: float,
+    weights: Sequence[HybridWeight | None] = WEIGHTS,
     progress: Progress = no_progress,
-) -> Iterator[RankedQuestion]:
-    """Every question with its best `settings.k` passages by BM25 + `weight` x dense, in order.
+) -> list[WeightAccuracy]:
+    """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
+    ranker, size = QuestionRanker(router, RankSettings(k=DEPTH), run.resources.torch_threads), run.retrieve.batch
+    own = questions.questions
+    batches = [QuestionSet(questions.name, own[low : low + size]) for low in range(0, len(own), size)]
+    queries = [ranker.embed(batch) for batch in batches]
+    rows = []
+    for done, weight in enumerate(weights, 1):
+        marks: list[list[bool]] = []
+        for batch, queries_QD in zip(batches, queries):
+            texts = tuple(question.text for question in batch.questions)
+            answer = ranker.search(queries_QD, DEPTH, None if weight is None else HybridQueries(texts, weight))
+            for question, hits in zip(batch.questions, answer.hits):
+                marks.append([hit.passage_id in question.positive_ids for hit in hits])
+        ranks_Q = first_ranks(marks)
+        top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))
+        rows.append(WeightAccuracy(weight, top1, top5, top20, float(np.mean(reciprocal_ranks(ranks_Q, DEPTH)))))
+        progress("weights", done, len(weights))
+    return rows
 
-    A passage that only BM25 found has view -1.
-    """
-    ranker = QuestionRanker(router, settings, run.resources.torch_threads)
-    for both in rank_pairs(run, router, BM25Index(router.corpus, progress), questions, progress, ranker):
-        best = fuse(*both.scores, weight, settings.k)
-        passages = router.passages([one.passage_id for one in best])
-        ranked = []
-        for one in best:
-            hit = both.hits.get(one.passage_id, one)._replace(score=one.score)
-            ranked.append(ranker.to_ranked(both.question, hit, passages[one.passage_id]))
-        yield RankedQuestion(both.question, ranked)
+
+def best_weight(rows: Sequence[WeightAccuracy]) -> WeightAccuracy:
+    """The best of those that were tried; of equals the dense score alone first, then the smallest weight."""
+    return max(rows, key=lambda row: (row.top1, row.mrr, row.weight is None, -_as_number(row.weight)))
+
+
+def _as_number(weight: HybridWeight | None) -> float:
+    return float("inf") if isinstance(weight, str) else weight or 0.0

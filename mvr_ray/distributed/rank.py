@@ -23,7 +23,7 @@ from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, Hit, Passage, Progress, Question, no_progress
+from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class RankSettings(NamedTuple):
     snippets: bool = False
     refined_queries: bool = False
     filter: Mapping[str, Any] | None = None
+    hybrid: HybridWeight | None = None
 
 
 class QuestionRanker:
@@ -64,7 +65,10 @@ class QuestionRanker:
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
         """The hits of each question, best first, each judged by the question's answers."""
         torch.set_num_threads(self.threads)
-        answer = self.search(self.embed(batch), self.settings.k)
+        weight = self.settings.hybrid
+        texts = tuple(question.text for question in batch.questions)
+        hybrid = None if weight is None else HybridQueries(texts, weight)
+        answer = self.search(self.embed(batch), self.settings.k, hybrid)
         passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
         return [
             [self.to_ranked(question, hit, passages[hit.passage_id]) for hit in hits]
@@ -81,15 +85,15 @@ class QuestionRanker:
         moved = self._refined[batch.name]
         return np.stack([moved.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
 
-    def search(self, queries_QD: FloatArray, k: int) -> Answer:
+    def search(self, queries_QD: FloatArray, k: int, hybrid: HybridQueries | None = None) -> Answer:
         """A whole answer: after a searcher died, once it is back."""
         for again in range(1, TRIES):
             try:
-                return self.router.search(queries_QD, k, filter=self.settings.filter)
+                return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
             except CoverageError as error:
                 log.warning("asking again: try=%d reason=%s", again, error)
                 self.router.ready()
-        return self.router.search(queries_QD, k, filter=self.settings.filter)
+        return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
 
     def to_ranked(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
         """A hit as it is written; of one that no view found (-1) no snippet is shown."""

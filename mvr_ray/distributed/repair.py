@@ -13,23 +13,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mvr_ray.distributed.lexical import repair_lexical
 from mvr_ray.distributed.shards import shard_folder
-from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError
+from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import build_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.manifest import FileEntry, Manifest, Problem, ShardEntry, ShardMeta
+from mvr_ray.store.manifest import LEXICAL, QUERIES, FileEntry, Manifest, Problem, ShardEntry, ShardMeta
 
 log = logging.getLogger(__name__)
 
-QUERIES = -1  # the "shard" of a problem with moved queries
-
 
 class Repair(NamedTuple):
-    """What became of one damaged shard, or (shard -1) of moved queries."""
+    """What became of one damaged shard, of moved queries (shard -1), or of the words of a version (shard -2)."""
 
     shard: int
     state: str
@@ -52,7 +51,7 @@ class RepairReport(NamedTuple):
         """DigestError naming the first shard that is lost, if any, and what makes it again."""
         lost = [done for done in self.repairs if done.state == "lost"]
         if lost:
-            what = "moved queries" if lost[0].shard == QUERIES else f"shard {lost[0].shard}"
+            what = {QUERIES: "moved queries", LEXICAL: "the words"}.get(lost[0].shard, f"shard {lost[0].shard}")
             raise DigestError(
                 f"{len(lost)} of {len(self.repairs)} not repaired; first: {what} of index {self.index!r} version "
                 f"{self.version} ({lost[0].damaged[0]}); {lost[0].cure}"
@@ -68,9 +67,22 @@ def repair(store: Store, manifest: Manifest) -> RepairReport:
         own = [problem for problem in problems if problem.shard == shard]
         if shard == QUERIES:
             repairs.append(Repair(shard, "lost", _lines(own), "", _cure(store, manifest, [p.path for p in own])))
+        elif shard == LEXICAL:
+            repairs.append(_repair_words(store, manifest, own))
         else:
             repairs.append(_repair_shard(store, manifest, entries[shard], own))
     return RepairReport(manifest.index, manifest.version, len(entries), repairs)
+
+
+def _repair_words(store: Store, manifest: Manifest, problems: Sequence[Problem]) -> Repair:
+    """Write the words again, from the corpus and those before it."""
+    try:
+        is_whole = repair_lexical(store, manifest)
+    except (MissingInputError, StorageError) as error:
+        log.warning("words not indexed: index=%s error=%s", manifest.index, error)
+        is_whole = False
+    cure = "" if is_whole else "index again (mvr-ray index CONFIG index.lexical=true), which writes them whole"
+    return Repair(LEXICAL, "repaired" if is_whole else "lost", _lines(problems), "", cure)
 
 
 def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
+from mvr_ray.distributed.lexical import build_lexical, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
     BuiltShard,
@@ -33,7 +34,7 @@ from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import (
     BATCH_PASSAGES,
@@ -97,8 +98,12 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), run.index.recall_sample)
     with session.connect(run.resources, base.num_passages) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-        shards = _build(task, progress)
-    new = manifest_over(base, shards)
+        new = manifest_over(base, _build(task, progress))
+        if base.lexical:
+            corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+            words = lexical_task(corpus, base.index, num_shards)
+            lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
+            new = dataclasses.replace(new, lexical=lexical)
     require_same_counts(base, new)
     published = manifests.publish(store, new)
     store.delete_dir(paths.staging_dir(base.index, task.staging))

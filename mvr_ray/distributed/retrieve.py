@@ -7,10 +7,9 @@ from typing import NamedTuple
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
-from mvr_ray.distributed.hybrid import rank_hybrid
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.distributed.router import open_router, require_words
+from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets, read_questions
 from mvr_ray.store.files import Store
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class RetrieveReport(NamedTuple):
-    """What was written, and what it was found in. `exact`: it is the best k of all passages by the dense score."""
+    """What was written, and what it was found in. `exact`: it is the best k of all passages."""
 
     output: str
     format: str
@@ -48,19 +47,16 @@ def retrieve(
     """Rank the best `retrieve.k` passages of every question into `output`, which appears whole, in question order.
 
     `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, FilterError,
-    CoverageError; ConfigError for a filter together with BM25.
+    CoverageError; ShardIndexError for `search.hybrid` over a version without words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name, version)
     require_encoder(store, base)
+    if run.search.hybrid is not None:
+        require_words(base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)
-        if run.retrieve.dense_weight is not None:
-            raise ConfigError(
-                "retrieve.filter and retrieve.dense_weight are both set, and BM25 ranks all passages; leave one of "
-                "them out: retrieve.dense_weight=null"
-            )
     asked = question_set(corpus, questions)
     snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
@@ -71,14 +67,10 @@ def retrieve(
         snippets=snippets,
         refined_queries=run.retrieve.refined_queries,
         filter=run.retrieve.filter,
+        hybrid=run.search.hybrid,
     )
     with open_router(run, version) as router:
-        weight = run.retrieve.dense_weight
-        ranked = (
-            rank_questions(run, router, [asked], settings, progress)
-            if weight is None
-            else rank_hybrid(run, router, asked, settings, weight, progress)
-        )
+        ranked = rank_questions(run, router, [asked], settings, progress)
         count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
         manifest = router.manifest
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
@@ -91,7 +83,7 @@ def retrieve(
         manifest.version,
         manifest.encoder_fingerprint,
         manifest.num_passages,
-        manifest.index_params["kind"] == "flat" and weight is None,
+        manifest.index_params["kind"] == "flat",
     )
 
 

@@ -26,18 +26,30 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
+from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
-from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.encoders import open_encoder, require_encoder
+from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ShardFailure
-from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.errors import CoverageError, DamagedShardsError, DigestError, UnknownPassageError
+from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.errors import (
+    CoverageError,
+    DamagedShardsError,
+    DigestError,
+    EncoderError,
+    MissingInputError,
+    ShardIndexError,
+    StorageError,
+    UnknownPassageError,
+)
+from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, example_queries, shard_of
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
@@ -47,6 +59,9 @@ from mvr_ray.types import (
     Exactness,
     FloatArray,
     Hit,
+    HybridParts,
+    HybridQueries,
+    HybridWeight,
     Passage,
     PassageScores,
     ShardState,
@@ -60,6 +75,8 @@ TIMEOUT_S = 600.0
 SPANS_KEPT = 16_384
 """Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
 DEPTHS_KEPT = 256
+SOURCES_S = 10.0
+"""What was seen of corpus and encoder in the store holds so long."""
 SECOND_ROUND_SHARE = 0.25
 """Of an answer's time, where a part of the passages is enough: a shard that says nothing does not use it all up."""
 FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it was asked for did not come"
@@ -107,6 +124,10 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
+        self._sources_lock = threading.Lock()
+        self._missing_sources: list[str] = []
+        self._sources_s = -math.inf
+        self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @property
@@ -153,12 +174,21 @@ class Router:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridWeight | None = None,
+        parts: bool = False,
     ) -> Answer:
-        """`search` with the questions' embeddings; embedding them counts towards the time."""
+        """`search` with the questions' embeddings; embedding them counts towards the time. With `hybrid` w a passage
+        scores BM25 + w x its dense score, with "rrf" the sum of its reciprocal ranks in both; `parts`: the answer has
+        both scores of every hit."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
-        return self.search(queries_QD, k, deadline=deadline, min_coverage=min_coverage, filter=filter)
+        words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
+        options = {"deadline": deadline, "min_coverage": min_coverage}
+        answer = self.search(queries_QD, k, **options, filter=filter, hybrid=words)
+        if parts and words is not None:
+            answer = answer._replace(parts=self._parts(queries_QD, texts, answer.hits, deadline))
+        return answer
 
     def search(
         self,
@@ -168,6 +198,7 @@ class Router:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
         `timeout_s` of the router where none is given.
@@ -178,24 +209,32 @@ class Router:
         Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
         first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
 
-        Raises ShardIndexError for k below 1 or vectors of another dimension, FilterError for a filter that does not
-        fit the version's corpus, OverloadedError when too many calls wait,
-        CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError, one
-        of those, when damaged files are among the causes.
+        With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate. The
+        statistics of BM25 are those of the whole corpus, whatever a filter lets pass. With "rrf" it scores by its ranks
+        among the first 100 (or k) of both sides; certified then means that both lists are.
+
+        Raises ShardIndexError for k below 1, vectors of another dimension, a weight below 0 and a version without
+        words, FilterError for a filter that does not fit the version's corpus, OverloadedError when too many calls
+        wait, CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError,
+        one of those, when damaged files are among the causes.
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
         text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
+        if hybrid is not None:
+            self._check_hybrid(hybrid, len(queries_QD))
+            if hybrid.weight == "rrf":
+                return self._search_by_ranks(queries_QD, k, hybrid, deadline, min_coverage, filter)
         shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
-        exact = self.manifest.index_params["kind"] == "flat"
+        exact = self._is_exact(hybrid)
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text)
+            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text, hybrid=hybrid)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -203,18 +242,59 @@ class Router:
         if again:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
-                doubtful_QD = queries_QD[positions]
-                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, again=True, filter=text)
+                doubtful_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
+                more = {"again": True, "filter": text, "hybrid": texts}
+                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, **more)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
             merged, rounds = MergedResults(found.values(), self._start_of, k), 2
         rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
         silent = {shard: missing for missing in failures for shard in missing.shards}
-        answer = self._answer(merged.hits() or [[] for _ in queries_QD], silent, rounds, rescored)
+        hits = merged.hits() or [[] for _ in queries_QD]
+        answer = self._answer(hits, silent, rounds, rescored, hybrid)
         if silent:
             self._check_coverage(answer, min_coverage)
         return answer
+
+    def _search_by_ranks(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        hybrid: HybridQueries,
+        deadline: Deadline,
+        min_coverage: float,
+        filter: Mapping[str, Any] | None,
+    ) -> Answer:
+        """Fuse the best of both sides by reciprocal rank (`core.searching.fusion`)."""
+        depth, options = max(k, LIST_DEPTH), {"deadline": deadline, "min_coverage": min_coverage, "filter": filter}
+        words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
+        dense = self.search(queries_QD, depth, **options)
+        hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
+        shards = tuple(max(both, key=lambda shard: shard.state != SEARCHED) for both in zip(words.shards, dense.shards))
+        exact = dense.exact._replace(
+            certified=words.exact.certified and dense.exact.certified,
+            method=f"reciprocal ranks in the first {depth} by bm25 and the first {depth} by {dense.exact.method}",
+            rounds=max(words.exact.rounds, dense.exact.rounds),
+            rescored=words.exact.rescored + dense.exact.rescored,
+        )
+        answer = dense._replace(hits=hits, shards=shards, exact=exact)
+        if answer.coverage_share < 1:
+            self._check_coverage(answer, min_coverage)
+        return answer
+
+    def _is_exact(self, hybrid: HybridQueries | None = None) -> bool:
+        """Whether shards answer exactly: words do, whatever the index of the views is."""
+        return self.manifest.index_params["kind"] == "flat" or (hybrid is not None and hybrid.weight == "words")
+
+    def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
+        require_words(self.manifest)
+        if not isinstance(hybrid.weight, str) and not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
+            raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; give a finite number from 0 on")
+        if len(hybrid.texts) != num_queries:
+            raise ShardIndexError(
+                f"{num_queries} query vectors come with {len(hybrid.texts)} texts; a hybrid search needs one each"
+            )
 
     @contextmanager
     def _record_time(self, stage: str) -> Iterator[None]:
@@ -234,11 +314,22 @@ class Router:
         dimension, CoverageError when a shard is silent.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
+        stored = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
+        for passage_id in passage_ids:
+            if passage_id not in stored:
+                raise UnknownPassageError(
+                    f"index {self.manifest.index!r} version {self.manifest.version} holds no passage {passage_id!r}; "
+                    f"give an id as `mvr-ray search CONFIG` shows it",
+                    passage_id,
+                )
+        return [score_views(queries_QD, passage_id, *stored[passage_id]) for passage_id in passage_ids]
+
+    def _stored_views(self, passage_ids: Sequence[str], deadline: Deadline) -> dict[str, Views]:
         manifest = self.manifest
         wanted: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             wanted.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
-        stored = self.fleet.views(wanted, Deadline.after(self.timeout_s))
+        stored = self.fleet.views(wanted, deadline)
         for missing in stored.failures:
             if missing.reason == DAMAGED:
                 raise DamagedShardsError(missing.detail)
@@ -247,14 +338,66 @@ class Router:
                 f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
                 f"Searchers that died start again by themselves: ask again"
             )
-        for passage_id in passage_ids:
-            if passage_id not in stored.views:
-                raise UnknownPassageError(
-                    f"index {manifest.index!r} version {manifest.version} holds no passage {passage_id!r}; "
-                    f"give an id as `mvr-ray search CONFIG` shows it",
-                    passage_id,
+        return stored.views
+
+    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
+        """By passage id, the BM25 score with each text, as a hybrid search counts it.
+
+        Raises ShardIndexError for a version without words, DigestError where the statistics are damaged.
+        """
+        statistics, words = self._statistics(), tokenize(texts)
+        counts = zip(passages, count_words(passages))
+        return {one.id: np.array([statistics.score(own, of) for own in words], np.float32) for one, of in counts}
+
+    def _statistics(self) -> CorpusStatistics:
+        require_words(self.manifest)
+        with self._lock:
+            if self._corpus_statistics is None:
+                self._corpus_statistics = open_statistics(self.store, self.manifest)
+            return self._corpus_statistics
+
+    def _parts(
+        self, queries_QD: FloatArray, texts: Sequence[str], hits: Sequence[Sequence[Hit]], deadline: Deadline
+    ) -> list[list[HybridParts]]:
+        """Both scores of every hit. Raises CoverageError where the shard of one does not answer again in time."""
+        statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
+        passages = list(self.passages(sorted({hit.passage_id for own in hits for hit in own})).values())
+        counts = dict(zip((passage.id for passage in passages), count_words(passages)))
+        views = self._stored_views(list(counts), deadline)
+        return [
+            [
+                HybridParts(
+                    statistics.score(words, counts[hit.passage_id]),
+                    float(score_views(query_1D, hit.passage_id, *views[hit.passage_id]).scores_QN.max()),
                 )
-        return [score_views(queries_QD, passage_id, *stored.views[passage_id]) for passage_id in passage_ids]
+                for hit in own
+            ]
+            for query_1D, words, own in zip(queries_QD[:, None], tokenize(texts), hits)
+        ]
+
+    def missing_sources(self) -> list[str]:
+        """Say what of the version's corpus and encoder is not in the store or cannot be opened, and what to do.
+
+        Nothing where texts can be embedded and passages shown. What was seen is repeated for some seconds.
+        """
+        with self._sources_lock:
+            if time.monotonic() - self._sources_s > SOURCES_S:
+                self._missing_sources = list(self._find_missing_sources())
+                self._sources_s = time.monotonic()
+            return self._missing_sources
+
+    def _find_missing_sources(self) -> Iterator[str]:
+        try:
+            require_encoder(self.store, self.manifest)
+            _ = self.encoder
+        except (EncoderError, StorageError, MissingInputError) as error:
+            yield str(error)
+        try:
+            corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
+            for path, reason in corpus.find_missing():
+                yield f"{self.store.where(path)} {reason}; roll back, or `mvr-ray prepare CONFIG` on the same sources"
+        except (StorageError, MissingInputError) as error:
+            yield str(error)
 
     def take_over(self, before: "Router") -> None:
         """Have open what the router before this one had open: its encoder and corpus where they are the same."""
@@ -310,7 +453,12 @@ class Router:
         return {name: vector for block in blocks for name, vector in zip(block.ids, block.vectors_ND)}
 
     def _answer(
-        self, hits: list[list[Hit]], silent: Mapping[int, ShardFailure], rounds: int, num_rescored: int
+        self,
+        hits: list[list[Hit]],
+        silent: Mapping[int, ShardFailure],
+        rounds: int,
+        num_rescored: int,
+        hybrid: HybridQueries | None = None,
     ) -> Answer:
         manifest = self.manifest
         params = manifest.index_params
@@ -318,8 +466,11 @@ class Router:
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
         if bound := manifest.metrics.get("pruned_bound", 0.0):
             method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
-        recall = None if kind == "flat" else manifest.recall
-        exactness = Exactness(kind == "flat" and not silent, method, rounds, num_rescored, recall)
+        if hybrid is not None:
+            method = "bm25" if hybrid.weight == "words" else f"bm25 + {method}"
+        is_exact = self._is_exact(hybrid)
+        recall = None if is_exact else manifest.recall
+        exactness = Exactness(is_exact and not silent, method, rounds, num_rescored, recall)
         states = tuple(
             ShardState(entry.shard, entry.num_passages, missing.reason, missing.detail)
             if (missing := silent.get(entry.shard))
@@ -342,6 +493,15 @@ class Router:
                     raise DamagedShardsError(f"{told}. {shard.reason}", answer.shards)
             raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again", answer.shards)
         log.warning(told)
+
+
+def require_words(manifest: Manifest) -> None:
+    """Raise ShardIndexError for a version that has not the words of its passages."""
+    if manifest.lexical is None:
+        raise ShardIndexError(
+            f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
+            f"needs; {NO_WORDS_HINT}"
+        )
 
 
 @contextmanager
@@ -385,7 +545,8 @@ def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> Searche
     shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
-    return SearcherTask(store, manifest, shards, resources.torch_threads, device, resources.tls_dir)
+    threads, scrub_bytes_s = resources.torch_threads, resources.scrub_bytes_s
+    return SearcherTask(store, manifest, shards, threads, device, resources.tls_dir, scrub_bytes_s)
 
 
 def _rounded_up(num_queries: int) -> int:

@@ -190,8 +190,10 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
 
     @post("/v1/versions/{n}/rollback", admin=True)
     async def rollback(request: Request, n: VersionNumber) -> schemas.VersionInfo:
-        """Publish the content of version `n` as a new version. Needs an admin token."""
-        version = await run(request, lambda _: service.rollback(n))
+        """Publish the content of version `n` as a new version, once each file of it has been read and its digest
+        matches. Needs an admin token.
+        """
+        version = await run(request, lambda deadline: service.rollback(n, deadline))
         log.info("rolled back: request=%s to=%d published=%d", logs.request_id(), n, version.version)
         return version
 

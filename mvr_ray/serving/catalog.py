@@ -29,7 +29,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import DIGEST_HEX, Manifest, Number, ShardEntry, Word, digest_of
+from mvr_ray.store.manifest import DIGEST_HEX, ROLLBACK, Manifest, Number, ShardEntry, Word, digest_of
 from mvr_ray.versions import version_line
 
 log = logging.getLogger(__name__)
@@ -86,13 +86,28 @@ class VersionCatalog:
         fields = vars(manifest) | version_line(manifest, version == live)._asdict()
         return VersionDetail.model_validate(fields | {"shard_list": shards})
 
-    def rollback(self, version: int) -> VersionInfo:
-        """Publish that version's content as a new version, which is then live.
+    def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
+        """Publish that version's content as a new version, which is then live; sent again, it is published once.
 
-        Raises RequestError (404) for a version that is not there, PublishConflictError if another was first.
+        Raises RequestError: 404 for a version that is not there, 422 where a file of it, the corpus or the encoder is
+        not what it says, 503 while files are read still. PublishConflictError if another was first.
         """
-        self._require(version)
-        return version_info(manifests.rollback(self.store, self.index, version), live=True)
+        live = manifests.read(self.store, self.index, self._require(version))
+        manifest = manifests.read(self.store, self.index, version)
+        if not self._takes_result(live, manifest):
+            manifest = dataclasses.replace(manifest, parent=live.version, operation=ROLLBACK)
+            live = self._wait(manifest, deadline, was_published=True)
+        return version_info(live, live=True)
+
+    def _takes_result(self, live: Manifest, manifest: Manifest) -> bool:
+        """Whether the live version is the result of a roll back to this manifest that nobody has got yet."""
+        with self._lock:
+            job = self._job
+            if job is None or not job.was_published or job.key[0] != manifest.content_digest() or job.is_over():
+                return False
+            is_result = job.result.done() and not job.result.exception() and job.result.result() == live
+            self._job = None if is_result else job
+            return is_result
 
     def publish(self, request: PublishRequest, deadline: Deadline) -> VersionInfo:
         """Publish a manifest whose files are in the store, or give the version that it is already.
@@ -106,14 +121,14 @@ class VersionCatalog:
         version = published_version(self.store, manifest) or self._wait(manifest, deadline)
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
-    def _wait(self, manifest: Manifest, deadline: Deadline) -> Manifest:
+    def _wait(self, manifest: Manifest, deadline: Deadline, was_published: bool = False) -> Manifest:
         live = manifests.latest_version(self.store, self.index)
         if live != manifest.parent:
             raise PublishConflictError(
                 f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
                 f"{manifest.parent}; look at it, then send the request with parent {live} if it shall follow that one"
             )
-        job = self._start(manifest)
+        job = self._start(_PublishJob(self.store, manifest, was_published))
         wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
             progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
@@ -123,9 +138,8 @@ class VersionCatalog:
                 self._job = None
         return job.result.result()
 
-    def _start(self, manifest: Manifest) -> "_PublishJob":
-        """The job of this manifest, which may run already. Raises RequestError (503) while another one runs."""
-        job = _PublishJob(self.store, manifest)
+    def _start(self, job: "_PublishJob") -> "_PublishJob":
+        """This job, or one of the same manifest that runs already. Raises RequestError (503) while another one runs."""
         with self._lock:
             if self._job is not None and not self._job.is_over():
                 if self._job.key == job.key:
@@ -148,11 +162,15 @@ class VersionCatalog:
 
 
 class _PublishJob:
-    """Reads every file that one manifest names, then publishes it."""
+    """Reads every file that one manifest names, then publishes it.
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    `was_published`: its content is that of a version, whose counts are known to be right.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, was_published: bool = False) -> None:
         self.store = store
         self.manifest = manifest
+        self.was_published = was_published
         self.key = (manifest.content_digest(), manifest.parent)
         self.result: Future[Manifest] = Future()
         self.num_whole = 0
@@ -173,7 +191,8 @@ class _PublishJob:
         for number, entry in enumerate(self.manifest.shards):
             self._check_shard(entry, f"manifest.shards.{number}")
             self.num_whole += 1
-        self._check_files(dataclasses.replace(self.manifest, shards=()), "manifest.refined_queries")
+        self._check_files(dataclasses.replace(self.manifest, shards=(), lexical=None), "manifest.refined_queries")
+        self._check_files(dataclasses.replace(self.manifest, shards=(), refined_queries={}), "manifest.lexical")
         self._check_sources()
         try:
             version = manifests.publish(self.store, self.manifest)
@@ -189,7 +208,9 @@ class _PublishJob:
         if not self.store.exists(folder):
             raise _not_whole(field, f"{folder} is missing")
         self.store.touch(folder)  # or a collection that runs meanwhile would take it for forgotten
-        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}), field)
+        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}, lexical=None), field)
+        if self.was_published:
+            return
         try:
             shard = open_embeddings(self.store.local_path(folder), entry.files)
         except StorageError as error:
@@ -212,7 +233,8 @@ class _PublishJob:
             message = f"encoder {name}/{fingerprint} is not in the store"
             raise RequestError(422, "no_encoder", "manifest.encoder_fingerprint", message, hint)
         try:
-            Corpus.open(self.store, manifest.corpus, manifest.corpus_digest)
+            for path, reason in Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).find_damage():
+                raise RequestError(422, "no_corpus", "manifest.corpus_digest", f"{path} {reason}", hint)
         except (MissingInputError, StorageError) as error:
             raise RequestError(422, "no_corpus", "manifest.corpus_digest", str(error), hint) from None
 

@@ -8,12 +8,15 @@ Shapes: Q queries, D dimension, N views of one passage.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
+from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
-from mvr_ray.types import Answer, Passage, PassageScores
+from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
@@ -23,14 +26,21 @@ Ranks = list[dict[str, int]]
 """For each question, the rank of its hits by passage id, counted from 1."""
 
 
-def explain(router: "Router | HotSwapRouter", request: ExplainRequest, limits: ServeConfig) -> Explanation:
-    """Explain the passages of the request, or the questions' best hits: every view with every question.
+def explain(
+    router: "Router | HotSwapRouter", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
+) -> Explanation:
+    """Explain the passages of the request, or the questions' best hits: every view with every question; with `hybrid`
+    the words, too.
 
     Raises RequestError for what the limits forbid, and for a passage that the index does not hold.
     """
     request.check(limits)
     queries_QD = router.embed(request.questions)
-    answer = router.search(queries_QD[:0] if request.passages else queries_QD, request.k)
+    if request.passages:
+        answer = router.search(queries_QD[:0], request.k)
+    else:
+        words = None if hybrid is None else HybridQueries(tuple(request.questions), hybrid)
+        answer = router.search(queries_QD, request.k, hybrid=words)
     ranks: Ranks = [{hit.passage_id: rank for rank, hit in enumerate(hits, 1)} for hits in answer.hits]
     ranks = ranks or [{} for _ in request.questions]
     passage_ids = list(dict.fromkeys(request.passages)) or passages_by_rank(answer)
@@ -42,15 +52,20 @@ def explain(router: "Router | HotSwapRouter", request: ExplainRequest, limits: S
         raise RequestError(404, "unknown_passage", field, message, hint) from None
     passages = router.passages(passage_ids)
     explanations = []
+    lexical = {} if hybrid is None else router.lexical_scores(request.questions, list(passages.values()))
     for scores in all_scores:
         passage = passages[scores.passage_id]
-        explanations.append(_explain_passage(passage, scores, ranks, router.view_spans(passage), router.num_views))
+        one = _explain_passage(passage, scores, ranks, router.view_spans(passage), router.num_views)
+        if hybrid is not None:
+            _add_lexical(one, lexical[passage.id], hybrid, answer)
+        explanations.append(one)
     return Explanation(
         index=answer.index,
         version=answer.version,
         encoder_fingerprint=answer.encoder_fingerprint,
         num_views=router.num_views,
         questions=list(request.questions),
+        hybrid=hybrid,
         passages=explanations,
     )
 
@@ -78,6 +93,20 @@ def _explain_passage(
         for view, scores_N, rank_of in zip(scores.winner_Q.tolist(), scores_QN, ranks)
     ]
     return ExplainedPassage(id=passage.id, title=passage.title, text=passage.text, views=views, winners=winners)
+
+
+def _add_lexical(passage: ExplainedPassage, scores: FloatArray, weight: HybridWeight, answer: Answer) -> None:
+    """Put the BM25 score and the total beside the best view's dense score, for each question. Reciprocal ranks have a
+    total where the passage is among the question's hits."""
+    totals: list[float | None]
+    if isinstance(weight, str):
+        hits = answer.hits or [[] for _ in passage.winners]
+        totals = [next((hit.score for hit in own if hit.passage_id == passage.id), None) for own in hits]
+    else:
+        dense = np.array([winner.score for winner in passage.winners], np.float32)
+        totals = hybrid_scores(scores, dense, weight).tolist()
+    for winner, lexical, total in zip(passage.winners, scores.tolist(), totals):
+        winner.lexical, winner.total = lexical, total
 
 
 def _view(

@@ -18,6 +18,7 @@ from mvr_ray.serving.schemas import SearchResponse
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.diagnostics import RouterDiagnostics
+    from mvr_ray.serving.freshness import FreshnessMonitor
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -50,6 +51,10 @@ class Metrics:
     def watch(self, router: "RouterDiagnostics") -> None:
         """Export this router's own counts, too."""
         self.registry.register(_Searchers(router))
+
+    def watch_freshness(self, monitor: "FreshnessMonitor") -> None:
+        """Export how old the changes are that no answer knows yet, too."""
+        self.registry.register(_Freshness(monitor))
 
     def note_recall(self, recall: float) -> None:
         self.samples.inc()
@@ -99,3 +104,22 @@ class _Searchers(Collector):
         if self.router.dirty_share is not None:
             dirty.add_metric([self.router.index], self.router.dirty_share)
         yield dirty
+
+
+class _Freshness(Collector):
+    """Ages of changes, as of the scrape."""
+
+    def __init__(self, monitor: "FreshnessMonitor") -> None:
+        self.monitor = monitor
+
+    def collect(self) -> Iterator[Metric]:
+        freshness = self.monitor.measure()
+        for name, meaning, value in (
+            ("oldest_change_seconds", "Age of the oldest change that no answer knows yet.", "oldest_change_s"),
+            ("newest_passage_seconds", "Age of the newest change that answers know.", "newest_passage_s"),
+            ("waiting_change_files", "Change files that no answer knows yet.", "waiting_files"),
+        ):
+            gauge = GaugeMetricFamily(f"mvr_ray_{name}", meaning)
+            if freshness is not None:
+                gauge.add_metric([], getattr(freshness, value))
+            yield gauge

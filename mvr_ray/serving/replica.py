@@ -27,6 +27,7 @@ from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import KnownToken, TokenStore, read_tokens, require_tokens
 from mvr_ray.serving.catalog import VersionCatalog
+from mvr_ray.serving.freshness import FreshnessMonitor
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.reverse_proxy import ReverseProxy
@@ -73,7 +74,12 @@ class SearchIngress:
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
         self._resources.callback(recall_monitor.close)
         self._metrics.watch(diagnostics)
-        self.service = SearchService(router, config.serve, catalog, router, recall_monitor)
+        freshness = FreshnessMonitor(catalog.store, config.follow, lambda: router.manifest)
+        self._resources.enter_context(freshness.running())
+        self._metrics.watch_freshness(freshness)
+        self.service = SearchService(
+            router, config.serve, catalog, router, recall_monitor, freshness, config.search.hybrid
+        )
         self._tokens = TokenStore(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -31,6 +31,9 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+Hybrid = Annotated[float, Field(ge=0)] | Literal["rrf", "off"] | None
+
+
 class SearchRequest(RequestModel):
     model_config = ConfigDict(
         json_schema_extra={
@@ -62,6 +65,9 @@ class SearchRequest(RequestModel):
     filters, `not` takes one. A passage without a field passes only ne, nin, exists: false, and not."""
     fields: list[str] = Field(default_factory=list)
     """Fields of the corpus to send with each hit."""
+    hybrid: Hybrid = None
+    """Score by BM25 + so much times the dense score; "rrf": by reciprocal ranks in both; "off": by the dense score
+    alone, as vectors always are; absent: as the server's run file says (`search.hybrid`)."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -78,6 +84,9 @@ class SearchRequest(RequestModel):
             message = f"min_coverage is {self.min_coverage:g}"
             hint = "give a share from 0 to 1"
             raise RequestError(422, "coverage_out_of_range", "min_coverage", message, hint)
+        if self.hybrid not in (None, "off") and not isinstance(self.queries[0], str):
+            hint = 'send texts, or leave "hybrid" out'
+            raise RequestError(422, "hybrid_needs_texts", "hybrid", "vectors have no words", hint)
         _check_count("queries", self.queries, limits)
         _check_texts("query", "queries", self.queries, limits)
 
@@ -101,6 +110,8 @@ class ExplainRequest(RequestModel):
     """The encoder that the questions are meant for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
+    hybrid: Hybrid = None
+    """As in a search: hits are found so, and the words of each passage are scored, too."""
 
     def check(self, limits: ServeConfig) -> None:
         """Refuse what the run file forbids, before any index is open. Raises RequestError."""
@@ -198,6 +209,10 @@ class PassageHit(BaseModel):
     snippet: Snippet | None = None
     fields: dict[str, FieldContent | None] | None = None
     """Those that the request names; null where the passage lacks one. Dates and timestamps are ISO 8601."""
+    lexical: float | None = None
+    """Of a hybrid search with `text`: the BM25 score."""
+    dense: float | None = None
+    """Of a hybrid search with `text`: the score of the view."""
 
 
 class Shard(BaseModel):
@@ -281,6 +296,17 @@ class PassageResponse(BaseModel):
     fields: dict[str, FieldContent] = Field(default_factory=dict)
 
 
+class Freshness(BaseModel):
+    """How far the version that answers is behind its changes."""
+
+    oldest_change_s: float
+    """Age of the oldest change that no answer knows yet; 0 where there is none."""
+    newest_passage_s: float
+    """Age of the newest change that answers know."""
+    waiting_files: int
+    """Change files of `follow.source` that no answer knows yet."""
+
+
 class ExampleQueries(BaseModel):
     """Texts to search for: questions that came with the corpus, else titles of its passages."""
 
@@ -288,13 +314,17 @@ class ExampleQueries(BaseModel):
 
 
 class Readiness(BaseModel):
-    """`ready`: a real search has just covered every passage of the version."""
+    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there."""
 
     ready: bool
     index: str
     version: int
     coverage: float
     shards: list[Shard] = Field(default_factory=list)
+    problems: list[str] = Field(default_factory=list)
+    """What of corpus and encoder is missing in the store or cannot be opened."""
+    freshness: Freshness | None = None
+    """Absent where it was not measured yet."""
 
 
 class Liveness(BaseModel):

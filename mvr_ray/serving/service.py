@@ -27,11 +27,12 @@ from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
-from mvr_ray.types import Answer, FloatArray, Hit, Passage
+from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.router import Router
+    from mvr_ray.serving.freshness import FreshnessMonitor
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ class SearchService:
     switcher: "HotSwapRouter | None" = None
     """Opens other versions; without it no other one can be searched."""
     recall_monitor: RecallMonitor | None = None
-    """Gets every answer."""
+    """Gets every dense answer."""
+    freshness: "FreshnessMonitor | None" = None
+    hybrid: HybridWeight | None = None
+    """Weight of the dense score where a request names none (`search.hybrid`); None: hits are ranked by it alone."""
 
     def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
         """What the limits forbid is refused before anything is searched."""
@@ -70,18 +74,21 @@ class SearchService:
             require_encoder(request.encoder_fingerprint, current_version(router))
             require_fields(request.fields, router)
             k, least = request.k, request.min_coverage
+            weight = self._weight(request.hybrid, router) if texts else None
+            options = {"deadline": deadline, "min_coverage": least, "filter": request.filter}
             try:
                 if texts:
-                    answer = router.search_text(texts, k, deadline=deadline, min_coverage=least, filter=request.filter)
+                    answer = router.search_text(texts, k, **options, hybrid=weight, parts=request.text)
                 else:
-                    queries_QD = parse_vectors(vectors, router.dimension)
-                    answer = router.search(queries_QD, k, deadline=deadline, min_coverage=least, filter=request.filter)
+                    answer = router.search(parse_vectors(vectors, router.dimension), k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
             require_encoder(request.encoder_fingerprint, answer)
-            if self.recall_monitor is not None and request.filter is None:
+            if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
+            if answer.parts:
+                results = [list(map(add_parts, *own)) for own in zip(results, answer.parts)]
             ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
             passages = router.passages(ids) if request.text or request.fields else {}
             if request.fields:
@@ -109,7 +116,7 @@ class SearchService:
         """Every view of some passages with every question."""
         with self._pin(request.version, self._search_deadline(deadline)) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            return explain(router, request, self.limits)
+            return explain(router, request, self.limits, self._weight(request.hybrid, router))
 
     def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
         """The vectors of texts by the index's own encoder, as a search would embed them."""
@@ -173,9 +180,9 @@ class SearchService:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
         return self._catalog().publish(request, self._search_deadline(deadline))
 
-    def rollback(self, number: int) -> schemas.VersionInfo:
-        """Publish the content of a version as a new one, and answer from it at once."""
-        version = self._catalog().rollback(number)
+    def rollback(self, number: int, deadline: Deadline | None = None) -> schemas.VersionInfo:
+        """Publish the content of a version as a new one, when every file is whole, and answer from it at once."""
+        version = self._catalog().rollback(number, self._search_deadline(deadline))
         if self.switcher is not None:
             self.switcher.follow()
         return version
@@ -203,10 +210,12 @@ class SearchService:
         return self.router.search(probe_QD, 1, min_coverage=0.0)
 
     def readiness(self) -> schemas.Readiness:
-        """Whether that search covered every passage."""
-        answer = self.ready()
+        """Whether that search covered every passage, and corpus and encoder of the version are there."""
+        answer, problems = self.ready(), self.router.missing_sources()
         return schemas.Readiness(
-            ready=answer.passages_searched == answer.passages_total,
+            ready=answer.passages_searched == answer.passages_total and not problems,
+            problems=problems,
+            freshness=self.freshness.measure() if self.freshness else None,
             index=answer.index,
             version=answer.version,
             coverage=answer.coverage_share,
@@ -216,6 +225,16 @@ class SearchService:
     def current_version(self) -> Answer:
         """The version that answers now."""
         return current_version(self.router)
+
+    def _weight(self, hybrid: schemas.Hybrid, router: "Router | HotSwapRouter") -> HybridWeight | None:
+        """The weight that a request means. Raises RequestError (409) for a version without words."""
+        weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
+        if weight is not None and router.manifest.lexical is None:
+            manifest = router.manifest
+            message = f"index {manifest.index!r} version {manifest.version} has no words of its passages"
+            hint = 'send "hybrid": "off", or index them: mvr-ray index CONFIG index.lexical=true'
+            raise RequestError(409, "no_words", "hybrid", message, hint)
+        return weight
 
     def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
         """The end of the search: a share of the time that the sender, the request and the limits leave for it."""
@@ -309,6 +328,11 @@ def coverage(answer: Answer) -> schemas.Coverage:
 def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
     """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
     return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+
+
+def add_parts(hit: schemas.PassageHit, parts: HybridParts) -> schemas.PassageHit:
+    """The hit with both parts of its score."""
+    return hit.model_copy(update=parts._asdict())
 
 
 def add_fields(hit: schemas.PassageHit, passage: Passage, names: Sequence[str]) -> schemas.PassageHit:

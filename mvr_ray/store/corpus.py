@@ -105,6 +105,20 @@ class SourceInfo:
 
 
 @dataclass(frozen=True)
+class ChangeFile:
+    """A change file that `follow` has dealt with: applied, or left out for a `problem`.
+
+    `changed_s` is the Unix time at which the source says that the file was changed last.
+    """
+
+    name: str
+    num_bytes: int
+    changed_s: float
+    sha256: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class CorpusInfo:
     """What a corpus's description holds. `digest` is that of the passages, whatever files they came from."""
 
@@ -119,12 +133,15 @@ class CorpusInfo:
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
+    change_files: tuple[ChangeFile, ...] = ()
+    """In the order of their names: those that were in the followed source last, and the one with the last name."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
         plain = asdict(self)
-        if not self.fields:  # as every corpus was before passages had fields
-            del plain["fields"]
+        for name in ("fields", "change_files"):  # as every corpus was before these were known
+            if not plain[name]:
+                del plain[name]
         for part in plain["parts"]:
             if part["changes"] is None:
                 del part["changes"]
@@ -141,7 +158,8 @@ class CorpusInfo:
                 )
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
-            return cls(parts=parts, sources=sources, **fields)
+            change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
+            return cls(parts=parts, sources=sources, change_files=change_files, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(f"{where} is damaged ({error}); {_CURE}") from error
 
@@ -415,6 +433,25 @@ class Corpus:
     def articles(self) -> dict[str, list[str]]:
         """Return the passage ids of each title, all in order. Reads the whole corpus once and caches the ids."""
         return self._articles
+
+    def find_missing(self) -> list[tuple[str, str]]:
+        """Look for files of parts that are not in the store with their size, or that cannot be mapped; returns path and
+        reason of each. No part is read whole."""
+        sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
+        problems: list[tuple[str, str]] = []
+        for file in (file for part in self.info.parts for file in part.files):
+            path = self._path_of(file)
+            if sizes.get(file.file) != file.num_bytes:
+                is_there = file.file in sizes
+                problems.append(
+                    (path, f"has {sizes[file.file]} bytes, not {file.num_bytes}" if is_there else "is missing")
+                )
+            elif self.store.is_local:
+                try:
+                    _map_batches(self.store.local_path(path))
+                except StorageError as error:
+                    problems.append((path, f"cannot be opened ({error})"))
+        return problems
 
     def files(self) -> "list[CorpusFile]":
         """Return what is known of each file: of the parts, and of the question sets that are described."""

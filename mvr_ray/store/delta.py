@@ -47,10 +47,11 @@ class DeltaShard(EmbeddingShard):
         return list(changed_blocks(super().blocks(), self._upserts, self.delta.deleted_ids))
 
     def arrow_ids(self) -> pa.ChunkedArray:
-        return pa.chunked_array([pa.array(block.ids, pa.string()) for block in self.blocks()], pa.string())
+        return pa.chunked_array([pa.array(self.ids(), pa.string())])
 
     def ids(self) -> list[str]:
-        return [passage_id for block in self.blocks() for passage_id in block.ids]
+        """Read the ids alone: blocks would copy the vectors beside them."""
+        return sorted({*super().ids()}.difference(self.delta.deleted_ids).union(self.delta.ids()))
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)

@@ -15,15 +15,24 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store.objects import ObjectFiles, open_address
+from mvr_ray.store.scratch import scratch_folder
 
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
-STALE_SCRATCH_S = 86_400
 READ_TRIES = 2
 FIRST_PAUSE_S = 0.1
+
+
+class StoredFile(NamedTuple):
+    """A file as a listing shows it; `changed_s` is the Unix time of its last change."""
+
+    name: str
+    num_bytes: int
+    changed_s: float
 
 
 class Store:
@@ -62,7 +71,7 @@ class Store:
 
     def where(self, path: str) -> str:
         """Return the name of a path in error messages."""
-        return f"{self.name.rstrip('/')}/{_check_path(path)}"
+        return f"{self.name.rstrip('/')}/{_check_path(path)}".removesuffix("/.")
 
     def read_bytes(self, path: str) -> bytes:
         with self._input(path):
@@ -115,7 +124,7 @@ class Store:
         ) from error
 
     def put_file(self, source: Path, path: str) -> None:
-        """Move a finished local file to `path`, replacing what is there in one step."""
+        """Move a finished local file to `path`, replacing what is there in one step; nobody may write to it then."""
         with _storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
             if self._objects:
                 self._objects.upload(source, _check_path(path))
@@ -124,12 +133,14 @@ class Store:
             target = self._local(path)
             make_folder(target.parent)
             source = _beside(source, target)
+            make_read_only(source)
             sync_file(source)
             source.replace(target)
             sync_folder(target.parent)
 
     def upload_dir(self, source: Path, path: str, last: Mapping[str, bytes] | None = None) -> bool:
-        """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others.
+        """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; nobody
+        may write to them then.
 
         Returns False when `path` is there already: it stays, and the source is deleted.
 
@@ -153,6 +164,7 @@ class Store:
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
+                make_read_only(file)
                 sync_file(file)
             for folder in dict.fromkeys(file.parent for file in files):
                 sync_folder(folder)
@@ -175,6 +187,22 @@ class Store:
 
     def exists(self, path: str) -> bool:
         return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
+
+    def stored_files(self, path: str = "") -> list[StoredFile]:
+        """List the files directly under a folder, or the root, sorted by name, without hidden ones.
+
+        Raises MissingInputError for a folder of a local store that is not there.
+        """
+        files: list[StoredFile] = []
+        with self._input(path or ".", "list"):
+            if self._objects:
+                files = [StoredFile(*file) for file in self._objects.files(path and _check_path(path))]
+            else:
+                for entry in self._local(path or ".").iterdir():
+                    with contextlib.suppress(FileNotFoundError):  # it may go while the folder is read
+                        stat = entry.stat()
+                        files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
+        return sorted(file for file in files if not file.name.startswith("."))
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
@@ -266,23 +294,11 @@ class Store:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk."""
-        if self._objects:
-            with tempfile.TemporaryDirectory(prefix="mvr_ray-") as name:
-                yield Path(name)
-            return
-        with _storage_errors("make a scratch folder in", self.name):
-            shelf = self._folder / SCRATCH
-            shelf.mkdir(parents=True, exist_ok=True)
-            for old in shelf.iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - old.stat().st_mtime > STALE_SCRATCH_S:
-                        shutil.rmtree(old, ignore_errors=True)
-            folder = shelf / uuid.uuid4().hex
-            folder.mkdir()
-        try:
+        own = Path(tempfile.gettempdir()) / f"mvr_ray-scratch-{os.getuid()}"
+        with contextlib.ExitStack() as stack:
+            with _storage_errors("make a scratch folder in", self.name):
+                folder = stack.enter_context(scratch_folder(own if self._objects else self._folder / SCRATCH))
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
@@ -342,6 +358,12 @@ def sha256_of(path: Path) -> str:
         while piece := file.read(HASH_CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def make_read_only(path: Path) -> None:
+    """Take away the rights to write to a file, where its file system has any: it has got, or gets now, its name."""
+    with contextlib.suppress(OSError):
+        path.chmod(path.stat().st_mode & 0o555)
 
 
 def sync_file(path: Path) -> None:

@@ -32,6 +32,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
             removals.append(path)
     candidates = [paths.shard_dir(index, name) for name in store.list(paths.shards_dir(index))]
     candidates += [f"{paths.refined_queries_dir(index)}/{n}" for n in store.list(paths.refined_queries_dir(index))]
+    candidates += [f"{paths.lexical_dir(index)}/{name}" for name in store.list(paths.lexical_dir(index))]
     candidates += [paths.staging_dir(index, key) for key in store.list(paths.staging_root(index))]
     paths_of: dict[int, set[str]] = {}
     for path in candidates:
@@ -110,4 +111,6 @@ def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]
             one = manifest.read(store, index, version)
             paths_of[version] = {paths.shard_dir(index, shard.digest) for shard in one.shards}
             paths_of[version] |= {paths.refined_queries(index, digest) for digest in one.refined_queries.values()}
+            words = one.lexical.files if one.lexical else ()
+            paths_of[version] |= {manifest.lexical_path(index, entry) for entry in words}
     return any(path in paths_of[version] for version in versions)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DIGEST_HEX = 32
+ROLLBACK = "rollback"
+"""The operation of a version that has an earlier one's content."""
 
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[int, Field(ge=0, le=2**31)]
@@ -72,6 +74,29 @@ class ShardEntry:
         return sum(file.num_bytes for file in self.files.values())
 
 
+OneOrTwo = Annotated[tuple[FileEntry, ...], Field(min_length=1, max_length=2)]
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class LexicalPart:
+    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one, or two where
+    the second has what changed since the first was written."""
+
+    statistics: OneOrTwo
+    """Of the whole corpus."""
+    postings: tuple[OneOrTwo, ...]
+    """Of each shard, in the order of the version's shards."""
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        return tuple(dict.fromkeys(file for own in (self.statistics, *self.postings) for file in own))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a file of changes lies beside another one."""
+        return any(len(own) > 1 for own in (self.statistics, *self.postings))
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
     """One index version, in the store and over HTTP. `version` 0 stands for one that is not published yet; `parent` 0
@@ -103,6 +128,8 @@ class Manifest:
     """What this operation made feedback views with: `feedback_weight`, and `feedback_clusters`, the most a passage."""
     refined_queries: dict[Name, Digest] = field(default_factory=dict)
     """Question set -> digest of its moved query vectors (`paths.refined_queries`)."""
+    lexical: LexicalPart | None = None
+    """What a hybrid search scores words by; None for a version without."""
     token: Word = ""
     """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
     format_version: Literal[1] = 1
@@ -122,12 +149,16 @@ class Manifest:
     def content_digest(self) -> str:
         """Digest the content, whenever and as whichever version it was published."""
         left_out = {"version", "parent", "created", "operation", "token"}
-        fields = {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
-        return digest_of(fields)
+        return digest_of({key: value for key, value in self._fields().items() if key not in left_out})
+
+    def _fields(self) -> dict[str, Any]:
+        """All fields; `lexical` where there is one, so that a version without is written as it ever was."""
+        fields = dataclasses.asdict(self)
+        return fields if self.lexical else {key: value for key, value in fields.items() if key != "lexical"}
 
     def to_json(self) -> bytes:
         """Write the manifest with a digest over all of it, which detects damage."""
-        fields = dataclasses.asdict(self)
+        fields = self._fields()
         return (json.dumps({**fields, "digest": digest_of(fields)}, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
@@ -148,6 +179,10 @@ class Manifest:
             return cls(**fields)
         except (TypeError, ValidationError) as error:
             raise ManifestError(f"{where} is not a manifest that this program reads: {error}") from error
+
+
+QUERIES, LEXICAL = -1, -2
+"""The `shard` of a problem with moved queries, and of one with the words of a version."""
 
 
 class Problem(NamedTuple):
@@ -225,6 +260,41 @@ def add_refined_queries(store: Store, index: str, file: Path) -> str:
     digest = sha256_of(file)[:DIGEST_HEX]
     store.put_file(file, paths.refined_queries(index, digest))
     return digest
+
+
+def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
+    """Move a file of words to the name that its content gives it. A damaged one of that name is replaced."""
+    entry = FileEntry(file.stat().st_size, sha256_of(file))
+    path = lexical_path(index, entry)
+    if store.damage(path, entry.num_bytes, entry.sha256):
+        store.put_file(file, path)
+    else:
+        store.touch(path)
+    return entry
+
+
+def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
+    """Return local files of words. Reads them, and raises DigestError where one has another digest."""
+    return [_open_lexical_file(store, index, entry) for entry in files]
+
+
+def _open_lexical_file(store: Store, index: str, entry: FileEntry) -> Path:
+    remote = lexical_path(index, entry)
+    path = store.local_path(remote)
+    if not store.is_local and path.is_file() and not _equals(path, entry):
+        path.unlink()
+        path = store.local_path(remote)
+    if not _equals(path, entry):
+        raise DigestError(
+            f"{path} is missing or damaged (its sha256 is not {entry.sha256}); "
+            f"repair it: mvr-ray versions CONFIG repair"
+        )
+    return path
+
+
+def lexical_path(index: str, entry: FileEntry) -> str:
+    """Where the store has a file of words."""
+    return paths.lexical(index, entry.sha256[:DIGEST_HEX])
 
 
 def list_versions(store: Store, index: str) -> list[int]:
@@ -333,20 +403,30 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
         size = store.size_bytes(path)
         num_files, num_bytes = num_files + 1, num_bytes + max(size, 0)
         if size < 0:
-            problems.append(Problem(-1, path, "is missing"))
+            problems.append(Problem(QUERIES, path, "is missing"))
         elif not store.sha256(path).startswith(digest):
-            problems.append(Problem(-1, path, f"has another sha256 than {digest}"))
+            problems.append(Problem(QUERIES, path, f"has another sha256 than {digest}"))
+    for entry in manifest.lexical.files if manifest.lexical else ():
+        path = lexical_path(manifest.index, entry)
+        num_files, num_bytes = num_files + 1, num_bytes + entry.num_bytes
+        if reason := store.damage(path, entry.num_bytes, entry.sha256):
+            problems.append(Problem(LEXICAL, path, reason))
     return VerifyReport(num_files, num_bytes, problems)
 
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
-    """Publish a new version with the content of version `to`."""
+    """Publish a new version with the content of version `to`, of which sizes are checked alone."""
     live = latest_version(store, index)
-    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation="rollback"))
+    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation=ROLLBACK))
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:
     """Raise ManifestError unless every file of the manifest is there with its size; renew the age of its folders."""
+    if manifest.lexical and len(manifest.lexical.postings) != len(manifest.shards):
+        raise ManifestError(
+            f"index {manifest.index!r} version {version} not published: it has {len(manifest.shards)} shards and the "
+            f"words of {len(manifest.lexical.postings)}; index again: mvr-ray index CONFIG index.lexical=true"
+        )
     missing = _missing_files(store, manifest)
     if missing:
         raise ManifestError(
@@ -355,6 +435,8 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
         )
     for shard in manifest.shards:
         store.touch(paths.shard_dir(manifest.index, shard.digest))
+    for entry in manifest.lexical.files if manifest.lexical else ():
+        store.touch(lexical_path(manifest.index, entry))
     if store.exists(corpus := paths.corpus_version(manifest.corpus, manifest.corpus_digest)):
         store.write_bytes(corpus, store.read_bytes(corpus))
 
@@ -366,6 +448,8 @@ def _missing_files(store: Store, manifest: Manifest) -> list[str]:
         for shard in manifest.shards
         for name, file in shard.files.items()
     ]
+    if manifest.lexical:
+        sizes += [(lexical_path(manifest.index, entry), entry.num_bytes) for entry in manifest.lexical.files]
     missing = [path for path, num_bytes in sizes if store.size_bytes(path) != num_bytes]
     queries = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
     missing += [path for path in queries if store.size_bytes(path) < 0]
@@ -378,7 +462,8 @@ def _missing_files(store: Store, manifest: Manifest) -> list[str]:
 
 
 def _num_files(manifest: Manifest) -> int:
-    return sum(len(shard.files) for shard in manifest.shards) + len(manifest.refined_queries)
+    num_lexical = len(manifest.lexical.files) if manifest.lexical else 0
+    return sum(len(shard.files) for shard in manifest.shards) + len(manifest.refined_queries) + num_lexical
 
 
 def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:

@@ -195,6 +195,12 @@ class ObjectFiles:
         return self._meta(path) is not None or bool(self._below(path))
 
     @_os_errors()
+    def files(self, path: str) -> list[tuple[str, int, float]]:
+        """List name, size and time of change of the objects directly under a path, or the whole prefix."""
+        listing = obstore.list_with_delimiter(self._objects, path or None)["objects"]
+        return [(meta["path"].rpartition("/")[2], meta["size"], meta["last_modified"].timestamp()) for meta in listing]
+
+    @_os_errors()
     def list(self, path: str) -> list[str]:
         listing = obstore.list_with_delimiter(self._objects, path)
         names = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]

@@ -13,6 +13,7 @@
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow where few passages were changed since,
                                                index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
+    <store>/indexes/<name>/lexical/<digest>.arrow    words of one shard, or of the corpus (`index.lexical`)
     <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards that were set aside; nothing removes them
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
@@ -166,6 +167,14 @@ def refined_queries(index: str, digest: str) -> str:
 
 def refined_queries_dir(index: str) -> str:
     return f"indexes/{index}/queries"
+
+
+def lexical(index: str, digest: str) -> str:
+    return f"indexes/{index}/lexical/{digest}.arrow"
+
+
+def lexical_dir(index: str) -> str:
+    return f"indexes/{index}/lexical"
 
 
 def staging_root(index: str) -> str:

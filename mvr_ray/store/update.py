@@ -11,17 +11,21 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 """
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import paths
+from mvr_ray.store.chunks import chunk
 from mvr_ray.store.corpus import (
     ChangesInfo,
     Corpus,
+    CorpusInfo,
     CorpusPart,
     PartInfo,
     SourceInfo,
@@ -41,9 +45,13 @@ from mvr_ray.store.formats import BadRow, PassageRecord, Record
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.prepare_report import BadRows
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
+
+DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$")
+"""MediaWiki dumps, as prepare tells them; any other file of changes has JSON lines."""
 
 
 class Changes(NamedTuple):
@@ -51,6 +59,18 @@ class Changes(NamedTuple):
 
     upserts: dict[str, Passage]
     deletions: set[str]
+
+    @classmethod
+    def join(cls, parts: Iterable["Changes"]) -> "Changes":
+        """What several files ask for, one after the other: the last one to name a passage decides."""
+        joined = cls({}, set())
+        for part in parts:
+            for name in part.deletions:
+                joined.upserts.pop(name, None)
+            joined.deletions.update(part.deletions)
+            joined.deletions.difference_update(part.upserts)
+            joined.upserts.update(part.upserts)
+        return joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,79 +97,164 @@ class UpdateReport:
 def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = no_progress) -> UpdateReport:
     """Make the next corpus of `prepare.corpus` from the last one and a file of changes.
 
-    Raises DataError with file and line for a bad or doubled row, MissingInputError for a missing file or corpus,
-    ConfigError for a corpus of chunks, PublishConflictError where another update or `prepare` was faster.
+    A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
+    bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of chunks that were
+    drawn, PublishConflictError where another update or `prepare` was faster.
     """
-    if cfg.chunk_words:
-        raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words}, so the corpus holds chunks of passages, which no file "
-            f"of changes names; run `mvr-ray prepare CONFIG` on the new sources instead, only new contents are encoded"
-        )
+    require_all_chunks(cfg)
     file = resolve_path(changes)
+    if not file.is_file():
+        raise MissingInputError(
+            f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
+        )
     parent = Corpus.open(store, cfg.corpus)
-    asked = read_changes(file, parent.fields)
-    before = parent.get([*asked.upserts, *asked.deletions])
-    upserts = {name: passage for name, passage in asked.upserts.items() if before.get(name) != passage}
-    deletions = asked.deletions & set(before)
+    try:
+        asked = read_changes(file, parent, cfg)
+    except DataError as error:
+        raise DataError(
+            f"update: {error}; nothing was changed. Correct the file and run the same command again"
+        ) from None
+    source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
+    described = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
+    return apply_changes(parent, in_chunks(parent, asked, cfg.chunk_words), described, progress)
+
+
+def require_all_chunks(cfg: PrepareConfig) -> None:
+    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change says which."""
+    if cfg.chunk_words and cfg.max_passages:
+        raise ConfigError(
+            f"update: prepare.chunk_words is {cfg.chunk_words} and prepare.max_passages is {cfg.max_passages}, so the "
+            f"corpus holds chunks that were drawn; run `mvr-ray prepare CONFIG` on the new sources instead, only new "
+            f"contents are encoded"
+        )
+
+
+def in_chunks(corpus: Corpus, changes: Changes, chunk_words: int) -> Changes:
+    """Changes to passages as changes to the chunks that the corpus holds of them; 0 words: to the passages themselves.
+
+    Raises ConfigError where the corpus holds one of them whole.
+    """
+    if not chunk_words:
+        return changes
+    if whole := corpus.get([*changes.upserts, *changes.deletions]):
+        raise ConfigError(
+            f"update: prepare.chunk_words is {chunk_words}, but corpus {corpus.name!r} holds passage {min(whole)!r} "
+            f"whole; give the chunk_words that it was prepared with"
+        )
+    pieces = {name: [one.passage for one in chunk(own, chunk_words)] for name, own in changes.upserts.items()}
+    upserts = {piece.id: piece for own in pieces.values() for piece in own}
+    counts = {name: len(own) for name, own in pieces.items()} | dict.fromkeys(changes.deletions, 0)
+    return Changes(upserts, {name for own, count in counts.items() for name in _chunk_ids(corpus, own, count)})
+
+
+def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
+    """The ids of a passage's chunks that the corpus holds, from number `start` on."""
+    for number in itertools.count(start):
+        if not corpus.get([one := f"{name}#{number}"]):
+            return
+        yield one
+
+
+def apply_changes(
+    parent: Corpus, changes: Changes, description: CorpusInfo, progress: Progress = no_progress
+) -> UpdateReport:
+    """Make the next corpus of a name from the last one, `parent`, and changes to it.
+
+    `description` is the parent's, with what else shall become true with the changes, in the same step. Raises
+    PublishConflictError where another update or `prepare` was faster.
+    """
+    store = parent.store
+    before = parent.get([*changes.upserts, *changes.deletions])
+    upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
+    deletions = changes.deletions & set(before)
     touched = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
     parts = list(parent.info.parts)
     with store.scratch() as folder:
         for done, shard in enumerate(touched, 1):
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
             progress("parts written", done, len(touched))
-        corpus = _next_corpus(parent, parts, file)
+        corpus = _next_corpus(parent, parts, description)
         sets = {name: read_questions(parent, name) for name in question_sets(parent)}
         changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
         num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
-        if touched:
+        if touched or description.change_files != parent.info.change_files:
             _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
-    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", cfg.corpus, parent.digest, corpus.digest, len(touched))
+    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, corpus.digest, len(touched))
     return UpdateReport(
-        corpus=cfg.corpus,
+        corpus=parent.name,
         parent=parent.digest,
         digest=corpus.digest,
         passages_before=parent.num_passages,
         passages=corpus.num_passages,
         added=sum(name not in before for name in upserts),
         replaced=sum(name in before for name in upserts),
-        unchanged=len(asked.upserts) - len(upserts),
+        unchanged=len(changes.upserts) - len(upserts),
         deleted=len(deletions),
-        absent=len(asked.deletions) - len(deletions),
+        absent=len(changes.deletions) - len(deletions),
         parts_written=len(touched),
         questions_dropped=num_dropped,
     )
 
 
-def read_changes(file: Path, fields: Mapping[str, str]) -> Changes:
-    """Read a file of changes whole, with the corpus's fields.
+def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+    """Read a file of changes to passages whole: JSON lines, or a MediaWiki dump.
 
     Raises DataError that names the line of a row that is bad, or names an id again.
     """
-    if not file.is_file():
-        raise MissingInputError(
-            f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
+    return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus.fields)
+
+
+def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+    """Read what a later dump changes of a corpus that `prepare` made from one of the same wiki.
+
+    A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted. What
+    the dump does not hold stays: it may be a part. Raises DataError for more pages that cannot be parsed than
+    `prepare.max_bad_rows`, and for a corpus without the field `revision_id`.
+    """
+    from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
+
+    if REVISION_FIELD not in corpus.fields:
+        raise DataError(
+            f"{file} is a dump, and corpus {corpus.name!r} has no field {REVISION_FIELD} to compare pages by; run "
+            f"`mvr-ray prepare CONFIG` with prepare.fields: {{{REVISION_FIELD}: int}}"
         )
+    own = (one for one in cfg.sources if one.format == "mediawiki" or DUMP_NAME.search(one.path))
+    prefix = next((source.id_prefix for source in own), "")
+    changes, bad = Changes({}, set()), BadRows(cfg.max_bad_rows)
+    for page in read_pages(file):
+        name = prefix + page.id
+        first = f"{name}#0" if cfg.chunk_words else name
+        before = corpus.get([first]).get(first)
+        if before and page.revision == str(dict(before.fields).get(REVISION_FIELD)):
+            continue
+        record = page_record(page, str(file), prefix)
+        record = _with_fields(record, corpus.fields) if isinstance(record, PassageRecord) else record
+        if isinstance(record, PassageRecord):
+            changes.upserts[name] = record.passage
+        elif isinstance(record, BadRow):
+            bad.add(record)
+        elif before:
+            changes.deletions.add(name)
+    changes.deletions.difference_update(changes.upserts)
+    return changes
+
+
+def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes:
     changes = Changes({}, set())
     line_of: dict[str, str] = {}
     for row in json_lines(file):
         if isinstance(row, BadRow):
-            raise DataError(f"update: {row}; nothing was changed. Correct the file and run the same command again")
+            raise DataError(str(row))
         name, where = row.values.get("id"), row.where
         if row.values.get("delete") is True:
             record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
         else:
             record = _with_fields(passage_of(row.values, where), fields)
         if not isinstance(record, PassageRecord):
-            raise DataError(
-                f"update: {record}; nothing was changed. A row is a passage with id, title and text, or an id with "
-                f'"delete": true'
-            )
+            raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
         name = record.passage.id
         if name in line_of:
-            raise DataError(
-                f"update: {where} names passage {name!r}, which {line_of[name]} names already; nothing was changed. "
-                f"Keep one of them"
-            )
+            raise DataError(f"{where} names passage {name!r}, which {line_of[name]} names already; keep one of them")
         line_of[name] = where
         if row.values.get("delete") is True:
             changes.deletions.add(name)
@@ -201,15 +306,14 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
     return new
 
 
-def _next_corpus(parent: Corpus, parts: list[PartInfo], file: Path) -> Corpus:
-    source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
+def _next_corpus(parent: Corpus, parts: list[PartInfo], description: CorpusInfo) -> Corpus:
+    digest = corpus_digest(parts)
     info = dataclasses.replace(
-        parent.info,
-        digest=corpus_digest(parts),
+        description,
+        digest=digest,
         num_passages=sum(part.num_passages for part in parts),
         parts=tuple(parts),
-        sources=(*parent.info.sources, source),
-        parent=parent.digest,
+        parent=parent.info.parent if digest == parent.digest else parent.digest,
     )
     return Corpus(parent.store, info)
 
@@ -237,7 +341,7 @@ def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Questi
     for name in question_sets(parent):
         if name in changed_sets:
             write_questions(corpus, name, changed_sets[name])
-        else:
+        elif corpus.digest != parent.digest:
             copy_questions(parent, corpus, name)
     corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
     corpus.publish(after=parent.number)

@@ -75,11 +75,14 @@ _BEFORE = {
         "overlap_tokens": 0,
         "truncate_dim": None,
     },
-    "index": {"keep_refinement": True, "compact_share": 0.25},
+    "index": {"keep_refinement": True, "compact_share": 0.25, "lexical": False},
     "prepare": {"fields": {}},
     "retrieve": {"filter": None},
 }
 """What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
+
+_REMOVED = {"evaluate": {"hybrid_depth": 1000}, "retrieve": {"dense_weight": None}}
+"""Settings that are no more, with the value that the steps on file had."""
 
 PREVIOUS = "previous"
 """As `train.init_from`: the encoder that the chain trained before."""
@@ -217,7 +220,8 @@ def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     if product == "cross_encoder":
         return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu]
+    hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
+    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
 
 
 def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
@@ -225,7 +229,7 @@ def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
     before = _BEFORE.get(section, {})
     return {
         name: value
-        for name, value in run.model_dump(mode="json")[section].items()
+        for name, value in {**_REMOVED.get(section, {}), **run.model_dump(mode="json")[section]}.items()
         if name not in _NAMES.get(section, ()) and (name not in before or value != before[name])
     }
 

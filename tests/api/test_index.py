@@ -229,6 +229,7 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     found = [any("king 49" in (hit.text or "") for hit in hits[0]), False]
     assert (answer.value, answer.n) == (sum(found) / 2, 2)
     assert (gold.value, gold.n) == (1.0, 1)
+    assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
 
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
@@ -284,7 +285,9 @@ def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
 
 
-def test_the_package_is_imported_without_what_it_imports_when_used():
+@pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli"])
+def test_the_package_and_the_command_line_are_imported_without_what_they_import_when_used(module: str):
     heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
-    program = f"import sys, mvr_ray; sys.exit(str({heavy} & set(sys.modules) or '') or (len(dir(mvr_ray)) < 5))"
-    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
+    program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -4,8 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import bm25s
 import numpy as np
+import Stemmer
 
+from mvr_ray.distributed.lexical import build_lexical, lexical_task
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
@@ -39,8 +42,10 @@ def publish_random_index(
     parent: int = 0,
     dtype: Literal["fp16", "fp32"] = "fp16",
     corpus: Corpus | None = None,
+    with_words: bool = False,
 ) -> Manifest:
-    """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given."""
+    """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given, and
+    with the words of its passages where asked."""
     store = Store(str(root))
     draft = Manifest(
         index="random",
@@ -64,7 +69,8 @@ def publish_random_index(
         with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
-    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
+    lexical = build_lexical(lexical_task(corpus, "random", num_shards)) if corpus and with_words else None
+    return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries), lexical=lexical))
 
 
 def block_of(views: Views) -> EmbeddingBlock:
@@ -83,4 +89,27 @@ def brute_force(views: Views, query_D: np.ndarray, k: int) -> list[tuple[str, fl
         scores = {view: float(np.float32(vector @ query_D)) for view, vector in own.items()}
         top = max(scores.values())
         best.append((passage_id, top, min(view for view, score in scores.items() if score == top)))
+    return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]
+
+
+def bm25_over(texts: dict[str, str], question: str) -> dict[str, float]:
+    """The BM25 score of every text by its id, by bm25s over all of them."""
+    stemmer = Stemmer.Stemmer("english")
+    oracle = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
+    words = bm25s.tokenize(list(texts.values()), stopwords="en", stemmer=stemmer, show_progress=False)
+    if not any(words.ids):  # bm25s refuses a corpus without words
+        return dict.fromkeys(texts, 0.0)
+    oracle.index(words, show_progress=False)
+    [asked] = bm25s.tokenize([question], stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+    known = [word for word in asked if word in oracle.vocab_dict]
+    return dict(zip(texts, oracle.get_scores(known).tolist() if known else [0.0] * len(texts)))
+
+
+def hybrid_brute_force(
+    views: Views, lexical: dict[str, float], weight: float, query_D: np.ndarray, k: int
+) -> list[tuple[str, float, int]]:
+    best = [
+        (name, float(np.float32(lexical[name] + weight * dense)), view)
+        for name, dense, view in brute_force(views, query_D, len(views))
+    ]
     return sorted(best, key=lambda hit: (-hit[1], hit[0]))[:k]

@@ -35,7 +35,9 @@ class Gated:
         self.first_parts = first_parts
         self.error: Exception | None = None
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="") -> ShardResults:
+    def fan_out(
+        self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None
+    ) -> ShardResults:
         self.sizes.append(len(queries_QD))
         answer = self.fleet.fan_out(queries_QD, k, shards, deadline)
         if on_partial:
@@ -116,7 +118,7 @@ def test_a_search_alone_is_asked_in_its_own_thread(indexed):
         def __init__(self, fleet):
             self.fleet = fleet
 
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter=""):
+        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None):
             threads.append(threading.current_thread().name)
             return self.fleet.fan_out(queries_QD, k, shards, deadline)
 

@@ -283,6 +283,7 @@ def test_learned_views_that_are_damaged_are_not_dropped_in_silence(own_index, ru
     learned = give_feedback_view(store, first, [old[0].id])
     entry = learned.shards[shard_of(old[0].id, 3)]
     file = own_index / paths.shard_dir("index", entry.digest) / paths.CHANGES
+    file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-8])
     prepare_texts(store, tmp_path, old[1:], 3)
     with pytest.raises(StorageError, match=r"what refinement changed.*cannot be kept.*keep_refinement=false"):

@@ -107,6 +107,7 @@ def test_an_error_of_ours_in_a_worker_reaches_the_caller_as_itself(empty_store, 
     weights = made.folder / "shared" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
+    weights.chmod(0o644)
     weights.write_bytes(data)
     with pytest.raises(FingerprintError, match=f"saved as {made.fingerprint} but loads as .* again$"):
         build_index.index(run_over(empty_store, index={"encoder": made.fingerprint}))

@@ -134,6 +134,7 @@ def test_fields_that_cannot_be_read_are_told_and_other_searches_go_on(tmp_path):
     corpus = prepare_rows(tmp_path, random_rows(views, 2), 2)
     router = local(tmp_path, publish_random_index(tmp_path, views, 2, corpus=corpus))
     file = tmp_path / paths.corpus_dir("corpus") / corpus.info.parts[1].file
+    file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     queries_QD = np.ones((1, D), np.float32)
     with pytest.raises(DamagedShardsError, match=r"1 \(damaged\).*part 1 of corpus 'corpus' is damaged"):

@@ -3,6 +3,7 @@
 `test_encode.py` and `test_refine.py` hold the stages' functions to this; here it is the whole command, as a process.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import yaml
 
 from mvr_ray.cli import main
 from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 
@@ -164,3 +166,42 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
     assert live(cut).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
     record_property("figures", f"killed at 1 of 7 shards; {sizes(cut)}")
+
+
+@pytest.mark.chaos(
+    "follow command killed while it applies, plans, encodes and builds",
+    "the same command applies every file once and ends with the undisturbed bytes",
+)
+def test_a_follow_command_killed_at_each_of_its_steps_publishes_the_same_bytes(
+    small_index, run_over, tmp_path, record_property
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    first, second, *_ = sorted(passage.id for passage in Corpus.open(Store(str(small_index)), "corpus"))
+    rows = [{"id": f"new {number}", "title": "T", "text": f"New text {number}."} for number in range(20)]
+    (source / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"id": first, "delete": True}]))
+    (source / "2.jsonl").write_text('{"id": "cut')
+    (source / "3.jsonl").write_text(json.dumps({"id": second, "title": "T", "text": "Another text."}) + "\n")
+    follow = {"source": str(source), "max_age_s": 0, "poll_s": 0.01}
+
+    def command(name: str) -> tuple[Path, list[str]]:
+        store = shutil.copytree(small_index, tmp_path / name)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(run_over(store, follow=follow).model_dump(mode="json")))
+        return store, ["follow", str(file), "--once"]
+
+    whole, words = command("whole")
+    finish(*words)
+    cut, words = command("cut")
+    address = ray.get_runtime_context().gcs_address
+    moments = ("parts written: 1", "look for embeddings of earlier versions", "encode:", "build shards: 1")
+    for moment in moments:
+        killed_at(moment, words, RAY_ADDRESS=address)
+        assert live(cut).version == 1
+    finish(*words)
+    assert live(cut).version == live(whole).version == 2
+    assert live(cut).content_digest() == live(whole).content_digest()
+    assert live(cut).metrics["encoded"] == 21
+    assert Corpus.open(Store(str(cut)), "corpus").info == Corpus.open(Store(str(whole)), "corpus").info
+    finish("versions", words[1], "verify")
+    record_property("figures", f"killed {len(moments)} times; {sizes(cut)}")

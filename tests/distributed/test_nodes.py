@@ -137,6 +137,36 @@ def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(
     record_property("figures", f"killed at {encoded[1]} of {encoded[2]} passages, ended well {took_s:.0f} s later")
 
 
+@pytest.mark.chaos(
+    "node of encoders killed in a followed batch", "the batch is published, the undisturbed one to the byte"
+)
+def test_a_node_that_dies_in_the_middle_of_a_followed_batch_costs_its_chunks_only(
+    corpus_store, run_over, tmp_path, cluster, record_property
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    texts = [f"Text {number} of a batch. It has a second sentence." for number in range(90)]
+    rows = [{"id": f"new {number}", "title": "T", "text": text} for number, text in enumerate(texts)]
+    (source / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    follow = {"source": str(source), "max_age_s": 0, "poll_s": 0.01}
+    stores, runs = [], []
+    for name in ("calm", "store"):
+        stores.append(shutil.copytree(corpus_store, tmp_path / name))
+        runs.append(str(tmp_path / f"{name}.yaml"))
+        run = run_over(stores[-1], follow=follow, resources=WIDE)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+        finish(command("index", runs[-1]))
+    finish(command("follow", runs[0], "--once"))
+    node = worker(cluster)
+    said = finish(
+        command("follow", runs[1], "--once"), "encode:", lambda: cluster.remove_node(node, allow_graceful=False)
+    )
+    assert live(stores[1]).version == live(stores[0]).version == 2
+    assert live(stores[1]).content_digest() == live(stores[0]).content_digest()
+    wait_until_settled(runs[1])
+    record_property("figures", f"90 passages in a batch; {'; '.join(re.findall(r'version 2: .*', said))}")
+
+
 def encodes(node: Node) -> bool:
     """Does an encoder on this node embed a chunk now? Ray gives a worker the name of what it does."""
     [raylet] = node.all_processes["raylet"]

@@ -12,6 +12,8 @@ from random_index import publish_random_index, random_views
 
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig, RunConfig, SourceConfig
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.distributed.encoders import save_encoder
 from mvr_ray.distributed.repair import repair
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError
 from mvr_ray.index.base import IndexParams
@@ -28,16 +30,19 @@ IVF = IndexParams(kind="faiss", factory="IVF2,Flat")
 
 
 def truncated(file: Path) -> None:
+    file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def flipped(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 16
+    file.chmod(0o644)
     file.write_bytes(data)
 
 
 def lengthen(file: Path) -> None:
+    file.chmod(0o644)
     file.write_bytes(file.read_bytes() + b"\0")
 
 
@@ -175,10 +180,40 @@ def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_
     store.write_bytes(encoder_file(described), b"{}")
     with pytest.raises(MissingInputError, match="corpus"):
         act(run, "rollback", 2)
-    assert manifest.list_versions(store, "random") == [1, 2]
     empty_corpus(store, described.corpus)
-    act(run, "rollback", 1)
+    with pytest.raises(DigestError, match=r"encoders/none/f{16} is damaged"):
+        act(run, "rollback", 1)
+    assert manifest.list_versions(store, "random") == [1, 2]
+    assert act(run, "rollback", 1, sizes_only=True).checked == "sizes alone: no file was read"
     assert manifest.list_versions(store, "random") == [1, 2, 3]
+
+
+def test_a_roll_back_reads_what_verify_reads_and_is_refused_where_a_byte_differs(tmp_path: Path, tiny_backbone: Path):
+    store = Store(str(tmp_path / "store"))
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}})
+    first = with_encoder(store, publish_random_index(tmp_path / "store", random_views(9, 3), 2), tiny_backbone)
+    report = act(run, "rollback", first.version)
+    assert (report.version, report.to, report.files) == (3, 2, verify(store, first).num_files)
+    assert report.checked == "every digest, and the encoder's fingerprint"
+    shard = folder_of(tmp_path / "store", first, 1) / paths.EMBEDDINGS
+    weights = tmp_path / "store" / paths.encoder_dir(first.encoder_name, first.encoder_fingerprint)
+    weights = weights / "shared" / "model.safetensors"
+    for file in (shard, weights):
+        whole = file.read_bytes()
+        flipped(file)
+        with pytest.raises(DigestError):
+            act(run, "rollback", first.version)
+        file.write_bytes(whole)
+    assert act(run, "rollback", first.version).version == 4
+
+
+def with_encoder(store: Store, version: manifest.Manifest, backbone: Path) -> manifest.Manifest:
+    """Publish the version again as that of an encoder that is in the store, and of an empty corpus."""
+    encoder = DualEncoder.from_backbone(str(backbone), EncoderSpec(strategy="mean"))
+    held = save_encoder(store, "own", encoder)
+    empty_corpus(store, version.corpus)
+    own = {"encoder_name": held.name, "encoder_fingerprint": held.fingerprint}
+    return manifest.publish(store, dataclasses.replace(version, parent=version.version, **own))
 
 
 def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -191,8 +226,11 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     published = manifest.publish(store, dataclasses.replace(described, parent=1, **own))
     store.write_bytes(encoder_file(published), b"{}")
     assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
-    assert verify(store, published).problems == []
+    assert [problem.path for problem in verify(store, published).problems] == [
+        str(Path(encoder_file(published)).parent)
+    ]
     file = tmp_path / "store" / paths.corpus_dir("corpus") / corpus.info.parts[1].file
+    file.chmod(0o644)
     file.write_bytes(file.read_bytes().replace(b"body", b"bodi", 1))
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
@@ -203,11 +241,11 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     assert file.name in shown.out + shown.err and "mvr-ray prepare CONFIG" in shown.out + shown.err
 
 
-def test_the_command_names_repairs_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_names_repairs_and_verifies(
+    tmp_path: Path, tiny_backbone: Path, capsys: pytest.CaptureFixture[str]
+):
     described = publish_random_index(tmp_path / "store", random_views(90, 3), 2, INT8)
-    store = Store(str(tmp_path / "store"))
-    empty_corpus(store, described.corpus)
-    store.write_bytes(encoder_file(described), b"{}")
+    with_encoder(Store(str(tmp_path / "store")), described, tiny_backbone)
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
 

@@ -134,6 +134,7 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
             reshard.reshard(run, wrong)
     file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     whole = file.read_bytes()
+    file.chmod(0o644)
     for cut, told in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
         file.write_bytes(cut) if cut else file.unlink()
         with pytest.raises(DigestError, match=rf"of shard 1 {told}; repair it first: mvr-ray versions"):
@@ -154,6 +155,7 @@ def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
     file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     flipped = bytearray(file.read_bytes())
     flipped[len(flipped) // 2] ^= 1
+    file.chmod(0o644)
     file.write_bytes(flipped)
     with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
         reshard_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)

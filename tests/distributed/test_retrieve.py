@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
-from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError
+from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError, ShardIndexError
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -58,63 +59,62 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     return ranked
 
 
-def test_fusion_with_bm25_is_the_two_rankings_summed_by_a_weight_chosen_elsewhere(own_index, run_over):
-    store = Store(str(own_index))
+def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_chosen_elsewhere(
+    lexical_index, small_index, run_over, tmp_path
+):
+    root = shutil.copytree(lexical_index, tmp_path / "store")
+    store = Store(str(root))
     questions = corpus.read_questions(only_corpus(store), "dev")
     corpus.write_questions(only_corpus(store), "held", questions[:15])
     corpus.write_questions(only_corpus(store), "asked", questions[15:])
-    run = run_over(own_index, evaluate={"questions": ["asked"], "hybrid": "held", "k": [1, 5], "hybrid_depth": 60})
-    rows = {row.metric: row for row in evaluate(run).rows if "dense" in row.system}
-    weight = float(rows["gold/top-1"].system.split()[2])
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
-    with open_router(run, local=True) as router:
+    with open_router(run_over(root), local=True) as router:
         dense = router.search_text([question.text for question in questions], 60).hits
 
     def share(some: list[Question], at: int, weight: float, k: int) -> float:
+        """Of questions with their gold passage among the first k of all passages by both scores."""
         found = 0
-        for question, hits in zip(some, dense[at:]):
-            sparse = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
-            near = {hit.passage_id: hit.score for hit in hits}
-            low = min(sparse.values()), min(near.values())
-            total = {i: sparse.get(i, low[0]) + weight * near.get(i, low[1]) for i in {*sparse, *near}}
+        for question, near in zip(some, dense[at:]):
+            lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
+            total = {hit.passage_id: lexical.get(hit.passage_id, 0.0) + weight * hit.score for hit in near}
             best = sorted(total, key=lambda i: (-total[i], i))[:k]
             found += question.positive_ids[0] in best
         return found / len(some)
 
-    for k in (1, 5):
-        assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
+    for settings in ({"search": {"hybrid": 7}}, {"evaluate": {"hybrid": "held"}}):
+        measured = {"questions": ["asked"], "k": [1, 5], **settings.get("evaluate", {})}
+        report = evaluate(run_over(root, **{**settings, "evaluate": measured}))
+        rows = {row.metric: row for row in report.rows if row.system.startswith("bm25 + ")}
+        weight = float(rows["gold/top-1"].system.split()[2])
+        assert weight == 7 or "search" not in settings
+        for k in (1, 5):
+            assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
     chosen = share(questions[:15], 0, weight, 1)
     assert all(share(questions[:15], 0, other, 1) <= chosen for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
     with pytest.raises(ConfigError, match=r"evaluate\.hybrid is 'held', which is also reported on"):
-        evaluate(run_over(own_index, evaluate={"questions": ["held"], "hybrid": "held"}))
+        evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
+    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
+        evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
 
-def test_a_ranking_by_words_and_views_is_the_sum_of_both_lists(small_index, tmp_path, run_over):
-    """Depth 8 of 60 passages: each list lacks some of the other's, which then count as its last."""
-    weight, depth, store = 12.0, 8, Store(str(small_index))
-    run = run_over(small_index, retrieve={"dense_weight": weight, "k": 10}, evaluate={"hybrid_depth": depth})
+def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snippets(lexical_index, tmp_path, run_over):
+    weight, store = 12.0, Store(str(lexical_index))
+    run = run_over(lexical_index, search={"hybrid": weight}, retrieve={"k": 10})
     report = retrieve(run, "dev", tmp_path / "both.jsonl", "jsonl")
-    assert not report.exact
+    assert report.exact
     asked = corpus.read_questions(only_corpus(store), "dev")
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
     with open_router(run, local=True) as router:
-        dense = router.search_text([question.text for question in asked], depth).hits
-    by_words_alone = 0
+        dense = router.search_text([question.text for question in asked], 60).hits
     rows = [json.loads(line) for line in (tmp_path / "both.jsonl").read_text().splitlines()]
     for question, near, row in zip(asked, dense, rows, strict=True):
-        sparse = {hit.passage_id: hit.score for hit in words.search([question.text], depth)[0]}
-        found = {hit.passage_id: hit for hit in near}
-        low = min(sparse.values()), min(hit.score for hit in near)
-        total = {
-            i: sparse.get(i, low[0]) + weight * (found[i].score if i in found else low[1]) for i in {*sparse, *found}
-        }
+        lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
+        total = {hit.passage_id: float(np.float32(lexical.get(hit.passage_id, 0) + weight * hit.score)) for hit in near}
+        view_of = {hit.passage_id: hit.view for hit in near}
         assert [hit["id"] for hit in row["hits"]] == sorted(total, key=lambda i: (-total[i], i))[:10]
         for hit in row["hits"]:
-            assert hit["score"] == pytest.approx(total[hit["id"]], rel=1e-6)
-            assert hit["view"] == (found[hit["id"]].view if hit["id"] in found else -1)
-            assert bool(hit["snippet"]) == (hit["id"] in found)
-            by_words_alone += hit["id"] not in found
-    assert by_words_alone
+            assert (hit["score"], hit["view"]) == (pytest.approx(total[hit["id"]], rel=1e-6), view_of[hit["id"]])
+            assert hit["snippet"]
 
 
 def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, tmp_path, run_over, expected):
@@ -129,9 +129,6 @@ def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, t
         assert [hit["id"] for hit in row["hits"]] == best
     with pytest.raises(FilterError, match=r"no field 'year'; there are: id \(string\), title \(string\)"):
         retrieve(run_over(small_index, retrieve={"filter": {"year": 3}}), "dev", tmp_path / "no.jsonl")
-    with pytest.raises(ConfigError, match="BM25 ranks all passages"):
-        both = {"filter": {"title": title}, "dense_weight": 1.0}
-        retrieve(run_over(small_index, retrieve=both), "dev", tmp_path / "no.jsonl")
 
 
 @pytest.mark.slow
@@ -229,7 +226,9 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="") -> ShardResults:
+    def fan_out(
+        self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None
+    ) -> ShardResults:
         found = self.whole.fan_out(queries_QD, k, shards, deadline).results
         if not self.dead:
             return ShardResults(found, [])

@@ -166,7 +166,7 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="") -> ShardResults:
+    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
         there = [shard for shard in shards if shard not in self.silent]
         found = self.whole.fan_out(queries_QD, k, there, deadline).results
         lost = tuple(shard for shard in shards if shard in self.silent)
@@ -216,7 +216,7 @@ class Stuck:
 
     def ready(self) -> None: ...
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="") -> ShardResults:
+    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
         if deadline.left_s <= 0 or (again and self.deaf):
             return ShardResults([], [ShardFailure(tuple(shards), "late")])
         if self.shard in shards:
@@ -279,7 +279,7 @@ def test_a_search_that_fails_tells_its_time_too(tmp_path):
     whole = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
 
     class Full(HalfDead):
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="") -> ShardResults:
+        def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
             raise OverloadedError("every queue is full", 1.0)
 
     stages: list[str] = []
@@ -352,6 +352,7 @@ def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
     file = tmp_path / paths.shard_dir("random", described.shards[1].digest) / paths.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
+    file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(DigestError, match="shard 1"):
         local(tmp_path, described).search(np.ones((1, D), np.float32), 1)

@@ -41,7 +41,7 @@ from mvr_ray.distributed.searching.transport import (
 )
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.store.embeddings import Views
-from mvr_ray.types import ShardHits
+from mvr_ray.types import HybridQueries, ShardHits
 
 SHARDS, K = 3, 7
 NEW_CERTIFICATE = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=mvr-ray"]
@@ -143,7 +143,10 @@ def test_messages_are_decoded_as_they_were_encoded(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     num_queries, k = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     queries_QD = rng.normal(size=(num_queries, D)).astype(np.float32)
-    request = ScanRequest(queries_QD, k, tuple(range(data.draw(st.integers(0, 3)))), 7)
+    hybrid = HybridQueries(tuple(data.draw(st.lists(st.text(), max_size=3))), data.draw(st.floats(0, 99)))
+    request = ScanRequest(
+        queries_QD, k, tuple(range(data.draw(st.integers(0, 3)))), 7, data.draw(st.sampled_from([None, hybrid]))
+    )
     np.testing.assert_equal(decode_scan(encode_scan(request)), request)
     results = []
     for shard in request.shards:

@@ -7,13 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from every_stage import run_stages
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import session
+from mvr_ray.distributed import build_index, session
+from mvr_ray.store import manifest
+from mvr_ray.store.files import Store
 
 DATED = ("created", "token", "took_ms")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,6 +72,32 @@ def test_every_stage_leaves_the_same_bytes_and_report_through_ray_and_without_im
     assert stored_files(stores[1]) == stored_files(stores[0])
 
 
+@pytest.mark.data
+def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the_same_bytes(
+    empty_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    undisturbed = Path(shutil.copytree(empty_store, tmp_path / "undisturbed"))
+    resources = {"local_passages": 1000}
+    whole = build_index.index(run_over(undisturbed, resources=resources))
+    steps: list[tuple[str, int, int]] = []
+
+    def interrupt(*step: Any) -> None:
+        steps.append(step)
+        if step[0] == "encode" and steps[0][0] == "encode" and len(steps) == 3:
+            raise KeyboardInterrupt
+
+    run = run_over(empty_store, resources=resources)
+    with pytest.raises(KeyboardInterrupt):
+        build_index.index(run, interrupt)
+    assert manifest.list_versions(Store(str(empty_store)), "index") == []
+    again: list[tuple[str, int, int]] = []
+    continued = build_index.index(run, lambda *step: again.append(step))
+    assert next(step for step in again if step[0] == "encode") == steps[-1]
+    assert continued.shards == whole.shards
+
+
 def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(session, "in_ray", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -78,3 +107,31 @@ def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: 
     assert session.needs_ray(ResourcesConfig(address="127.0.0.1:6379"), 1)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert session.needs_ray(ResourcesConfig(), 1)
+
+
+UPDATE = """
+import sys
+sys.modules["ray"] = None
+from mvr_ray.config import load_run
+from mvr_ray.distributed import build_index
+from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
+run = load_run(sys.argv[1])
+update(run.prepare, Store(run.store.path), sys.argv[2])
+print(int(build_index.index(run).metrics["encoded"]))
+"""
+
+
+@pytest.mark.data
+def test_an_update_of_few_passages_needs_no_ray_in_a_corpus_of_any_size(corpus_store, run_over, tmp_path: Path):
+    store = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    run = run_for(store, run_over)
+    passages = build_index.index(run).num_passages
+    run.resources.local_passages = 3
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    program = [sys.executable, "-c", UPDATE, str(file), str(store / "changes.jsonl")]
+    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert passages > 3 and ended.stdout == "3\n"

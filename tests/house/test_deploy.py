@@ -27,6 +27,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.metrics import Metrics
 from mvr_ray.serving.replica import AppArgs, app
+from mvr_ray.serving.schemas import Freshness
 from mvr_ray.types import FleetCounts, no_progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -274,6 +275,13 @@ class CountingRouter:
         return FleetCounts(5, 4, 3, 2, 1)
 
 
+class LateServer:
+    """Stands for a monitor that has looked."""
+
+    def measure(self) -> Freshness:
+        return Freshness(oldest_change_s=60, newest_passage_s=90, waiting_files=2)
+
+
 def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
     metrics = Metrics()
     metrics.watch(CountingRouter())
@@ -300,6 +308,7 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
     metrics.watch(CountingRouter())
+    metrics.watch_freshness(LateServer())
     lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     counted: dict[str, set[str]] = {}
     for line in lines:

@@ -51,6 +51,8 @@ class InMemoryIndex:
         deadline: Deadline | None = None,
         min_coverage: float = 1.0,
         filter: Mapping[str, Any] | None = None,
+        hybrid: object = None,
+        parts: bool = False,
     ) -> Answer:
         if len(queries_QD):  # a search without queries asks for the version alone
             self.gate.wait(10)
@@ -101,6 +103,9 @@ class InMemoryIndex:
             scores_QN = queries_QD @ vectors_ND.T
             found.append(PassageScores(passage_id, numbers_N, scores_QN, numbers_N[scores_QN.argmax(axis=1)]))
         return found
+
+    def missing_sources(self) -> list[str]:
+        return []
 
     def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
         return {passage.id: passage for passage in PASSAGES if passage.id in set(ids)}

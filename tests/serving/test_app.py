@@ -108,6 +108,8 @@ def test_ready_means_that_every_passage_was_searched() -> None:
     shards = [(0, 2, "searched", ""), (1, 1, "died", "")]
     assert reply.body == {
         **told,
+        "problems": [],
+        "freshness": None,
         "shards": [dict(zip(("shard", "passages", "state", "reason"), one)) for one in shards],
     }
 

@@ -249,7 +249,7 @@ def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
 
 
 def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
-    script = [(503, {}, error("overloaded")), (200, {}, ROLLED)]
+    script = [(503, {}, error("overloaded")), (503, {}, error("publishing")), (200, {}, ROLLED)]
     with closing(ScriptedServer(script)) as server, Client(server.address) as client:
         assert client.rollback(1).version == 3
     for status, code in ((503, "unavailable"), (504, "timeout"), (502, "")):

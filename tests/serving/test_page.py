@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 import uvicorn
 from in_memory_index import InMemoryIndex
@@ -21,7 +23,7 @@ from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens
 from mvr_ray.serving.schemas import VersionInfo
 from mvr_ray.serving.service import SearchService
-from mvr_ray.types import Exactness, Passage
+from mvr_ray.types import Exactness, HybridParts, Passage
 
 PAGE = Path(app_module.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
@@ -56,6 +58,32 @@ class VersionIndex(InMemoryIndex):
         return passages
 
 
+LEXICAL = {"p1": 0.5, "p2": 9.25, "p3": 4.0}
+
+
+class HybridIndex(VersionIndex):
+    """The library with a word score for each passage, by BM25 + 2 x dense: p2, p3, p1."""
+
+    manifest = SimpleNamespace(index="library", version=3, lexical=True)
+
+    def search(self, queries_QD, k, *, hybrid=None, parts=False, **options):
+        answer = super().search(queries_QD, k, **options)
+        if hybrid is None:
+            return answer
+        hits = [[hit._replace(score=LEXICAL[hit.passage_id] + 2 * hit.score) for hit in own] for own in answer.hits]
+        halves = [[HybridParts(LEXICAL[hit.passage_id], hit.score) for hit in own] for own in answer.hits]
+        exact = answer.exact._replace(method="bm25 + flat")
+        order = [sorted(range(len(own)), key=lambda at, own=own: -own[at].score) for own in hits]
+        return answer._replace(
+            hits=[[own[at] for at in one] for own, one in zip(hits, order)],
+            parts=[[own[at] for at in one] for own, one in zip(halves, order)] if parts else (),
+            exact=exact,
+        )
+
+    def lexical_scores(self, texts, passages):
+        return {passage.id: np.array([LEXICAL[passage.id]] * len(texts), np.float32) for passage in passages}
+
+
 class VersionSwitcher:
     """Version 2 beside the live one."""
 
@@ -77,8 +105,8 @@ class VersionSwitcher:
 
 
 @contextmanager
-def serve(live: InMemoryIndex, tokens: TokenStore | None = None) -> Iterator[str]:
-    app = create_app(SearchService(live, ServeConfig(), Versions(), VersionSwitcher(live)), tokens)
+def serve(live: InMemoryIndex, tokens: TokenStore | None = None, hybrid: float | None = None) -> Iterator[str]:
+    app = create_app(SearchService(live, ServeConfig(), Versions(), VersionSwitcher(live), hybrid=hybrid), tokens)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -143,6 +171,23 @@ def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
         assert button.get_attribute("aria-expanded") == "true"
         button.click()
         assert button.get_attribute("aria-expanded") == "false" and not tab.locator("table").is_visible()
+        assert tab.wrong == []
+
+
+def test_a_hybrid_search_shows_both_parts_of_every_hit_and_of_its_views(tab):
+    with serve(HybridIndex(3), hybrid=2.0) as address:
+        tab.goto(f"{address}?q=how+long+is+the+nile")
+        tab.wait_for_selector(".hits li")
+        assert rows(tab) == ["p2", "p3", "p1"]
+        assert tab.locator(".badge").inner_text() == "exact: bm25 + flat"
+        lines = tab.locator(".hits li > p.soft").all_inner_texts()
+        assert lines[1].startswith("5.0000 (words 4.0000, view 0.5000), view 0, id p3")
+        assert lines[2].startswith("2.5000 (words 0.5000, view 1.0000), view 0, id p1")
+        tab.locator(".views button").nth(2).click()
+        tab.wait_for_selector("table")
+        cells = [row.inner_text().split() for row in tab.locator("tbody tr").all()]
+        assert cells[0][:3] == ["0", "(best)", "1.0000"]
+        assert cells[-2][:3] == ["0.5000", "words", "(BM25)"] and cells[-1][0] == "2.5000"
         assert tab.wrong == []
 
 

@@ -13,11 +13,13 @@ from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 
 READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
@@ -73,7 +75,7 @@ def test_the_same_request_again_is_answered_by_the_version_that_it_made(elsewher
     first, again = elsewhere.post(elsewhere.payload), elsewhere.post(elsewhere.payload)
     assert first.body == again.body
     assert elsewhere.versions() == [1]
-    VersionCatalog(elsewhere.store, "library").rollback(1)
+    VersionCatalog(elsewhere.store, "library").rollback(1, Deadline.after(60))
     late = elsewhere.post(elsewhere.payload)
     assert late.body == {**first.body, "live": False}
     assert elsewhere.versions() == [1, 2]
@@ -162,6 +164,7 @@ def test_a_version_with_a_damaged_file_is_not_published_until_the_file_is_whole(
     do, reason = DAMAGE[kind]
     file = first_file(elsewhere)
     whole = file.read_bytes()
+    file.chmod(0o644)
     do(file)
     error = elsewhere.post(elsewhere.payload).body["error"]
     assert (error["code"], error["field"]) == ("not_whole", "manifest.shards.1") and reason in error["message"]
@@ -271,7 +274,37 @@ def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewher
     while reply.status == 503 and time.monotonic() < until:
         reply = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
     assert (reply.status, reply.body["version"]) == (200, 1)
-    assert slow.read == sum(len(entry.files) for entry in elsewhere.version.shards)
+    num_parts = Corpus.open(slow, "books").num_shards
+    assert slow.read == sum(len(entry.files) for entry in elsewhere.version.shards) + num_parts
+
+
+def test_a_roll_back_whose_reading_outlasts_its_request_is_published_once(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    slow = Slow(str(elsewhere.root))
+    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=200), VersionCatalog(slow, "library"))
+    app = create_app(service, tokens())
+    first = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (first.status, first.body["error"]["code"]) == (503, "publishing")
+    slow.let.set()
+    reply, until = first, time.monotonic() + 20
+    while reply.status == 503 and time.monotonic() < until:
+        reply = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    assert (reply.status, reply.body["version"], reply.body["operation"]) == (200, 2, "rollback")
+    assert elsewhere.versions() == [1, 2]
+
+
+def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    file = first_file(elsewhere)
+    part = elsewhere.root / paths.corpus_dir("books") / Corpus.open(elsewhere.store, "books").info.parts[0].file
+    for damaged, code in ((file, "not_whole"), (part, "no_corpus")):
+        whole = damaged.read_bytes()
+        damaged.chmod(0o644)
+        flip(damaged)
+        reply = call(create_app(elsewhere.service, tokens()), "POST", "/v1/versions/1/rollback", token=ADMIN)
+        assert (reply.status, reply.body["error"]["code"]) == (422, code)
+        damaged.write_bytes(whole)
+    assert elsewhere.versions() == [1]
 
 
 def test_the_client_publishes_a_manifest_or_its_json_and_names_what_is_wrong(elsewhere, tmp_path) -> None:

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from version_store import version_catalog
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
@@ -128,7 +129,7 @@ def test_of_two_publishers_the_second_is_told_of_the_conflict(tmp_path, monkeypa
         if catalog.all()[-1].version == 2:
             monkeypatch.setattr(catalog.store, "create_once", create_once)
             shelf_of_another = type(catalog)(catalog.store, "library")
-            shelf_of_another.rollback(2)
+            shelf_of_another.rollback(2, Deadline.after(60))
         return create_once(path, data)
 
     monkeypatch.setattr(catalog.store, "create_once", late)

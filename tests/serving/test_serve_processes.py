@@ -68,7 +68,7 @@ def haproxy(server: Server) -> list[int]:
     return [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().strip() == "haproxy"]
 
 
-class Answer(NamedTuple):
+class TimedReply(NamedTuple):
     """What one search got: its status and error code, the ids of its hits, and when."""
 
     outcome: str
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
     took_s: float
 
 
-def search_once(port: int) -> Answer:
+def search_once(port: int) -> TimedReply:
     headers = {
         "content-type": "application/json",
         "authorization": f"Bearer {ADMIN}",
@@ -88,19 +88,19 @@ def search_once(port: int) -> Answer:
         reply = connection.getresponse()
         body = json.loads(reply.read())
     except OSError as error:
-        return Answer(type(error).__name__, (), time.monotonic() - began)
+        return TimedReply(type(error).__name__, (), time.monotonic() - began)
     finally:
         connection.close()
     took_s = time.monotonic() - began
     if reply.status != 200:
-        return Answer(f"{reply.status} {body['error']['code']}", (), took_s)
-    return Answer("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
+        return TimedReply(f"{reply.status} {body['error']['code']}", (), took_s)
+    return TimedReply("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
 
 
 @contextmanager
-def load(port: int, threads: int = 3) -> Iterator[list[Answer]]:
+def load(port: int, threads: int = 3) -> Iterator[list[TimedReply]]:
     """Searches one after the other in every thread, while the block runs."""
-    answers: list[Answer] = []
+    answers: list[TimedReply] = []
     is_over = threading.Event()
 
     def ask() -> None:
@@ -125,6 +125,74 @@ def wait_for(condition: Callable[[], bool], within_s: float) -> float:
         assert time.monotonic() - began < within_s, "it did not come to hold in time"
         threading.Event().wait(0.05)
     return time.monotonic() - began
+
+
+def exchange(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> str:
+    """Status and error code of one request with the admin token."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    own = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"} | named
+    try:
+        connection.request(method, path, body, own)
+        reply = connection.getresponse()
+        text = reply.read()
+    finally:
+        connection.close()
+    return f"{reply.status} {json.loads(text)['error']['code']}" if reply.status >= 400 else f"{reply.status}"
+
+
+def test_odd_requests_get_the_same_answers_as_without_proxies(server):
+    assert exchange(server.port, "GET", "/v1/versions/1") == "200"
+    assert exchange(server.port, "GET", "/v1/versions/1.0") == "422 wrong_value"
+    assert exchange(server.port, "POST", "/v1/search", QUERY, content_encoding="gzip") == "415 wrong_content_encoding"
+    assert exchange(server.port, "POST", "/v1/search", QUERY, x_timeout_ms="1") == "504 timeout"
+    assert exchange(server.port, "GET", "/v1/passages/a%0Ab%0D") == "404 unknown_passage"
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
+    assert (
+        exchange(server.port, "GET", "/v1/search", **upgrade, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==")
+        == "400 no_websocket"
+    )
+    assert send(server.port, [GET + b"\r\n"]).status == 200
+    with Client(f"http://127.0.0.1:{server.port}", token=ADMIN, timeout_s=60) as client:
+        assert client.search(["What was the oil crisis?"], k=3).coverage.share == 1
+
+
+@pytest.mark.chaos("30 MB in one header, 180 MB in one header", "refused; others answered meanwhile")
+def test_a_header_of_any_length_stalls_nobody(server):
+    before = processes("ProxyActor")
+    with load(server.port, threads=1) as answers:
+        refusals = [send(server.port, long_header(size)) for size in (30, 180)]
+        wait_for(lambda: len(answers) > 3, 60)
+    assert refusals == 2 * [RawReply(400, "")] and processes("ProxyActor") == before
+    assert {one.outcome for one in answers} == {"200"} and max(one.took_s for one in answers) < TIMEOUT_MS / 1000
+
+
+@pytest.mark.chaos(
+    "sixty bodies of 30 MB at once, to an open route and without a token", "refused unread; no memory taken"
+)
+def test_bodies_take_no_memory_of_a_replica_before_there_is_a_token(server):
+    replicas = [*processes("ServeReplica"), *processes("ProxyActor"), *haproxy(server)]
+    before = [memory_bytes(one) for one in replicas]
+    ready = b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    assert set(at_once(60, lambda: send(server.port, chunked_body(ready, 30)))) == {RawReply(413, "body_too_large")}
+    assert set(at_once(60, lambda: send(server.port, chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
+    grown = sum(memory_bytes(one) - was for one, was in zip(replicas, before))
+    assert grown < 100_000_000
+    assert search_once(server.port).outcome == "200"
+
+
+@pytest.mark.chaos("3,000 half requests and 70 slow bodies", "closed in time; others answered meanwhile")
+def test_connections_that_wait_keep_nobody_else_out_and_are_closed(server):
+    authorized = SEARCH + f"Authorization: Bearer {ADMIN}\r\n".encode()
+    with half_requests(server.port, 70, authorized + b"content-length: 100\r\n\r\n{") as slow:
+        with load(server.port, threads=1) as answers:
+            wait_for(lambda: len(answers) > 10, 60)
+        assert {read_reply(raw) for raw in slow} == {RawReply(408, "request_late")}
+    with half_requests(server.port, 3000) as half:
+        with load(server.port, threads=1) as more:
+            wait_for(lambda: len(more) > 10, 60)
+        assert closed_by_server(half, within_s=60) == len(half)
+    assert {one.outcome for one in (*answers, *more)} == {"200"}
 
 
 class ProcessFault(NamedTuple):
@@ -216,71 +284,3 @@ def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_
     assert set(outcomes) - {"200"} <= allowed, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
-
-
-@pytest.mark.chaos("30 MB in one header, 180 MB in one header", "refused; others answered meanwhile")
-def test_a_header_of_any_length_stalls_nobody(server):
-    before = processes("ProxyActor")
-    with load(server.port, threads=1) as answers:
-        refusals = [send(server.port, long_header(size)) for size in (30, 180)]
-        wait_for(lambda: len(answers) > 3, 60)
-    assert refusals == 2 * [RawReply(400, "")] and processes("ProxyActor") == before
-    assert {one.outcome for one in answers} == {"200"} and max(one.took_s for one in answers) < TIMEOUT_MS / 1000
-
-
-@pytest.mark.chaos(
-    "sixty bodies of 30 MB at once, to an open route and without a token", "refused unread; no memory taken"
-)
-def test_bodies_take_no_memory_of_a_replica_before_there_is_a_token(server):
-    replicas = [*processes("ServeReplica"), *processes("ProxyActor"), *haproxy(server)]
-    before = [memory_bytes(one) for one in replicas]
-    ready = b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    assert set(at_once(60, lambda: send(server.port, chunked_body(ready, 30)))) == {RawReply(413, "body_too_large")}
-    assert set(at_once(60, lambda: send(server.port, chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
-    grown = sum(memory_bytes(one) - was for one, was in zip(replicas, before))
-    assert grown < 100_000_000
-    assert search_once(server.port).outcome == "200"
-
-
-@pytest.mark.chaos("3,000 half requests and 70 slow bodies", "closed in time; others answered meanwhile")
-def test_connections_that_wait_keep_nobody_else_out_and_are_closed(server):
-    authorized = SEARCH + f"Authorization: Bearer {ADMIN}\r\n".encode()
-    with half_requests(server.port, 70, authorized + b"content-length: 100\r\n\r\n{") as slow:
-        with load(server.port, threads=1) as answers:
-            wait_for(lambda: len(answers) > 10, 60)
-        assert {read_reply(raw) for raw in slow} == {RawReply(408, "request_late")}
-    with half_requests(server.port, 3000) as half:
-        with load(server.port, threads=1) as more:
-            wait_for(lambda: len(more) > 10, 60)
-        assert closed_by_server(half, within_s=60) == len(half)
-    assert {one.outcome for one in (*answers, *more)} == {"200"}
-
-
-def exchange(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> str:
-    """Status and error code of one request with the admin token."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    own = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"} | named
-    try:
-        connection.request(method, path, body, own)
-        reply = connection.getresponse()
-        text = reply.read()
-    finally:
-        connection.close()
-    return f"{reply.status} {json.loads(text)['error']['code']}" if reply.status >= 400 else f"{reply.status}"
-
-
-def test_odd_requests_get_the_same_answers_as_without_proxies(server):
-    assert exchange(server.port, "GET", "/v1/versions/1") == "200"
-    assert exchange(server.port, "GET", "/v1/versions/1.0") == "422 wrong_value"
-    assert exchange(server.port, "POST", "/v1/search", QUERY, content_encoding="gzip") == "415 wrong_content_encoding"
-    assert exchange(server.port, "POST", "/v1/search", QUERY, x_timeout_ms="1") == "504 timeout"
-    assert exchange(server.port, "GET", "/v1/passages/a%0Ab%0D") == "404 unknown_passage"
-    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
-    assert (
-        exchange(server.port, "GET", "/v1/search", **upgrade, sec_websocket_key="dGhlIHNhbXBsZSBub25jZQ==")
-        == "400 no_websocket"
-    )
-    assert send(server.port, [GET + b"\r\n"]).status == 200
-    with Client(f"http://127.0.0.1:{server.port}", token=ADMIN, timeout_s=60) as client:
-        assert client.search(["What was the oil crisis?"], k=3).coverage.share == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from prepared_corpus import empty_corpus
 
 from mvr_ray.serving.catalog import VersionCatalog
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardMeta
 
@@ -13,16 +13,17 @@ from mvr_ray.store.manifest import Manifest, ShardMeta
 def version_catalog(folder: Path, versions: int = 2) -> VersionCatalog:
     store = Store(str(folder / "store"))
     empty_corpus(store, "books")
+    store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
     for number in range(1, versions + 1):
         folder_of_shard = folder / f"built{number}"
         folder_of_shard.mkdir()
         (folder_of_shard / "embeddings.arrow").write_bytes(b"vectors of version %d" % number)
         entry = manifest.add_shard(store, "library", folder_of_shard, ShardMeta(0, 3, 4 + number))
-        manifest.publish(store, manifest_of(entry, parent=number - 1))
+        manifest.publish(store, manifest_of(entry, number - 1, "0" * 32))
     return VersionCatalog(store, "library")
 
 
-def manifest_of(entry: manifest.ShardEntry, parent: int) -> Manifest:
+def manifest_of(entry: manifest.ShardEntry, parent: int, corpus_digest: str) -> Manifest:
     return Manifest(
         index="library",
         operation="index",
@@ -33,7 +34,7 @@ def manifest_of(entry: manifest.ShardEntry, parent: int) -> Manifest:
         dimension=3,
         dtype="fp32",
         corpus="books",
-        corpus_digest="0" * 32,
+        corpus_digest=corpus_digest,
         index_params={"kind": "flat"},
         shards=(entry,),
         parent=parent,

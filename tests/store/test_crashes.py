@@ -39,50 +39,17 @@ def publish_shard(store: Store, folder: Path) -> Manifest:
 
 
 PUBLISHER = """
-import builtins, io, os, signal, sys
+import sys
 from dataclasses import replace
 from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from kill_at_call import kill_at_call
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import ShardMeta
 
-store, folder, at, calls = Store(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), 0
-plain_open, say = io.open, os.write
-
-def step(name):
-    global calls
-    calls += 1
-    say(1, f"{name}\\n".encode())
-    if calls == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def counted(name):
-    real = getattr(os, name)
-    def call(*args, **options):
-        step(name)
-        return real(*args, **options)
-    return call
-
-class Halves(io.FileIO):
-    def write(self, data):
-        step("write")
-        super().write(data[:len(data) // 2])
-        step("write the rest")
-        super().write(data[len(data) // 2:])
-        return len(data)
-
-def opened(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None):
-    if not set(mode) & set("wxa+"):
-        return plain_open(file, mode, buffering, encoding, errors, newline)
-    step("create")
-    raw = io.BufferedWriter(Halves(file, mode.replace("b", "").replace("t", "")))
-    return raw if "b" in mode else io.TextIOWrapper(raw, encoding, errors, newline)
-
-if at >= 0:
-    for name in ("fsync", "fdatasync", "link", "symlink", "rename", "replace", "mkdir", "unlink", "remove", "rmdir",
-                 "utime", "truncate", "ftruncate", "write", "pwrite", "sendfile", "copy_file_range"):
-        setattr(os, name, counted(name))
-    io.open = builtins.open = opened
+store, folder = Store(sys.argv[1]), Path(sys.argv[2])
+kill_at_call(int(sys.argv[3]))
 entry = manifest.add_shard(store, "i", folder, ShardMeta(0, 2, 5))
 live = manifest.read(store, "i")
 manifest.publish(store, replace(live, shards=(entry,), parent=live.version, config_digest="new"))
@@ -91,7 +58,7 @@ manifest.publish(store, replace(live, shards=(entry,), parent=live.version, conf
 
 def publisher(store: Store, folder: Path, at: int = -1) -> subprocess.Popen:
     """The work as a process; it kills itself at call number `at` of those that change the disk, and names them all."""
-    command = [sys.executable, "-c", PUBLISHER, store.root, folder, str(at)]
+    command = [sys.executable, "-c", PUBLISHER, store.root, folder, str(at), str(Path(__file__).parent)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -10,6 +10,7 @@ Shapes: Q queries, C candidates per query, M (query, passage) pairs, N vectors, 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -122,6 +123,12 @@ class BlockTable:
         self.num_passages = int(self.starts[-1])
         self.num_vectors = sum(int(block.row_ptr[-1] - block.row_ptr[0]) for block in self.blocks)
         self.num_scorable = sum(int(np.count_nonzero(np.diff(block.row_ptr))) for block in self.blocks)
+
+    @cached_property
+    def scorable_rows(self) -> IntArray:
+        """The rows of passages that have a view, ascending."""
+        counts = [np.diff(block.row_ptr) for block in self.blocks]
+        return np.flatnonzero(np.concatenate([np.zeros(0, np.int64), *counts]))
 
     def passage_id(self, row: int) -> str:
         at = int(np.searchsorted(self.starts, row, side="right")) - 1

@@ -76,8 +76,6 @@ class Kernel(Protocol[Array, Queries]):
     vectors_per_step: int
     threads: int
     """How many of the kernel's calls may run side by side, each for a share of the steps."""
-    skips_masked: bool
-    """Whether the vectors of passages outside a mask are not even read for one query."""
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Copy host rows to the device, in their own dtype."""
@@ -129,7 +127,6 @@ class NumpyKernel:
 
     vectors_per_step = CPU_STEP
     threads = 1
-    skips_masked = False
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
@@ -192,7 +189,6 @@ class TorchKernel:
     """Torch on a CPU or a GPU. It has threads of its own."""
 
     threads = 1
-    skips_masked = False
 
     def __init__(self, device: str = "cpu") -> None:
         import torch

@@ -177,7 +177,6 @@ class NativeKernel:
     """Runs the loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     vectors_per_step = STEP
-    skips_masked = True
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
         """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""

@@ -680,13 +680,6 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
     return (const char *)wide;
 }
 
-/* Whether a passage from `first` on, up to `end`, is in the mask. */
-INLINE int any_passes(const uint8_t *mask_P, int64_t first, int64_t end) {
-    for (; first < end; first++)
-        if (mask_P[first]) return 1;
-    return 0;
-}
-
 /* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
    `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
@@ -721,11 +714,6 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             if (left > 0) break;
             ends |= 1u << (stop - 1);
             if (++passage == passages) break;
-        }
-        const int begun = passage < passages && left < count_P[passage]; /* the last passage goes over into the next */
-        if (s->mask_P && !any_passes(s->mask_P, before, passage + begun)) {
-            for (int q = 0; q < padded; q++) best_Q[q] = -INFINITY;
-            continue;
         }
         const char *part = (const char *)rows + at * dimension * size;
         float some[BLOCK] = {0};

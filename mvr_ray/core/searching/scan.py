@@ -30,7 +30,7 @@ fine.
 
 **Filters.** A mask says which passages may be found. The others are passed over before a lower bound is raised: L is
 then the k-th largest among those that pass, and the reasoning above holds for them alone. Of a step where few pass,
-their vectors are copied together and these alone are multiplied, unless the kernel passes by the others where they lie.
+their vectors are copied together and these alone are multiplied.
 
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
 of all threads is a lower bound for the whole.
@@ -61,7 +61,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-GATHER_SHARE = 0.15  # of a step's passages: where fewer pass a filter, copying theirs costs less than passing by others
+GATHER_SHARE = 0.15  # of a step's passages: where fewer pass a filter, copying theirs costs less than multiplying all
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
@@ -111,17 +111,16 @@ class StepPart(NamedTuple):
         return len(self.step.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
-def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_share: float) -> StepPart | None:
-    """What of a step passes a mask over the rows of the shard; None where nothing does. Where no more than
-    `gather_share` of it passes, it is copied together."""
+def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_]) -> StepPart | None:
+    """What of a step passes a mask over the rows of the shard; None where nothing does."""
     own_P = mask_P[step.row_P]
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
         return StepPart(number, step)
+    if num_passing > GATHER_SHARE * len(own_P):
+        return StepPart(number, step, own_P)
     if not num_passing:
         return None
-    if num_passing > gather_share * len(own_P):
-        return StepPart(number, step, own_P)
     vectors_M = np.flatnonzero(np.repeat(own_P, step.counts_P))
     return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
 
@@ -195,8 +194,7 @@ class Scan(Generic[Array, Queries]):
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
-        in_place = self.kernel.skips_masked and len(queries_QD) == 1
-        steps = self.parts_of(mask_P, 0.0 if in_place else GATHER_SHARE)
+        steps = self.parts_of(mask_P)
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
@@ -205,13 +203,13 @@ class Scan(Generic[Array, Queries]):
         rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
         return CountedHits(hits, rescored_Q)
 
-    def parts_of(self, mask_P: NDArray[np.bool_] | None, gather_share: float = GATHER_SHARE) -> list[StepPart]:
+    def parts_of(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
         """The steps to scan for the passages of a mask, over the rows of the shard."""
         if mask_P is None:
             return [StepPart(number, step) for number, step in enumerate(self.steps)]
         if mask_P.shape != (self.table.num_passages,):
             raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.table.num_passages} passages")
-        parts = (passing_part(number, step, mask_P, gather_share) for number, step in enumerate(self.steps))
+        parts = (passing_part(number, step, mask_P) for number, step in enumerate(self.steps))
         return [part for part in parts if part is not None]
 
     def _by_threads(

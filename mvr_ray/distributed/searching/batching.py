@@ -3,7 +3,7 @@
     alone     fewer than `at_once` calls run: a search goes at once, in its caller's thread, as if nothing stood here
     wait      else it stands in line until a call ends, but not for longer than twice the median call takes, nor for
               longer than a quarter of its own time
-    together  those in line that want the same k under the same filter are asked as one batch of at most `most` queries
+    together  those in line with the same k, filter and weight of words are asked as one batch of at most `most` queries
     apart     each has its own rows when all shards have answered; at its own deadline it has what came until then
 
 What a score is depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
-from mvr_ray.types import FloatArray, ShardHits
+from mvr_ray.types import FloatArray, HybridQueries, ShardHits
 
 AT_ONCE = 2
 """One call is searched while the answer of the other is on its way and the next one is being put together."""
@@ -38,7 +39,16 @@ THREADS = 64
 class _Search:
     """One search in line. `rows` are its queries in the batch that it goes with."""
 
-    def __init__(self, queries_QD: FloatArray, k: int, shards: Sequence[int], deadline: Deadline, filter: str) -> None:
+    def __init__(
+        self,
+        queries_QD: FloatArray,
+        k: int,
+        shards: Sequence[int],
+        deadline: Deadline,
+        filter: str = "",
+        hybrid: HybridQueries | None = None,
+    ) -> None:
+        self.hybrid = hybrid
         self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
         self.filter = filter
         self.rows = slice(0, 0)
@@ -47,7 +57,10 @@ class _Search:
         self.sent = threading.Event()
 
     def goes_with(self, other: "_Search") -> bool:
-        return (self.k, self.shards, self.filter) == (other.k, other.shards, other.filter)
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[Any, ...]:
+        return self.k, self.shards, self.filter, None if self.hybrid is None else self.hybrid.weight
 
 
 class _SearchBatch:
@@ -62,6 +75,15 @@ class _SearchBatch:
             search.rows = slice(first, first + len(search.queries_QD))
             search.batch = self
             first = search.rows.stop
+
+    def whole(self) -> _Search:
+        """All searches as one."""
+        first = self.searches[0]
+        queries_QD = np.concatenate([search.queries_QD for search in self.searches])
+        texts = [text for search in self.searches if search.hybrid for text in search.hybrid.texts]
+        hybrid = first.hybrid and HybridQueries(tuple(texts), first.hybrid.weight)
+        deadline = max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
+        return _Search(queries_QD, first.k, first.shards, deadline, first.filter, hybrid)
 
     def on_partial(self, some: ShardResults) -> None:
         self.heard += [*some.results, *some.failures]
@@ -107,13 +129,14 @@ class DynamicBatcher:
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """As the fleet answers, which this search shares with others; raises what the fleet raises."""
+        search = _Search(queries_QD, k, shards, deadline, filter, hybrid)
         if on_partial is not None or again or len(queries_QD) >= self.most:
-            more = {"again": again, "on_partial": on_partial, "filter": filter}
+            more = {"again": again, "on_partial": on_partial, "filter": filter, "hybrid": hybrid}
             return self.fleet.fan_out(queries_QD, k, shards, deadline, **more)
         began_s = time.monotonic()
-        search = _Search(queries_QD, k, shards, deadline, filter)
         with self._lock:
             self.searches += 1
             alone = self._running < self.at_once and not self._line
@@ -124,7 +147,7 @@ class DynamicBatcher:
                 self._line.append(search)
         if alone:
             try:
-                return self.fleet.fan_out(queries_QD, k, shards, deadline, filter=filter)
+                return self.fleet.fan_out(queries_QD, k, shards, deadline, filter=filter, hybrid=hybrid)
             finally:
                 self._finish_call(began_s)
         if not search.sent.wait(self._patience_s(deadline.left_s)):
@@ -162,12 +185,11 @@ class DynamicBatcher:
             self._running += 1
             self.calls += 1
         batch, began_s = _SearchBatch(together), time.monotonic()
-        queries_QD = np.concatenate([search.queries_QD for search in together])
-        deadline = max((search.deadline for search in together), key=lambda deadline: deadline.due_s)
+        whole = batch.whole()
         with logs.request_context(first.request):
             run = copy_context().run  # log lines of a batch carry the request of its first search
-        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial, filter=first.filter)
-        batch.future = self._threads.submit(run, fan_out, queries_QD, first.k, first.shards, deadline)
+        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial, filter=first.filter, hybrid=whole.hybrid)
+        batch.future = self._threads.submit(run, fan_out, whole.queries_QD, whole.k, whole.shards, whole.deadline)
         for search in together:
             search.sent.set()
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))

@@ -39,10 +39,10 @@ from mvr_ray.distributed.searching.messages import (
     encode_views_request,
 )
 from mvr_ray.distributed.searching.node_placement import assign_nodes, new_searcher, node_capacities
-from mvr_ray.distributed.searching.searcher import OnPartial, SearcherTask, ShardAssignment, shard_keys
+from mvr_ray.distributed.searching.searcher import OnPartial, SearcherTask, ShardAssignment, assignment_bytes
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FleetCounts, FloatArray
+from mvr_ray.types import FleetCounts, FloatArray, HybridQueries
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +110,7 @@ class RemoteSearchers:
             try:
                 self._undone(PROBE_TIMEOUT_S)
                 usages = self._all(lambda actor, _: actor.memory.options(concurrency_group="health").remote(), manifest)
-                keys, bytes_of = shard_keys(manifest), {entry.shard: entry.num_bytes for entry in manifest.shards}
-                wanted = [
-                    {keys[shard]: bytes_of[shard] for shard in assignment.shards} for assignment in fleet.of_actors
-                ]
+                wanted = [assignment_bytes(manifest, assignment.shards) for assignment in fleet.of_actors]
                 require_memory(version_name(manifest), wanted, [MemoryUsage(*one) for one in usages], self.limit_bytes)
                 fleet.open(max_task_retries=0)
                 self._all(lambda actor, _: actor.probe.remote(manifest.version), manifest)
@@ -218,10 +215,11 @@ class RemoteFleet:
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """Raises OverloadedError where too many calls wait; a further round (`again`) is always let in."""
         requests = {
-            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version, filter)))
+            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version, filter, hybrid)))
             for group, here in self._by_group(shards).items()
         }
         hear = (lambda message: on_partial(decode_results(message))) if on_partial else None

@@ -9,7 +9,7 @@ from mvr_ray.distributed.searching.searcher import (
     LocalFleet,
     SearcherTask,
     ShardSearcher,
-    shard_keys,
+    assignment_bytes,
 )
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts
@@ -51,8 +51,7 @@ class LocalSearchers:
 
     def load(self, manifest: Manifest) -> LocalFleet:
         fleet = self.fleet(manifest)
-        keys = shard_keys(manifest)
-        bytes_of = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards}
+        bytes_of = assignment_bytes(manifest, fleet.task.shards)
         require_memory(version_name(manifest), [bytes_of], [self.searcher.memory()], self.limit_bytes)
         try:
             fleet.ready()

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray.store.embeddings import Views
-from mvr_ray.types import FloatArray, IntArray, ShardHits
+from mvr_ray.types import FloatArray, HybridQueries, IntArray, ShardHits
 
 _SETTINGS = b"mvr_ray"
 
@@ -31,6 +31,7 @@ class ScanRequest(NamedTuple):
     shards: tuple[int, ...]
     version: int
     filter: str = ""
+    hybrid: HybridQueries | None = None
 
 
 class ViewsRequest(NamedTuple):
@@ -72,7 +73,7 @@ class ViewResults(NamedTuple):
 
 def encode_scan(request: ScanRequest) -> pa.Buffer:
     """The request as one message."""
-    settings = {"k": request.k, "shards": request.shards, "version": request.version, "filter": request.filter}
+    settings = {name: getattr(request, name) for name in ("k", "shards", "version", "filter", "hybrid")}
     return _encode({"query": _lists(np.asarray(request.queries_QD, np.float32))}, settings)
 
 
@@ -80,7 +81,9 @@ def decode_scan(message: pa.Buffer) -> ScanRequest:
     """The request in a message."""
     batch, settings = _decode(message)
     queries_QD = _matrix(batch.column("query"))
-    return ScanRequest(queries_QD, settings["k"], tuple(settings["shards"]), settings["version"], settings["filter"])
+    hybrid = HybridQueries(tuple(settings["hybrid"][0]), settings["hybrid"][1]) if settings["hybrid"] else None
+    shards = tuple(settings["shards"])
+    return ScanRequest(queries_QD, settings["k"], shards, settings["version"], settings["filter"], hybrid)
 
 
 def encode_results(answer: ShardResults, num_queries: int) -> pa.Buffer:

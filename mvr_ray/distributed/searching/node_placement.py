@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -38,7 +38,13 @@ from mvr_ray.distributed.searching.messages import (
     encode_results,
     encode_views,
 )
-from mvr_ray.distributed.searching.searcher import SearcherTask, ShardAssignment, ShardSearcher, shard_keys
+from mvr_ray.distributed.searching.scrubber import Scrubber
+from mvr_ray.distributed.searching.searcher import (
+    SearcherTask,
+    ShardAssignment,
+    ShardSearcher,
+    assignment_bytes,
+)
 from mvr_ray.distributed.searching.transport import FairLock, SearcherAddress, SearcherServer
 from mvr_ray.errors import MvrRayError, ShardIndexError
 
@@ -71,6 +77,8 @@ class SearcherActor(ShardSearcher):
         super().__init__(task)
         self.turn = FairLock()
         self._server: SearcherServer | None = None
+        self._scrubbing = ExitStack()
+        self._scrubbing.enter_context(Scrubber(self, task.scrub_bytes_s).running())
         log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
 
     def node(self) -> str:
@@ -89,7 +97,7 @@ class SearcherActor(ShardSearcher):
         if method == "scan":
             request = decode_scan(message)
             with self.turn:
-                results = self.scan(*request[:4], call, filter=request.filter)
+                results = self.scan(*request[:4], call, filter=request.filter, hybrid=request.hybrid)
             return encode_results(results, len(request.queries_QD))
         if method == "views":
             ids, version = decode_views_request(message)
@@ -266,8 +274,7 @@ class Rebalancer:
             raise MvrRayError(f"Ray started it on node {node[:8]}, not on {target[:8]}")
         bytes_of: dict[str, int] = {}
         for manifest, shards in assignments:
-            keys = shard_keys(manifest)
-            bytes_of |= {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
+            bytes_of |= assignment_bytes(manifest, shards)
         room = MemoryUsage(
             *ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
         )

@@ -15,28 +15,33 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import distinct
+from mvr_ray.core.searching.exact import BlockTable, Pairs, ScoredPairs, check_queries, distinct
+from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.lexical import open_postings, open_statistics
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
+from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import FloatArray, ShardHits
+from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
+from mvr_ray.types import CountedHits, FloatArray, HybridQueries, HybridWeight, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+NO_WORDS_HINT = "index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
 
 Key = str
 """What an open shard is: its digest, a space, and how it is indexed."""
@@ -47,7 +52,8 @@ FORGOTTEN = 4096
 
 
 class SearcherTask(NamedTuple):
-    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` as in the run file."""
+    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` and `scrub_bytes_s` as in the run
+    file."""
 
     store: str
     manifest: Manifest
@@ -55,6 +61,7 @@ class SearcherTask(NamedTuple):
     threads: int = 1
     device: str = "cpu"
     tls_dir: str = ""
+    scrub_bytes_s: int = 0
 
 
 class ShardAssignment(NamedTuple):
@@ -79,15 +86,34 @@ class Heartbeat(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """A manifest, with its entries by shard and what each is when open."""
+    """A manifest, with its entries by shard, what each is when open, and the words of each where it has them."""
 
     manifest: Manifest
     entries: dict[int, ShardEntry]
     keys: dict[int, Key]
+    postings_keys: dict[int, Key]
+    statistics_key: Key
 
     @classmethod
     def of(cls, manifest: Manifest) -> "_Version":
-        return cls(manifest, {entry.shard: entry for entry in manifest.shards}, shard_keys(manifest))
+        entries = {entry.shard: entry for entry in manifest.shards}
+        return cls(manifest, entries, shard_keys(manifest), postings_keys(manifest), statistics_key(manifest))
+
+    def words_key(self, shard: int) -> Key | None:
+        """What the words of a shard are, postings and statistics; None for a version without."""
+        return f"{self.postings_keys[shard]} {self.statistics_key}" if self.statistics_key else None
+
+    def all_keys(self) -> set[Key]:
+        words = {key for shard in self.postings_keys if (key := self.words_key(shard))}
+        return {*self.keys.values(), *self.postings_keys.values(), self.statistics_key, *words}
+
+
+class OpenFile(NamedTuple):
+    """A file of an open shard, whatever has its path by now, and what the manifest says of it."""
+
+    path: Path
+    handle: pa.NativeFile
+    entry: FileEntry
 
 
 class OpenShard(NamedTuple):
@@ -95,6 +121,8 @@ class OpenShard(NamedTuple):
     embedded: EmbeddingShard
     ids: pa.Array
     num_bytes: int
+    files: tuple[OpenFile, ...] = ()
+    table: BlockTable | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
         """The same shard without its index: every view is scanned."""
@@ -113,6 +141,8 @@ class ShardSearcher:
         self._versions: dict[int, _Version] = {}
         self._dropped: set[int] = set()
         self._held: dict[Key, OpenShard] = {}
+        self._postings: dict[Key, Postings] = {}
+        self._statistics: dict[Key, CorpusStatistics] = {}
         self._damaged: dict[Key, str] = {}
         self._opening = threading.Lock()
         self._books = threading.Lock()
@@ -133,11 +163,13 @@ class ShardSearcher:
                 self._versions[manifest.version] = of
                 self._dropped.discard(manifest.version)
             for shard in shards:
-                try:
-                    self._open(of, shard)
-                except MvrRayError as error:
-                    self._damaged[of.keys[shard]] = str(error)
-                    failed = failed or error
+                for key, opens in ((of.keys[shard], self._open), (of.words_key(shard), self._open_words)):
+                    try:
+                        if key is not None:
+                            opens(of, shard)
+                    except MvrRayError as error:
+                        self._damaged[key or ""] = str(error)
+                        failed = failed or error
         if failed:
             raise failed
         return self.born
@@ -148,8 +180,8 @@ class ShardSearcher:
         with self._books:
             self._dropped.add(version)
             self._versions.pop(version, None)
-            named = {key for one in self._versions.values() for key in one.keys.values()}
-            for kept in (self._held, self._damaged):
+            named = {key for one in self._versions.values() for key in one.all_keys()}
+            for kept in (self._held, self._postings, self._statistics, self._damaged):
                 for key in [key for key in kept if key not in named]:
                     del kept[key]
 
@@ -157,12 +189,41 @@ class ShardSearcher:
         """Digests of the shards that are open now; answered even while a search runs."""
         return sorted({key.partition(" ")[0] for key in list(self._held)})
 
+    def open_shards(self) -> list[tuple[Key, OpenShard]]:
+        return list(self._held.items())
+
+    def damaged_keys(self) -> list[Key]:
+        return list(self._damaged)
+
+    def withdraw(self, key: Key, open_shard: OpenShard, reason: str) -> None:
+        """Let go a shard whose files have changed since it was opened; searches find it damaged from now on."""
+        with self._books:
+            if self._held.get(key) is open_shard:
+                self._damaged[key] = reason
+                del self._held[key]
+
+    def reopen(self, key: Key) -> bool:
+        """Try to open a damaged shard again; whether it is open, or no version names it any more."""
+        places = ((of, shard) for of in list(self._versions.values()) for shard, own in of.keys.items() if own == key)
+        of, shard = next(places, (None, 0))
+        if of is None:
+            self._damaged.pop(key, None)
+            return True
+        try:
+            self._open(of, shard)
+        except (MvrRayError, OSError) as error:
+            self._damaged[key] = str(error)
+            return False
+        log.info("shard open again: index=%s version=%d shard=%d", of.manifest.index, of.manifest.version, shard)
+        return True
+
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(self.born, self._finished, self._opening.locked())
 
     def memory(self) -> MemoryUsage:
         """What is held here, and what is free on this machine."""
         held = {key: one.num_bytes for key, one in list(self._held.items())}
+        held |= {key: one.num_bytes for kept in (self._postings, self._statistics) for key, one in list(kept.items())}
         return MemoryUsage(node_name(), free_bytes(), held)
 
     def scan(
@@ -174,9 +235,11 @@ class ShardSearcher:
         call: str = "",
         *,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """The best k passages of each of these shards for every query. Without a version: of the task's. With a filter
-        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged.
+        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged, and
+        so is one whose words cannot be, where `hybrid` ranks by words and views.
 
         Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
         """
@@ -184,14 +247,21 @@ class ShardSearcher:
         if self._passed_by(call):
             return answer
         of = self._version(version)
+        words = tokenize(hybrid.texts) if hybrid else []
         for shard in shards:
             held = self._get_open(of, shard, call)
             if isinstance(held, ShardFailure):
                 answer.failures.append(held)
                 continue
             mask_P = self._mask(of, shard, held, filter)
+            lexical = self._get_words(of, shard, call) if hybrid else None
             if isinstance(mask_P, ShardFailure):
                 answer.failures.append(mask_P)
+            elif isinstance(lexical, ShardFailure):
+                answer.failures.append(lexical)
+            elif hybrid and lexical:
+                by_words = _scan_hybrid(held, lexical, shard, queries_QD, words, hybrid.weight, k, mask_P)
+                answer.results.append(by_words)
             else:
                 answer.results.append(_scan(held, shard, queries_QD, k, mask_P))
         self._finished += 1
@@ -271,14 +341,25 @@ class ShardSearcher:
             return self._versions.setdefault(version, of)
 
     def _get_open(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
-        key = of.keys[shard]
-        held = self._held.get(key)
-        if held is not None:
-            return held
+        return self._held.get(of.keys[shard]) or self._open_late(self._open, of, shard, of.keys[shard], call)
+
+    def _get_words(self, of: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
+        key = of.words_key(shard)
+        if key is None:
+            raise ShardIndexError(
+                f"index {of.manifest.index!r} version {of.manifest.version} has no words of its passages; "
+                f"{NO_WORDS_HINT}"
+            )
+        return self._open_late(self._open_words, of, shard, key, call)
+
+    def _open_late(
+        self, opens: Callable[[_Version, int], T], of: _Version, shard: int, key: Key, call: str
+    ) -> T | ShardFailure:
+        """What a call opens that nothing opened before; a failure where its files are damaged."""
         if key not in self._damaged:
             with logs.request_context(call.rpartition("/")[0]):
                 try:
-                    return self._open(of, shard)
+                    return opens(of, shard)
                 except MvrRayError as error:
                     log.error("shard damaged: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
                     self._damaged[key] = str(error)
@@ -295,9 +376,30 @@ class ShardSearcher:
                     self._damaged.pop(key, None)
         return held
 
+    def _open_words(self, of: _Version, shard: int) -> LexicalIndex:
+        key, entry, store = of.postings_keys[shard], of.entries[shard], Store(self.task.store)
+        postings, statistics = self._postings.get(key), self._statistics.get(of.statistics_key)
+        if postings is not None and statistics is not None:
+            return LexicalIndex(postings, statistics)
+        with self._opening:
+            postings = self._postings.get(key) or open_postings(store, of.manifest, of.manifest.shards.index(entry))
+            statistics = self._statistics.get(of.statistics_key) or open_statistics(store, of.manifest)
+            if postings.num_passages != entry.num_passages:
+                raise ManifestError(
+                    f"the words of shard {shard} of index {of.manifest.index!r} are those of {postings.num_passages} "
+                    f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
+                )
+            with self._books:
+                self._postings[key], self._statistics[of.statistics_key] = postings, statistics
+                self._damaged.pop(of.words_key(shard) or "", None)
+        return LexicalIndex(postings, statistics)
+
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
         folder = manifests.open_shard(Store(self.task.store), manifest.index, entry)
+        files = tuple(
+            OpenFile(folder / name, pa.OSFile(str(folder / name)), file) for name, file in entry.files.items()
+        )
         embedded = open_embeddings(folder, entry.files)
         if (embedded.dimension, embedded.num_passages) != (manifest.dimension, entry.num_passages):
             raise ManifestError(
@@ -306,12 +408,12 @@ class ShardSearcher:
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
-            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes)
+            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes, files)
         params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
         index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
         ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
-        return OpenShard(index, embedded, ids, entry.num_bytes)
+        return OpenShard(index, embedded, ids, entry.num_bytes, files, BlockTable(blocks))
 
 
 class Fleet(Protocol):
@@ -331,9 +433,11 @@ class Fleet(Protocol):
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
         """Scan these shards. `again`: a further round of a search, which no bound on queues refuses. `on_partial`
-        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one.
+        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one; `hybrid`:
+        rank by words and views.
         """
         ...
 
@@ -369,8 +473,10 @@ class LocalFleet:
         again: bool = False,
         on_partial: OnPartial | None = None,
         filter: str = "",
+        hybrid: HybridQueries | None = None,
     ) -> ShardResults:
-        return self.searcher.scan(queries_QD, k, shards, self.task.manifest.version, filter=filter)
+        version = self.task.manifest.version
+        return self.searcher.scan(queries_QD, k, shards, version, filter=filter, hybrid=hybrid)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search."""
@@ -386,14 +492,79 @@ def shard_keys(manifest: Manifest) -> dict[int, Key]:
     return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
+def postings_keys(manifest: Manifest) -> dict[int, Key]:
+    """What the postings of each shard of a version are when open; empty for a version without words."""
+    postings = manifest.lexical.postings if manifest.lexical else ()
+    return {entry.shard: _words_key(files) for entry, files in zip(manifest.shards, postings)}
+
+
+def statistics_key(manifest: Manifest) -> Key:
+    """What the statistics of a version's corpus are when open; empty for a version without words."""
+    return _words_key(manifest.lexical.statistics) if manifest.lexical else ""
+
+
+def _words_key(files: Sequence[FileEntry]) -> Key:
+    return " ".join(["words", *(file.sha256 for file in files)])
+
+
+def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
+    """The bytes of what a searcher holds of these shards, by key."""
+    keys, words = shard_keys(manifest), postings_keys(manifest)
+    own = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
+    if manifest.lexical:
+        files = {statistics_key(manifest): manifest.lexical.statistics}
+        files |= {words[entry.shard]: one for entry, one in zip(manifest.shards, manifest.lexical.postings)}
+        named = {statistics_key(manifest), *(words[shard] for shard in shards)}
+        own |= {key: sum(file.num_bytes for file in files[key]) for key in named}
+    return own
+
+
+def _scan_hybrid(
+    open_shard: OpenShard,
+    lexical: LexicalIndex,
+    shard: int,
+    queries_QD: FloatArray,
+    words: Sequence[Sequence[str]],
+    weight: HybridWeight,
+    k: int,
+    mask_P: Mask | None,
+) -> ShardResult:
+    index, table = open_shard.index, open_shard.table
+    if index is None or table is None:
+        return _scan(open_shard, shard, queries_QD, k)
+    assert weight != "rrf", "the router fuses ranks of whole lists"
+    queries_QD, rows_P = check_queries(queries_QD, index.dimension), table.scorable_rows
+    rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(k, index.num_passages)
+
+    def search(queries: IntArray, depth: int) -> ShardHits:
+        return index.search(queries_QD[queries], depth, mask_P)
+
+    def rescore(pairs: Pairs) -> ScoredPairs:
+        return table.rescore(queries_QD, pairs)
+
+    def lexical_scores(query: int) -> FloatArray:
+        return lexical.scores(words[query])
+
+    if weight == "words":
+        counted_hits = lexical_search(rescore, lexical_scores, rows_P, len(queries_QD), k)
+    else:
+        sides = search, rescore, lexical_scores
+        counted_hits = hybrid_search(*sides, rows_P, len(queries_QD), weight, k, exact=index.exact)
+    return _as_result(shard, counted_hits, open_shard.ids)
+
+
 def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
-    index, _, ids, _ = open_shard
+    index, ids = open_shard.index, open_shard.ids
     if index is None:
         none_Q0 = np.zeros((len(queries_QD), 0))
         frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
         empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
         return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
-    hits, rescored_Q = index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P)
+    return _as_result(shard, index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P), ids)
+
+
+def _as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardResult:
+    hits, rescored_Q = counted_hits
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
     return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))

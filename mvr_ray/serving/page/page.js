@@ -84,6 +84,13 @@ function scoreTable(explained, num) {
       made("td", {}, view.text ?? stands[view.kind]),
     );
   });
+  const { lexical, total } = explained.winners[0];
+  for (const [name, score] of [["words (BM25)", lexical], ["words and views together", total]]) {
+    if (score !== null && score !== undefined) {
+      rows.push(made("tr", {}, made("th", { scope: "row" }, ""), made("td", { class: "number" }, score.toFixed(4)),
+        made("td", {}, name)));
+    }
+  }
   const head = made("tr", {}, ...["View", "Score", "Stands for"].map((name) => made("th", { scope: "col" }, name)));
   return made("table", { "aria-label": `Views of passage ${num}` }, made("thead", {}, head), made("tbody", {}, ...rows));
 }
@@ -114,12 +121,14 @@ function shown(hit, rank, question, version, other) {
   const was = other?.get(hit.id);
   const moved = other === undefined ? "" : was === undefined ? "not in the other list" : was === rank ? "" : `there ${was}`;
   const part = hit.snippet?.stop === 0 ? "title, " : "";
+  const isHybrid = hit.lexical !== null && hit.lexical !== undefined;
+  const parts = isHybrid ? ` (words ${hit.lexical.toFixed(4)}, view ${hit.dense.toFixed(4)})` : "";
   const kind = hit.feedback ? "feedback view" : hit.snippet ? `${part}view ${hit.view}` : "whole passage";
   return made(
     "li",
     {},
     made("h3", {}, `${rank}. ${hit.title || hit.id}`),
-    made("p", { class: "soft" }, `${hit.score.toFixed(4)}, ${kind}, id ${hit.id} `,
+    made("p", { class: "soft" }, `${hit.score.toFixed(4)}${parts}, ${kind}, id ${hit.id} `,
       ...(moved ? [made("span", { class: "moved" }, moved)] : [])),
     made("p", {}, ...marked(hit.text ?? "", hit.snippet)),
     viewsOf(question, hit, version, rank),

@@ -1,5 +1,7 @@
 """Read MediaWiki XML dumps (`pages-articles`): an article is a passage of plain text under its page id.
 
+The ids of page and revision are fields, `page_id` and `revision_id`.
+
 The XML is read as a stream, a page at a time, and mwparserfromhell parses the wikitext. What stays of it is what a
 reader sees as running text: paragraphs, headings, and list items, each on a line of its own. Templates, tables,
 references, files, categories, galleries, formulas and comments go. A heading with nothing under it goes as well.
@@ -54,6 +56,7 @@ CLOSINGS = (
     tokens.TagCloseSelfclose,
     tokens.TagCloseClose,
 )
+REVISION_FIELD = "revision_id"
 HEADING = "\x01"
 """Marks the line of a heading, once for each of its levels; XML has no such character."""
 
@@ -116,7 +119,10 @@ def page_record(page: Page, file: str, prefix: str = "") -> Record:
         return BadRow(where, f"the wikitext cannot be parsed: {type(error).__name__}: {error}")
     if not text:
         return DroppedRow(where, "page without running text", is_passage=True)
-    return passage_record(page.id, page.title, text, where, prefix)
+    extras = {"page_id": int(page.id)}
+    if page.revision.isascii() and page.revision.isdigit():
+        extras[REVISION_FIELD] = int(page.revision)
+    return passage_record(page.id, page.title, text, where, prefix, extras=extras)
 
 
 def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:

@@ -24,6 +24,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats import BadRow, DroppedRow, PassageRecord, Record, format_of, read_source
 from mvr_ray.store.formats.mediawiki import plain_text
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
 from mvr_ray.types import Passage
 
 Write = Callable[[str, str | bytes], Path]
@@ -276,6 +277,57 @@ def test_of_several_revisions_the_last_one_counts(write: Write):
     assert isinstance(article, PassageRecord) and isinstance(other, DroppedRow)
     assert article.passage.text == "Now."
     assert "revision 7" in article.where
+
+
+def page_at(id_: str, text: str, revision: int) -> str:
+    return page(id_, text).replace("<id>7</id>", f"<id>{revision}</id>")
+
+
+@pytest.mark.parametrize("chunk_words", [0, 2])
+def test_a_later_dump_changes_the_pages_that_have_another_revision(write: Write, tmp_path: Path, chunk_words: int):
+    """A page of the same revision is not looked at, what the dump lacks stays, and redirects go."""
+    cfg = PrepareConfig(fields={"page_id": "int", "revision_id": "int"}, num_shards=2, chunk_words=chunk_words)
+
+    def corpus_of(name: str, *pages: str) -> Store:
+        store, path = Store(tmp_path / name), write(f"{name}.xml", export(*pages))
+        prepare(cfg.model_copy(update={"sources": [SourceConfig(path=str(path))]}), store)
+        return store
+
+    before = [page_at(str(number), f"The text of {number}.", 10 + number) for number in range(1, 5)]
+    store = corpus_of("store", *before)
+    redirect = page("3", "#REDIRECT [[T]]", more='<redirect title="T"/>')
+    changed, new = page_at("2", "A much longer text of two.", 20), page_at("5", "The text of five.", 15)
+    later = write("later.xml.bz2", bz2.compress(export(page_at("1", "x", 11), changed, redirect, new).encode()))
+    report = update(cfg, store, str(later))
+    expected = corpus_of("expected", before[0], changed, before[3], new)
+    assert sorted(only_corpus(store)) == sorted(only_corpus(expected))
+    assert {dict(passage.fields)["revision_id"] for passage in only_corpus(store)} == {11, 20, 14, 15}
+    if not chunk_words:
+        assert (report.added, report.replaced, report.deleted) == (1, 1, 1)
+    assert update(cfg, store, str(later)).parts_written == 0
+
+
+def test_a_dump_over_a_corpus_without_revisions_is_refused(write: Write, tmp_path: Path):
+    store, path = Store(tmp_path / "store"), str(write("d.xml", export(page())))
+    prepare(PrepareConfig(sources=[SourceConfig(path=path)]), store)
+    with pytest.raises(DataError, match="no field revision_id"):
+        update(PrepareConfig(), store, path)
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_the_second_half_of_a_real_dump_arrives_as_an_update(dump: Path, excerpt: str, tmp_path: Path, write: Write):
+    cfg = PrepareConfig(fields={"page_id": "int", "revision_id": "int"}, chunk_words=100)
+    stores = []
+    for name, path in (("half", write("half.xml", excerpt)), ("whole", dump)):
+        stores.append(Store(tmp_path / name))
+        prepare(cfg.model_copy(update={"sources": [SourceConfig(path=str(path))]}), stores[-1])
+    half, whole = stores
+    num_before = only_corpus(half).num_passages
+    report = update(cfg, half, str(dump))
+    assert (report.replaced, report.unchanged, report.deleted) == (0, 0, 0)
+    assert report.added == only_corpus(whole).num_passages - num_before > 0
+    assert sorted(only_corpus(half)) == sorted(only_corpus(whole))
 
 
 def test_memory_does_not_grow_with_the_dump(write: Write):

@@ -1,0 +1,190 @@
+"""Follow a source of change files: every batch becomes a corpus version, and that an index version.
+
+    look -> the next corpus, which says what was done with every file -> index -> collect -> look again
+
+What was applied is known from the last corpus alone, so the same command continues after any crash, and applies no file
+twice. A corpus that no live version was made from is indexed first. The index keeps its encoder, whatever was trained
+since. Ray runs, and encoders in it, only while versions are being made: as many encoders as the batch has chunks, at
+most `resources.encoders_max`, and none where nothing is new to the encoder.
+
+A live version that was rolled back to other passages than the last corpus has is a decision of an operator, which this
+command does not undo: changes wait until `mvr-ray index` has published the last corpus.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed.job_metrics import with_metrics
+from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
+from mvr_ray.store.corpus import ChangeFile, Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.update import require_all_chunks
+from mvr_ray.types import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 600.0
+"""After a failure the source is looked at again, each time after twice as long, up to this."""
+Say = Callable[[str], None]
+
+
+@dataclass
+class FollowReport:
+    """What was done since the command began. `left_out` has the problem of each file that was not applied."""
+
+    batches: int = 0
+    files_applied: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    version: int = 0
+    """The newest index version."""
+
+
+class Outcome(NamedTuple):
+    """What a batch came to."""
+
+    batch: BatchReport
+    version: Manifest
+    seconds: float
+
+
+def follow(
+    run: RunConfig,
+    report: FollowReport,
+    say: Say,
+    progress: Progress = no_progress,
+    *,
+    once: bool = False,
+) -> None:
+    """Apply change files as they come, without end; `once`: until none waits. `report` is kept up to date.
+
+    Raises ConfigError and MissingInputError before anything is done. Later errors are said, and the work is tried again
+    after a pause; with `once` they are raised.
+    """
+    follower = Follower(run, report, say, progress)
+    pause_s = run.follow.poll_s
+    while True:
+        try:
+            waiting = follower.make_versions()
+            if once and (not waiting or follower.is_paused):
+                return
+            pause_s = run.follow.poll_s
+        except ConfigError:
+            raise
+        except MvrRayError as error:
+            if once:
+                raise
+            pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, run.follow.poll_s))
+            log.error("batch failed: index=%s reason=%s", run.index.name, error)
+            say(f"failed: {error}; tried again in {pause_s:g} s")
+        time.sleep(pause_s)
+
+
+class Follower:
+    """Makes versions of what a source has, as far as it is due."""
+
+    def __init__(self, run: RunConfig, report: FollowReport, say: Say, progress: Progress = no_progress) -> None:
+        require_all_chunks(run.prepare)
+        self.run = run
+        self.report = report
+        self.say = say
+        self.progress = with_metrics("follow", run.index.name, progress)
+        self.store = Store(run.store.path)
+        self.source = open_source(run.follow)
+        self.batches = Batches(run.follow, shows_whole_files=not self.source.is_local)
+        self.is_paused = False
+        Corpus.open(self.store, run.prepare.corpus)
+
+    def make_versions(self) -> int:
+        """Make a version of each batch that is due; returns how many files wait after that."""
+        with ExitStack() as stack:
+            while True:
+                corpus = Corpus.open(self.store, self.run.prepare.corpus)
+                listing = list_change_files(self.source)
+                backlog = Backlog.of(listing, corpus.info.change_files)
+                live = self._live()
+                if self._waits_for_operator(corpus, live):
+                    return len(backlog.waiting)
+                if live is None or live.corpus_digest != corpus.digest:  # an earlier try ended here
+                    self._index(stack, corpus.num_passages if live is None else 0, live)
+                batch = self.batches.next(backlog.waiting, time.monotonic())
+                if not batch and not backlog.late:
+                    return len(backlog.waiting)
+                began = time.monotonic()
+                done = apply_batch(corpus, self.run.prepare, self.source, batch, listing, self.progress)
+                version = self._live()
+                if version is None or version.corpus_digest != done.update.digest:
+                    version = self._index(stack, done.update.added + done.update.replaced, version)
+                self._note(Outcome(done, version, time.monotonic() - began))
+
+    def _live(self) -> Manifest | None:
+        is_there = manifests.latest_version(self.store, self.run.index.name)
+        return manifests.read(self.store, self.run.index.name) if is_there else None
+
+    def _waits_for_operator(self, corpus: Corpus, live: Manifest | None) -> bool:
+        was_paused = self.is_paused
+        self.is_paused = (
+            live is not None and live.operation == manifests.ROLLBACK and live.corpus_digest != corpus.digest
+        )
+        if live is not None and self.is_paused and not was_paused:
+            self.say(
+                f"changes wait: version {live.version} was rolled back to other passages than the last corpus has; "
+                f"publish that one (mvr-ray index CONFIG), and they are applied"
+            )
+        return self.is_paused
+
+    def _index(self, stack: ExitStack, num_passages: int, live: Manifest | None) -> Manifest:
+        """Publish the last corpus, of which so many passages are new (0: unknown). `stack` holds the Ray session."""
+        corpus = Corpus.open(self.store, self.run.prepare.corpus)
+        info = stack.enter_context(session.connect(self.run.resources, corpus.num_passages))
+        index = self.run.index
+        if live is not None and live.encoder_name == self.run.encoder.name:
+            index = index.model_copy(update={"encoder": live.encoder_fingerprint})
+        resources = self.run.resources
+        if num_passages:
+            resources = with_encoders(resources, -(-num_passages // index.sort_window), info)
+        run = self.run.model_copy(update={"index": index, "resources": resources})
+        version = build_index.index(run, self.progress)
+        collect(self.store, index.name, keep=index.keep_versions, grace_s=index.grace_s)
+        self.report.version = version.version
+        return version
+
+    def _note(self, outcome: Outcome) -> None:
+        update, files, version = outcome.batch.update, outcome.batch.files, outcome.version
+        left_out = {file.name: file.problem for file in files if file.problem}
+        self.report.version = version.version
+        self.report.batches += len(files) > len(left_out)
+        self.report.files_applied += len(files) - len(left_out)
+        self.report.left_out |= left_out
+        for name, problem in left_out.items():
+            log.error("change file left out: index=%s file=%s reason=%s", version.index, name, problem)
+            self.say(f"left out, nothing of it was applied: {name}: {problem}")
+        if applied := [file for file in files if not file.problem]:
+            self.say(
+                f"version {version.version}: {_names(applied)}; {update.added} passages added, {update.replaced} "
+                f"replaced, {update.deleted} deleted; {version.metrics.get('encoded', 0):g} encoded; "
+                f"{outcome.seconds:.1f} s"
+            )
+
+
+def with_encoders(resources: ResourcesConfig, num_chunks: int, info: session.ClusterInfo) -> ResourcesConfig:
+    """As many encoders as there are chunks of work, of those that the run allows and the cluster has places for."""
+    num = min(resources.encoders_max, num_chunks)
+    if not info.can_grow:
+        places = [max(info.cpus - 1, 0) // resources.cpus_per_encoder]
+        places += [info.gpus // resources.gpus_per_encoder] if resources.gpus_per_encoder else []
+        num = max(min(num, *map(int, places)), min(resources.encoders_min, num))
+    return resources.model_copy(update={"encoders_min": num, "encoders_max": num})
+
+
+def _names(files: list[ChangeFile]) -> str:
+    return files[0].name if len(files) == 1 else f"{len(files)} files up to {files[-1].name}"

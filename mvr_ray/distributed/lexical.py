@@ -1,0 +1,274 @@
+"""Build the words of a version's passages beside its views: postings a shard, and the statistics of the corpus.
+
+A shard of which the version before has the same passages keeps its files. Where few passages changed, only their words
+are read, and written beside the postings as they are; the statistics follow in the same way, by what the passages that
+came and went add and take. Beyond `index.compact_share` a file is written whole. Names come from content, so whole
+files of the same corpus are the same whatever was built before.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.compute
+
+from mvr_ray.distributed.shards import BUILD_CPUS
+from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
+from mvr_ray.index.lexical import (
+    CorpusStatistics,
+    Postings,
+    WordCounts,
+    write_merged_statistics,
+    write_postings,
+    write_postings_changes,
+    write_statistics,
+    write_statistics_changes,
+)
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.corpus import Corpus, CorpusPart, PartDifference, difference, shard_of
+from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest
+from mvr_ray.types import IntArray, Passage, Progress, no_progress
+
+Files = tuple[FileEntry, ...]
+NO_CHANGE = WordCounts(0, 0, {})
+pc: Any = pyarrow.compute
+
+
+class ShardWords(NamedTuple):
+    """The postings of a shard, and by how much its words differ from those that the version before has of it."""
+
+    shard: int
+    files: Files
+    change: WordCounts = NO_CHANGE
+
+
+class LexicalTask(NamedTuple):
+    """What the postings of a shard are built from. `before` is a version with words over as many shards as the corpus
+    has parts; None: every shard is written whole."""
+
+    store: str
+    index: str
+    corpus: str
+    corpus_digest: str
+    num_shards: int
+    before: Manifest | None = None
+    most_share: float = MOST_SHARE
+
+
+def lexical_task(
+    corpus: Corpus, index: str, num_shards: int, before: Manifest | None = None, most_share: float = MOST_SHARE
+) -> LexicalTask:
+    return LexicalTask(corpus.store.address, index, corpus.name, corpus.digest, num_shards, before, most_share)
+
+
+def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
+    """The newest version whose words those of the corpus can be written beside: of the same division, with its corpus
+    and the statistics of it whole in the store."""
+    for number in reversed(manifests.list_versions(store, index)):
+        version = manifests.read(store, index, number)
+        if version.lexical is None or len(version.shards) != corpus.num_shards:
+            continue
+        try:
+            Corpus.open(store, version.corpus, version.corpus_digest)
+        except (MissingInputError, StorageError):
+            continue
+        if are_whole(store, index, version.lexical.statistics):
+            return version
+    return None
+
+
+def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
+    """Write what is missing, in a Ray session a task for each shard that differs. `statistics` are those of the corpus,
+    where they are there."""
+    kept = _kept_words(task)
+    missing = [shard for shard in range(task.num_shards) if shard not in kept]
+    words = [*kept.values(), *_words_of(task, missing, "index the words", progress)]
+    return _lexical_part(task, words, statistics)
+
+
+def shard_words(task: LexicalTask, shard: int) -> ShardWords:
+    """The postings of one shard: as they are, with changes beside them, or written whole."""
+    store, before = Store(task.store), task.before
+    corpus = Corpus.open(store, task.corpus, task.corpus_digest)
+    if before is None:
+        return ShardWords(shard, (_write_postings(task, shard_passages(corpus, shard, task.num_shards)),))
+    assert before.lexical, "the version before has no words"
+    files, part = before.lexical.postings[shard], corpus.part(shard)
+    old = Corpus.open(store, before.corpus, before.corpus_digest).part(shard)
+    changes = difference(old, part)
+    new = [_passage(part, row) for row in changes.changed_rows]
+    gone = [passage for passage in map(old.get, [*(one.id for one in new), *changes.deleted_ids]) if passage]
+    change = WordCounts.difference(new, gone)
+    if not new and not gone and are_whole(store, task.index, files):
+        return ShardWords(shard, files, change)
+    written = _write_changes(task, files, old, part, changes)
+    return ShardWords(shard, written or (_write_postings(task, part.passages()),), change)
+
+
+def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Files = ()) -> LexicalPart:
+    """The words of a version, from those of all its shards; writes the statistics where none are given."""
+    ordered = sorted(words, key=lambda own: own.shard)
+    files, before = tuple(own.files for own in ordered), task.before
+    if statistics:
+        return LexicalPart(statistics, files)
+    if before is None:
+        store = Store(task.store)
+        shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
+        return LexicalPart((_add(task, lambda path: write_statistics(shards, path)),), files)
+    assert before.lexical, "the version before has no words"
+    changes = [own.change for own in ordered]
+    frequencies: Counter[str] = Counter()
+    for own in changes:
+        frequencies.update(own.frequencies)
+    num_passages, num_words = sum(own.num_passages for own in changes), sum(own.num_words for own in changes)
+    total = WordCounts(num_passages, num_words, {term: count for term, count in frequencies.items() if count})
+    return LexicalPart(_change_statistics(task, before.lexical.statistics, total), files)
+
+
+def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
+    """The same words with every file whole, as a version has them that is built from nothing."""
+    changed, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
+    for words in _words_of(task._replace(before=None), changed, "compact the words", progress):
+        postings[words.shard] = words.files
+    return LexicalPart(_merged_statistics(task, part.statistics), tuple(postings))
+
+
+def _words_of(task: LexicalTask, shards: Sequence[int], what: str, progress: Progress) -> Iterator[ShardWords]:
+    results = run_tasks(shard_words, [(task, shard) for shard in shards], what, cpus=BUILD_CPUS)
+    for done, words in enumerate(results, 1):
+        yield words
+        progress(f"{what}, shards", done, len(shards))
+
+
+def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_CHANGE) -> Files:
+    """Statistics in one file, after a change."""
+    if len(files) == 1 and change == NO_CHANGE:
+        return files
+    statistics = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
+    return (_add(task, lambda path: write_merged_statistics(statistics, change, path)),)
+
+
+def repair_lexical(store: Store, manifest: Manifest) -> bool:
+    """Write the files of words of a version again, from its corpus and those of the versions whose files its changes
+    lie beside; whether they are now what its manifest says."""
+    assert manifest.lexical, "the version has no words"
+    index, num_shards = manifest.index, len(manifest.shards)
+    corpus = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
+    build_lexical(lexical_task(corpus, index, num_shards))
+    for number in manifests.list_versions(store, index) if manifest.lexical.has_changes else ():
+        base = manifests.read(store, index, number)
+        if base.lexical is None or base.lexical.has_changes or not {*base.lexical.files} & {*manifest.lexical.files}:
+            continue
+        try:
+            earlier = Corpus.open(store, base.corpus, base.corpus_digest)
+            build_lexical(lexical_task(earlier, index, num_shards))
+        except (MissingInputError, StorageError):
+            continue
+        build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0))
+    return are_whole(store, index, manifest.lexical.files)
+
+
+def open_postings(store: Store, manifest: Manifest, at: int) -> Postings:
+    """The postings of the version's shard at this place. Raises DigestError for a damaged file, ShardIndexError."""
+    assert manifest.lexical, "the version has no words"
+    return Postings(*manifests.open_lexical(store, manifest.index, manifest.lexical.postings[at]))
+
+
+def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
+    """The statistics of the version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
+    assert manifest.lexical, "the version has no words"
+    return CorpusStatistics(*manifests.open_lexical(store, manifest.index, manifest.lexical.statistics))
+
+
+def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]:
+    """The passages of a shard in order of id, in however many parts the corpus lies."""
+    if num_shards == corpus.num_shards:
+        return corpus.part(shard).passages()
+    step = math.gcd(num_shards, corpus.num_shards)  # a part of another residue holds no passage of the shard
+    parts = range(shard % step, corpus.num_shards, step)
+    own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
+    return sorted(own)
+
+
+def _kept_words(task: LexicalTask) -> dict[int, ShardWords]:
+    """The shards of the version before that hold what they held, as far as their files are whole."""
+    before = task.before
+    if before is None or before.lexical is None:
+        return {}
+    store = Store(task.store)
+    now = Corpus.open(store, task.corpus, task.corpus_digest).info.parts
+    then = Corpus.open(store, before.corpus, before.corpus_digest).info.parts
+    same = [shard for shard in range(task.num_shards) if now[shard].digest == then[shard].digest]
+    postings = before.lexical.postings
+    return {
+        shard: ShardWords(shard, postings[shard]) for shard in same if are_whole(store, task.index, postings[shard])
+    }
+
+
+def _write_changes(
+    task: LexicalTask, files: Files, old: CorpusPart, part: CorpusPart, changes: PartDifference
+) -> Files | None:
+    """Write what changed since the first of these files beside it; None where that is much, or a file is damaged."""
+    try:
+        postings = Postings(*manifests.open_lexical(Store(task.store), task.index, files))
+    except (StorageError, ShardIndexError):
+        return None
+    source_P = _sources(postings, old, part, changes.changed_rows)
+    num_whole = len(postings.whole.length_P)
+    is_kept_P = (source_P >= 0) & (source_P < num_whole)
+    is_hidden_P = np.ones(num_whole, bool)
+    is_hidden_P[source_P[is_kept_P]] = False
+    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(is_hidden_P)
+    if len(places) + len(hidden_rows) > task.most_share * num_whole:
+        return None
+    if not len(places) and not len(hidden_rows):
+        return files[:1]
+    passages = [_passage(part, row) for row in places.tolist()]
+    return files[0], _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
+
+
+def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows: Sequence[int]) -> IntArray:
+    """Of each passage of a part, where the postings of its earlier state have it; -1 for one that is new or changed."""
+    rows = pc.index_in(part.table(["id"]).column("id"), value_set=old.table(["id"]).column("id"))
+    row_P = pc.fill_null(rows, -1).to_numpy().astype(np.int64)
+    row_P[np.asarray(changed_rows, np.int64)] = -1
+    source_P = np.full(len(row_P), -1, np.int64)
+    source_P[row_P >= 0] = postings.source_P[row_P[row_P >= 0]]
+    return source_P
+
+
+def _change_statistics(task: LexicalTask, files: Files, change: WordCounts) -> Files:
+    if change == NO_CHANGE:
+        return files
+    before = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
+    if before.num_changes(change) > task.most_share * before.num_terms:
+        return _merged_statistics(task, files, change)
+    return files[0], _add(task, lambda path: write_statistics_changes(before, change, path))
+
+
+def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> FileEntry:
+    return _add(task, lambda path: write_postings(passages, path))
+
+
+def _add(task: LexicalTask, write: Any) -> FileEntry:
+    """Give what `write` writes to a path its place in the store."""
+    store = Store(task.store)
+    with store.scratch() as folder:
+        path = Path(folder) / "words.arrow"
+        write(path)
+        return manifests.add_lexical(store, task.index, path)
+
+
+def _passage(part: CorpusPart, row: int) -> Passage:
+    return part.passages(row, row + 1)[0]
+
+
+def are_whole(store: Store, index: str, files: Files) -> bool:
+    """Whether these files of words are in the store as they were written."""
+    return not any(store.damage(manifests.lexical_path(index, one), one.num_bytes, one.sha256) for one in files)

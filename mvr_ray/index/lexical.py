@@ -1,0 +1,305 @@
+"""Index the words of one shard, and score its passages with BM25 over the statistics of the whole corpus.
+
+    BM25(q, p) = sum over words w of q of  idf(w) tf(w, p) / (tf(w, p) + k1 (1 - b + b |p| / mean length))
+    idf(w)     = ln(1 + (N - n(w) + 0.5) / (n(w) + 0.5))         N passages, n(w) of them with w (Lucene's form)
+
+k1 is 0.9 and b 0.4; words are English stems without stop words, as bm25s cuts them; a passage is its title and its
+text. Postings hold counts, which depend on the shard alone, and statistics come from another file: so a shard whose
+passages stay the same keeps its postings whatever changed around it. Every step is rounded as in bm25s, so a score is
+that of one bm25s index over the whole corpus, to the last bit, in however many shards the corpus lies.
+
+Files are Arrow with one row of lists, mapped and never copied: postings {term, end, row, count, length}, the statistics
+{term, frequency} and the numbers of passages and words. Where few passages changed since a file was written, a second
+file of the same form lies beside it: the postings of new and changed passages with `place`, their rows in the shard as
+it is now, and `hidden`, the rows of the first file that are gone; and by how much the statistics have grown or fallen.
+So an update writes in proportion to what it changes.
+
+Shapes: P passages of a shard, T terms in order of their characters, N postings in order of term and row.
+"""
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.types import FloatArray, IntArray, Passage
+
+K1, B = 0.9, 0.4
+_FORMAT = b"mvr_ray.lexical/1 bm25s en"
+_STOP_WORDS = "en"
+_POSTINGS = {"term": pa.string(), "end": pa.int64(), "row": pa.int32(), "count": pa.int32(), "length": pa.int32()}
+_CHANGES = {**_POSTINGS, "hidden": pa.int32(), "place": pa.int32()}
+TermFrequencies = tuple[pa.Array, IntArray]
+"""Ascending terms, and how many passages have each."""
+_STATISTICS = {"term": pa.string(), "frequency": pa.int64(), "size": pa.int64()}
+
+
+def tokenize(texts: Sequence[str]) -> list[list[str]]:
+    """Cut texts into stems without stop words, in order, each as often as it stands there."""
+    import bm25s
+
+    tokens: Any = bm25s.tokenize(
+        list(texts), stopwords=_STOP_WORDS, stemmer=_stemmer(), return_ids=False, show_progress=False
+    )
+    return tokens
+
+
+def indexed_text(passage: Passage) -> str:
+    """The text of a passage that its words are taken from."""
+    return f"{passage.title}\n{passage.text}"
+
+
+class PostingsFile:
+    """The words of some passages: which rows have a term, and how often."""
+
+    def __init__(self, columns: dict[str, pa.Array]) -> None:
+        self.term_T = columns["term"]
+        self.end_T, self.row_N, self.count_N = (columns[name].to_numpy() for name in ("end", "row", "count"))
+        self.length_P: IntArray = columns["length"].to_numpy()
+        self.num_bytes = sum(column.nbytes for column in columns.values())
+
+    def slice_of(self, term: str) -> slice:
+        """Where the postings of a term lie; an empty slice for one that no passage has."""
+        at = _find(self.term_T, term)
+        return slice(0, 0) if at < 0 else slice(int(self.end_T[at - 1]) if at else 0, int(self.end_T[at]))
+
+    def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
+        """The float32 score of every passage [P]; 0 for one that has none of the words."""
+        score_P = np.zeros(len(self.length_P), np.float32)
+        for word in words:
+            own = self.slice_of(word)
+            if own.start < own.stop and (idf := statistics.idf(word)) is not None:
+                rows = self.row_N[own]
+                score_P[rows] += statistics.weights(idf, self.count_N[own], self.length_P[rows])
+        return score_P
+
+
+def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
+    """How often each passage has which word."""
+    return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
+
+
+class Postings:
+    """The words of one shard's passages, from a file of all and, where it has one, a file of the changes since."""
+
+    def __init__(self, path: Path, changes: Path | None = None) -> None:
+        """Map the files. Raises ShardIndexError where they are none of postings."""
+        self.whole = PostingsFile(_open(path, _POSTINGS))
+        self.changes: PostingsFile | None = None
+        num_whole = len(self.whole.length_P)
+        self.source_P: IntArray = np.arange(num_whole)
+        """Where each passage of the shard is: a row of the first file, or of the second, counted on from the first."""
+        if changes is not None:
+            columns = _open(changes, _CHANGES)
+            self.changes = PostingsFile(columns)
+            hidden_rows, places = columns["hidden"].to_numpy(), columns["place"].to_numpy()
+            kept = np.delete(self.source_P, hidden_rows)
+            self.source_P = np.empty(len(kept) + len(places), np.int64)
+            is_kept_P = np.ones(len(self.source_P), bool)
+            is_kept_P[places] = False
+            self.source_P[is_kept_P], self.source_P[places] = kept, num_whole + np.arange(len(places))
+
+    @property
+    def num_passages(self) -> int:
+        return len(self.source_P)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.whole.num_bytes + (self.changes.num_bytes + self.source_P.nbytes if self.changes else 0)
+
+    def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
+        """The float32 score of every passage of the shard [P]; 0 for one that has none of the words. Words may come
+        twice."""
+        score_P = self.whole.scores(words, statistics)
+        if self.changes is None:
+            return score_P
+        return np.concatenate([score_P, self.changes.scores(words, statistics)])[self.source_P]
+
+
+def write_postings(passages: Sequence[Passage], path: Path) -> None:
+    """Write the postings of a shard's passages, in order of row. Same passages, same bytes."""
+    _write(path, _POSTINGS, _postings_columns(passages))
+
+
+def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path) -> None:
+    """Write the postings of passages that have these rows in their shard now, ascending, and which rows of the first
+    file are gone."""
+    _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden_rows, "place": places})
+
+
+def _postings_columns(passages: Sequence[Passage]) -> dict[str, Any]:
+    counts = count_words(passages)
+    terms = sorted(set().union(*counts))
+    number_of = {term: number for number, term in enumerate(terms)}
+    rows_N = np.repeat(np.arange(len(counts)), [len(own) for own in counts])
+    terms_N = np.array([number_of[term] for own in counts for term in own], np.int64)
+    counts_N = np.array([count for own in counts for count in own.values()], np.int64)
+    order_N = np.lexsort((rows_N, terms_N))
+    return {
+        "term": terms,
+        "end": np.cumsum(np.bincount(terms_N, minlength=len(terms))),
+        "row": rows_N[order_N],
+        "count": counts_N[order_N],
+        "length": [own.total() for own in counts],
+    }
+
+
+class WordCounts(NamedTuple):
+    """Numbers of passages and of their words, and how many passages have a term; differences of them, too."""
+
+    num_passages: int
+    num_words: int
+    frequencies: Mapping[str, int]
+
+    @classmethod
+    def difference(cls, after: Sequence[Passage], before: Sequence[Passage]) -> Self:
+        """By how much the counts of some passages are above those of others."""
+        frequencies: Counter[str] = Counter()
+        num_words = 0
+        for sign, passages in ((1, after), (-1, before)):
+            for counts in count_words(passages):
+                num_words += sign * counts.total()
+                for word in counts:
+                    frequencies[word] += sign
+        return cls(len(after) - len(before), num_words, frequencies)
+
+
+class CorpusStatistics:
+    """What the weight of a word depends on: the corpus's passages, their mean length, and how many have a term."""
+
+    def __init__(self, path: Path, changes: Path | None = None) -> None:
+        """Map the file, and that of changes. Raises ShardIndexError where they are none of statistics."""
+        columns = [_open(file, _STATISTICS) for file in (path, changes) if file is not None]
+        self.frequencies: list[TermFrequencies] = [(own["term"], own["frequency"].to_numpy()) for own in columns]
+        self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
+        self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
+        self.num_bytes = sum(column.nbytes for own in columns for column in own.values())
+
+    @property
+    def num_terms(self) -> int:
+        """Terms of the first file."""
+        return len(self.frequencies[0][0])
+
+    def num_changes(self, change: WordCounts) -> int:
+        """An upper bound of the terms that a file of changes would hold after this one."""
+        return sum(len(term_T) for term_T, _ in self.frequencies[1:]) + len(change.frequencies)
+
+    @property
+    def mean_length(self) -> float:
+        return self.num_words / max(self.num_passages, 1)
+
+    def idf(self, term: str) -> np.float32 | None:
+        """The weight of a term; None for one that no passage has."""
+        found = [(at, own_T) for term_T, own_T in self.frequencies if (at := _find(term_T, term)) >= 0]
+        frequency = sum(int(own_T[at]) for at, own_T in found)
+        if not frequency:
+            return None
+        return np.float32(math.log(1 + (self.num_passages - frequency + 0.5) / (frequency + 0.5)))
+
+    def weights(self, idf: np.float32, count_N: IntArray, length_N: IntArray) -> FloatArray:
+        """What a term with these counts adds to the scores of passages of these lengths, rounded to float32."""
+        norm_N = K1 * ((1 - B) + B * length_N / self.mean_length)
+        counts = count_N.astype(np.float64)
+        return (np.float64(idf) * (counts / (norm_N + counts))).astype(np.float32)
+
+    def score(self, words: Sequence[str], counts: Counter[str]) -> float:
+        """Score one passage as the index does, from the words of its text (`count_words`)."""
+        length_1, score = np.array([counts.total()]), np.float32(0)
+        for word in words:
+            if counts[word] and (idf := self.idf(word)) is not None:
+                score += self.weights(idf, np.array([counts[word]]), length_1)[0]
+        return float(score)
+
+
+def write_statistics(shards: Sequence[PostingsFile], path: Path) -> None:
+    """Write the statistics of a corpus from whole postings of all its shards."""
+    frequencies = [(postings.term_T, np.diff(postings.end_T, prepend=0)) for postings in shards]
+    num_words = sum(int(postings.length_P.sum(dtype=np.int64)) for postings in shards)
+    _write_frequencies(path, frequencies, [sum(len(postings.length_P) for postings in shards), num_words])
+
+
+def write_merged_statistics(before: CorpusStatistics, change: WordCounts, path: Path) -> None:
+    """Write statistics after a change as one file: the bytes of `write_statistics` over the corpus as it is now."""
+    _write_changed(path, before.frequencies, before.sizes, change)
+
+
+def write_statistics_changes(before: CorpusStatistics, change: WordCounts, path: Path) -> None:
+    """Write by how much statistics differ from those of their first file, after a further change."""
+    _write_changed(path, before.frequencies[1:], before.sizes[1:], change)
+
+
+def _write_changed(
+    path: Path, frequencies: Sequence[TermFrequencies], sizes: Sequence[list[int]], change: WordCounts
+) -> None:
+    own = pa.array(list(change.frequencies), pa.string()), np.array(list(change.frequencies.values()), np.int64)
+    summed = [sum(column) for column in zip(*sizes, (change.num_passages, change.num_words))]
+    _write_frequencies(path, [*frequencies, own], summed)
+
+
+def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size: list[int]) -> None:
+    """Write sums of frequencies by term, but those that are 0."""
+    table = pa.table(
+        {
+            "term": pa.chunked_array([term_T for term_T, _ in frequencies], pa.string()),
+            "frequency": np.concatenate([np.empty(0, np.int64), *(own_T for _, own_T in frequencies)]),
+        }
+    )
+    summed = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
+    summed = summed.filter(pc.not_equal(summed.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
+    columns = {"term": summed.column("term"), "frequency": summed.column("frequency_sum")}
+    _write(path, _STATISTICS, {**{name: column.to_pylist() for name, column in columns.items()}, "size": size})
+
+
+class LexicalIndex(NamedTuple):
+    """The postings of one shard with the statistics of its corpus."""
+
+    postings: Postings
+    statistics: CorpusStatistics
+
+    def scores(self, words: Sequence[str]) -> FloatArray:
+        """The float32 score of every passage [P]; 0 for one that has none of the words. Words may come twice."""
+        return self.postings.scores(words, self.statistics)
+
+
+@cache
+def _stemmer() -> Any:
+    import Stemmer  # type: ignore[missing-import]
+
+    return Stemmer.Stemmer("english")
+
+
+def _find(term_T: pa.Array, term: str) -> int:
+    """The place of a term among ascending ones, -1 where it is none of them."""
+    at = bisect.bisect_left(range(len(term_T)), term, key=lambda place: term_T[place].as_py())
+    return at if at < len(term_T) and term_T[at].as_py() == term else -1
+
+
+def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any]) -> None:
+    """Write one row: a list for each column."""
+    values = {name: pa.array(columns[name], kind) for name, kind in types.items()}
+    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(own)], pa.int64()), own) for own in values.values()]
+    schema = pa.schema([(name, pa.large_list(kind)) for name, kind in types.items()], {b"format": _FORMAT})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
+        file.write_batch(pa.record_batch(lists, schema=schema))
+
+
+def _open(path: Path, types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+    """Map the lists of the one row."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batch = reader.get_batch(0)
+        if (reader.schema.metadata or {}).get(b"format") != _FORMAT or batch.schema.names != list(types):
+            raise pa.ArrowInvalid("it is of another format")
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ShardIndexError(
+            f"{path} holds no words of a shard that this program reads ({error}); index again: mvr-ray index CONFIG"
+        ) from error
+    return {name: batch.column(name)[0].values for name in types}

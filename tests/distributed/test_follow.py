@@ -1,0 +1,179 @@
+"""Checks that `follow` makes versions of change files as they come, and ends, fails and continues cleanly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+
+from mvr_ray.config import ResourcesConfig, RunConfig
+from mvr_ray.distributed import build_index
+from mvr_ray.distributed.follow import Follower, FollowReport, follow, with_encoders
+from mvr_ray.distributed.hot_swap import open_hot_swap_router
+from mvr_ray.distributed.session import ClusterInfo
+from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.versions import verify
+
+pytestmark = pytest.mark.data
+INDEX = "index"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def run(own_index: Path, source: Path, run_over) -> RunConfig:
+    return run_over(own_index, follow={"source": str(source), "max_age_s": 0, "poll_s": 0.01})
+
+
+def live(run: RunConfig) -> Manifest:
+    return manifest.read(Store(run.store.path), run.index.name)
+
+
+def write_changes(folder: Path, name: str, *rows: dict) -> None:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ids(run: RunConfig) -> list[str]:
+    return sorted(passage.id for passage in Corpus.open(Store(run.store.path), "corpus"))
+
+
+@pytest.mark.ray
+def test_each_batch_is_a_version_that_equals_one_built_from_nothing_and_only_new_contents_are_encoded(
+    run: RunConfig, source: Path, run_over, tmp_path: Path
+):
+    first, *others = ids(run)
+    write_changes(source, "1.jsonl", {"id": "new", "title": "T", "text": "A new text."}, {"id": first, "delete": True})
+    changed = {"id": others[0], "title": "T", "text": "Another text."}
+    write_changes(source, "2.jsonl", changed, {"id": "new", "delete": True})
+    (source / "3.jsonl").write_text('{"id": "cut", "te')
+    report, lines = FollowReport(), []
+    follow(run, report, lines.append, once=True)
+    assert (report.batches, report.files_applied, list(report.left_out), report.version) == (1, 2, ["3.jsonl"], 2)
+    assert [line.partition(":")[0] for line in lines] == ["left out, nothing of it was applied", "version 2"]
+    assert live(run).metrics["encoded"] == 1 and ids(run) == sorted(others)
+    assert verify(Store(run.store.path), live(run)).problems == []
+    rows = [passage._asdict() for passage in Corpus.open(Store(run.store.path), "corpus")]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({**row, "fields": None}) + "\n" for row in rows))
+    fresh = run_over(tmp_path / "fresh", prepare={"sources": [{"path": str(tmp_path / "all.jsonl")}]})
+    prepare(fresh.prepare, Store(fresh.store.path))
+    assert answers(run) == answers(fresh, build_index.index(fresh))
+    follow(run, again := FollowReport(), lines.append, once=True)
+    assert again == FollowReport() and live(run).version == 2
+
+
+def answers(run: RunConfig, version: Manifest | None = None) -> list[list[tuple[str, float]]]:
+    with open_hot_swap_router(run, version.version if version else None, local=True) as router:
+        answer = router.search_text(["What was the oil crisis?", "Another text."], 10)
+    return [[(hit.passage_id, hit.score) for hit in hits] for hits in answer.hits]
+
+
+@pytest.mark.ray
+def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run: RunConfig, source: Path):
+    store, lines = Store(run.store.path), []
+    write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
+    follow(run, FollowReport(), lines.append, once=True)
+    manifest.rollback(store, INDEX, 1)
+    write_changes(source, "2.jsonl", {"id": ids(run)[1], "delete": True})
+    follower = Follower(run, FollowReport(), lines.append)
+    del lines[:]
+    assert [follower.make_versions() for _ in range(3)] == [1, 1, 1]
+    assert live(run).operation == "rollback" and len(lines) == 1 and "changes wait: version 3" in lines[0]
+    build_index.index(run)
+    follow(run, FollowReport(), lines.append, once=True)
+    assert live(run).version == 5 and live(run).num_passages == len(ids(run)) == 58
+
+
+@pytest.mark.ray
+def test_a_follower_that_ended_between_corpus_and_version_publishes_the_version(run: RunConfig, source: Path):
+    """And goes on with the encoder of the index, whatever was trained since."""
+    write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
+    follow(run, FollowReport(), print, once=True)
+    store = Store(run.store.path)
+    before = live(run)
+    store.delete(f"indexes/{INDEX}/versions/2.json")
+    index = run.index.model_copy(update={"encoder": "auto"})
+    follow(run.model_copy(update={"index": index}), FollowReport(), print, once=True)
+    assert live(run).content_digest() == before.content_digest()
+
+
+def test_what_cannot_be_followed_is_refused_before_anything_is_done(run_over, source: Path, tmp_path: Path):
+    for sections, error, message in (
+        ({}, ConfigError, "follow.source is not set"),
+        ({"follow": {"source": str(source)}}, MissingInputError, "mvr-ray prepare CONFIG"),
+        ({"prepare": {"chunk_words": 9, "max_passages": 9}}, ConfigError, "prepare.max_passages is 9"),
+    ):
+        with pytest.raises(error, match=message):
+            follow(run_over(tmp_path / "none", **sections), FollowReport(), print)
+
+
+ENCODERS = {
+    "a small batch": (1, 4, 8, False, 1),
+    "a large batch": (99, 4, 8, False, 4),
+    "a small cluster": (99, 4, 3, False, 2),
+    "a cluster that grows": (99, 4, 3, True, 4),
+    "no place": (99, 4, 1, False, 1),
+}
+
+
+@pytest.mark.parametrize("case", ENCODERS)
+def test_there_are_as_many_encoders_as_chunks_within_what_is_allowed_and_there(case: str):
+    chunks, most, cpus, can_grow, expected = ENCODERS[case]
+    resources = with_encoders(ResourcesConfig(encoders_max=most), chunks, ClusterInfo(cpus, 0, 0, (), False, can_grow))
+    assert (resources.encoders_min, resources.encoders_max) == (expected, expected)
+
+
+COMMAND = """
+import signal, sys
+from mvr_ray.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
+main(sys.argv[1:])
+"""
+
+
+def start(run: RunConfig, folder: Path, *words: str) -> subprocess.Popen[str]:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    command = [sys.executable, "-c", COMMAND, "follow", str(file), *words]
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) -> None:
+    assert process.stderr
+    for line in process.stderr:
+        lines.append(line)
+        if moment in line:
+            return
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_follows_until_it_is_told_to_end_and_says_so(run: RunConfig, source: Path, tmp_path: Path, number):
+    write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
+    lines: list[str] = []
+    with start(run, tmp_path) as process:
+        read_until(process, "version 2: 1.jsonl", lines)
+        write_changes(source, "2.jsonl", {"id": ids(run)[0], "delete": True})
+        read_until(process, "version 3: 2.jsonl", lines)
+        process.send_signal(number)
+        output, errors = process.communicate()
+    assert process.returncode == 0 and "files applied" in output
+    assert "follow ended" in errors and "Traceback" not in errors
+    assert live(run).num_passages == 58

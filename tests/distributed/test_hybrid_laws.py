@@ -1,0 +1,205 @@
+"""Compares hybrid searches over any shards, precision, weight and filter with brute force over both scores."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from random_index import (
+    D,
+    Views,
+    bm25_over,
+    brute_force,
+    hybrid_brute_force,
+    publish_random_index,
+    random_views,
+)
+from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
+
+from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, find_base, lexical_task
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.index.base import IndexParams
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.types import HybridQueries
+
+WORDS = ("harbour", "ship", "library", "engine", "music", "river", "castle", "the")
+QUESTIONS = ("Ships in the harbour", "music music castle", "the of")
+FILTERS = (None, {"year": {"gte": 3}}, {"year": {"lt": 0}}, {"or": [{"year": 1}, {"id": {"lt": "p004"}}]})
+PRECISIONS = st.sampled_from([("vectors", "fp32"), ("vectors", "fp16"), ("int8", "fp16"), ("int8", "fp32")])
+WEIGHTS = st.sampled_from([0.0, 0.05, 0.5, 1.0, 30.0]) | st.floats(0, 50)
+
+
+def random_rows(views: Views, seed: int) -> dict[str, dict]:
+    """Texts of few words, so that BM25 scores tie, and some of no word that counts."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: {
+            "id": name,
+            "title": str(rng.choice(WORDS)),
+            "text": " ".join(["x", *rng.choice(WORDS, rng.integers(0, 5)).tolist()]),
+            "year": int(rng.integers(0, 6)),
+        }
+        for name in sorted(views)
+    }
+
+
+def passes(filter: dict | None, row: dict) -> bool:
+    if filter is None:
+        return True
+    if "or" in filter:
+        return row["year"] == 1 or row["id"] < "p004"
+    return row["year"] >= 3 if "gte" in filter["year"] else False
+
+
+def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
+    root.mkdir(parents=True, exist_ok=True)
+    source = root / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    sources = [SourceConfig(path=str(source))]
+    prepare(PrepareConfig(sources=sources, num_shards=num_parts, fields={"year": "int"}), Store(str(root)))
+    return Corpus.open(Store(str(root)), "corpus")
+
+
+def local_router(root: Path, version: Manifest) -> Router:
+    store = Store(str(root))
+    fleet = LocalFleet(SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards)))
+    return Router(store, version, fleet)
+
+
+def assert_brute_force(
+    router: Router, views: Views, rows: dict[str, dict], queries_QD: np.ndarray, weight: float, k: int
+) -> None:
+    """Scores, order to the last tie, winning views and the certificate, under every filter."""
+    texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
+    for filter in FILTERS:
+        answer = router.search(queries_QD, k, filter=filter, hybrid=HybridQueries(QUESTIONS, weight))
+        there = {name: own for name, own in views.items() if passes(filter, rows[name])}
+        for question, query_D, hits in zip(QUESTIONS, queries_QD, answer.hits, strict=True):
+            expected = hybrid_brute_force(there, bm25_over(texts, question), weight, query_D, k)
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == expected
+        assert answer.exact.certified and answer.coverage_share == 1.0
+
+
+@given(
+    st.integers(0, 999),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(1, 90),
+    st.integers(1, 95),
+    PRECISIONS,
+    WEIGHTS,
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes(
+    tmp_path, seed, num_shards, num_parts, num_passages, k, precision, weight
+):
+    scan, dtype = precision
+    root = tmp_path / "index"
+    shutil.rmtree(root, ignore_errors=True)
+    views = random_views(num_passages, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus, params = corpus_of(root, rows, num_parts), IndexParams(scan=scan)
+    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
+    assert_brute_force(local_router(root, version), views, rows, queries_QD, weight, k)
+
+
+@given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 150), st.integers(1, 40), PRECISIONS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
+    tmp_path, seed, num_shards, num_passages, k, precision
+):
+    scan, dtype = precision
+    root = tmp_path / "index"
+    shutil.rmtree(root, ignore_errors=True)
+    views = random_views(num_passages, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus, params = corpus_of(root, rows, 2), IndexParams(scan=scan)
+    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    router = local_router(root, version)
+    queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
+    texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
+    for filter in FILTERS:
+        answer = router.search(queries_QD, k, filter=filter, hybrid=HybridQueries(QUESTIONS, "rrf"))
+        there = {name: own for name, own in views.items() if passes(filter, rows[name])}
+        for question, query_D, hits in zip(QUESTIONS, queries_QD, answer.hits, strict=True):
+            lexical = {name: score for name, score in bm25_over(texts, question).items() if score and name in there}
+            near = brute_force(there, query_D, len(there))
+            lists = [sorted(lexical, key=lambda name: (-lexical[name], name))[:100], [hit[0] for hit in near][:100]]
+            total: dict[str, float] = {}
+            for ranking in lists:
+                for rank, name in enumerate(ranking, 1):
+                    total[name] = total.get(name, 0.0) + 1 / (60 + rank)
+            views_of = {name: view for name, _, view in near}
+            best = sorted(total, key=lambda name: (-total[name], name))[:k]
+            expected = [(name, total[name], views_of[name]) for name in best]
+            assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == expected
+        assert answer.exact.certified and answer.coverage_share == 1.0
+        assert answer.exact.method.startswith("reciprocal ranks in the first 100 by bm25 and the first 100 by flat")
+
+
+def update_corpus(root: Path, upserts: dict[str, dict], deletions: set[str]) -> Corpus:
+    changes = root / "changes.jsonl"
+    lines = [*upserts.values(), *({"id": name, "delete": True} for name in sorted(deletions))]
+    changes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    update(PrepareConfig(), Store(str(root)), str(changes))
+    return Corpus.open(Store(str(root)), "corpus")
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 60), STEPS, st.integers(1, 8), PRECISIONS, WEIGHTS, st.integers(0, 999))
+def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
+    tmp_path_factory, count, steps, shards, precision, weight, seed
+):
+    """Updates, deletions, compactions and reshards; every version of the history still answers for itself."""
+    scan, dtype = precision
+    root, rng = tmp_path_factory.mktemp("history"), np.random.default_rng(seed)
+    store, views = Store(str(root)), random_views(count, seed, levels=2)
+    rows = random_rows(views, seed)
+    corpus = corpus_of(root, rows, shards)
+    params = IndexParams(scan=scan)
+    version = publish_random_index(root, views, shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
+    history = [(version, views, rows)]
+    for step in steps:
+        base, lexical = dataclasses.replace(version, lexical=None), version.lexical
+        assert lexical
+        if step[0] == "update":
+            fresh = random_views(80, int(rng.integers(1 << 30)), levels=2)
+            upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
+            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            changed = random_rows(upserts, int(rng.integers(1 << 30)))
+            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
+            rows = {name: row for name, row in (rows | changed).items() if name in views}
+            if not views:
+                break
+            corpus = update_corpus(root, changed, deleted)
+            if len(base.shards) != corpus.num_shards:  # as `mvr-ray index` does
+                base = publish_reshard(store, base, corpus.num_shards)
+            plain = publish_update(store, base, upserts, deleted)
+            task = lexical_task(corpus, "random", corpus.num_shards, find_base(store, "random", corpus))
+            lexical = build_lexical(task)
+        elif step[0] == "compact":
+            plain = publish_compaction(store, base)
+            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards)), lexical)
+            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards)))
+        else:
+            plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1])
+            lexical = build_lexical(task, statistics=lexical.statistics)
+        own = {"parent": plain.version, "corpus_digest": corpus.digest, "lexical": lexical}
+        version = manifests.publish(store, dataclasses.replace(plain, **own))
+        history.append((version, views, rows))
+        event(f"shards with changes of words beside them: {sum(len(own) > 1 for own in lexical.postings)}")
+    for version, there, own in history:
+        assert_brute_force(local_router(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
+        assert manifests.verify(store, version).problems == []

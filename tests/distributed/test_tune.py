@@ -1,0 +1,36 @@
+"""The weight of a hybrid search is the one that puts most gold passages first, by a count of single searches."""
+
+import pytest
+
+from mvr_ray.distributed.hybrid import WEIGHTS
+from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.tune import tune
+from mvr_ray.errors import ConfigError, ShardIndexError
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.files import Store
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+
+def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(lexical_index, run_over):
+    run = run_over(lexical_index, evaluate={"questions": ["other"]})
+    report = tune(run, "dev")
+    questions = read_questions(Corpus.open(Store(str(lexical_index)), "corpus"), "dev")
+    assert [row.weight for row in report.rows] == [None, "rrf", *WEIGHTS]
+    with open_router(run, local=True) as router:
+        for row in report.rows:
+            hits = router.search_text([question.text for question in questions], 1, hybrid=row.weight).hits
+            right = [one[0].passage_id in question.positive_ids for one, question in zip(hits, questions, strict=True)]
+            assert row.top1 == pytest.approx(sum(right) / len(right))
+            assert row.top1 <= row.top5 <= row.top20 and row.top1 <= row.mrr
+    weight = float(report.setting.removeprefix("search.hybrid="))
+    best = next(row for row in report.rows if row.weight == weight)
+    assert best.top1 == max(row.top1 for row in report.rows)
+    assert (report.questions, report.num_questions, report.version) == ("dev", 40, 2)
+
+
+def test_questions_that_are_reported_on_and_versions_without_words_are_refused(small_index, run_over):
+    with pytest.raises(ConfigError, match=r"'dev' is one of evaluate\.questions, which are reported on"):
+        tune(run_over(small_index), "dev")
+    with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
+        tune(run_over(small_index, evaluate={"questions": []}), "dev")

@@ -1,0 +1,111 @@
+"""The words of shards score passages as one bm25s index over the whole corpus does, to the last bit."""
+
+from pathlib import Path
+
+import bm25s
+import numpy as np
+import pytest
+import Stemmer
+
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.index.lexical import (
+    CorpusStatistics,
+    LexicalIndex,
+    Postings,
+    count_words,
+    indexed_text,
+    tokenize,
+    write_postings,
+    write_statistics,
+)
+from mvr_ray.store.corpus import shard_of
+from mvr_ray.types import Passage
+
+
+@pytest.fixture(scope="module")
+def passages(squad_dev) -> list[Passage]:
+    """2,000 paragraphs of SQuAD with their titles, and one without a word."""
+    texts = [(a["title"], p["context"]) for a in squad_dev["data"] for p in a["paragraphs"]][:2000]
+    return [*(Passage(f"p{number:04d}", *one) for number, one in enumerate(texts)), Passage("p9999", "", "the of")]
+
+
+@pytest.fixture(scope="module")
+def questions(squad_dev) -> list[str]:
+    return [p["qas"][0]["question"] for a in squad_dev["data"] for p in a["paragraphs"] if p["qas"]][:200]
+
+
+def make_shards(folder: Path, passages: list[Passage], num_shards: int) -> list[list[Passage]]:
+    """Write postings of each shard, and the statistics of all; returns the passages of each."""
+    shards = [[one for one in passages if shard_of(one.id, num_shards) == shard] for shard in range(num_shards)]
+    for number, own in enumerate(shards):
+        write_postings(own, folder / f"{number}.arrow")
+    write_statistics([Postings(folder / f"{n}.arrow").whole for n in range(num_shards)], folder / "statistics.arrow")
+    return shards
+
+
+def open_words(folder: Path, name: str) -> LexicalIndex:
+    return LexicalIndex(Postings(folder / f"{name}.arrow"), CorpusStatistics(folder / "statistics.arrow"))
+
+
+def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
+    """bm25s as its documentation has it, over all passages."""
+    stemmer = Stemmer.Stemmer("english")
+    oracle = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
+    texts = [f"{passage.title}\n{passage.text}" for passage in passages]
+    oracle.index(bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False), show_progress=False)
+    return oracle
+
+
+@pytest.mark.parametrize("num_shards", [1, 5])
+def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, passages, questions, num_shards):
+    oracle = whole_corpus(passages)
+    shards = make_shards(tmp_path, passages, num_shards)
+    indexes = [open_words(tmp_path, str(n)) for n in range(num_shards)]
+    row_of = {passage.id: row for row, passage in enumerate(passages)}
+    num_scored = 0
+    for words in tokenize(questions):
+        known = [word for word in words if word in oracle.vocab_dict]
+        expected_P = oracle.get_scores(known) if known else np.zeros(len(passages), np.float32)
+        for own, index in zip(shards, indexes):
+            score_P = index.scores(words)
+            assert score_P.dtype == np.float32
+            np.testing.assert_array_equal(score_P, expected_P[[row_of[passage.id] for passage in own]])
+            num_scored += int((score_P > 0).sum())
+    assert num_scored > 10_000
+
+
+def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
+    make_shards(tmp_path, passages, 1)
+    index = open_words(tmp_path, "0")
+    for words in tokenize(questions[:20]):
+        score_P = index.scores(words)
+        for row in [0, int(score_P.argmax()), len(passages) - 1]:
+            assert index.statistics.score(words, count_words([passages[row]])[0]) == score_P[row]
+
+
+def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
+    make_shards(tmp_path, passages, 1)
+    index = open_words(tmp_path, "0")
+    once, twice = index.scores(["team"]), index.scores(["team", "zzyzx", "team"])
+    assert once.any() and np.array_equal(twice, once + once)
+    assert not index.scores([]).any() and not index.scores(["zzyzx"]).any()
+
+
+def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path, passages):
+    for name in ("a", "b"):
+        write_postings(passages[:50], tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    write_postings([], tmp_path / "empty.arrow")
+    shards = [Postings(tmp_path / name).whole for name in ("empty.arrow", "a")]
+    write_statistics(shards, tmp_path / "statistics.arrow")
+    assert open_words(tmp_path, "empty").scores(["team"]).shape == (0,)
+    lengths = [len(words) for words in tokenize([indexed_text(passage) for passage in passages[:50]])]
+    assert CorpusStatistics(tmp_path / "statistics.arrow").mean_length == np.mean(lengths)
+
+
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path, passages):
+    write_postings(passages[:5], tmp_path / "postings")
+    (tmp_path / "text").write_text("no arrow")
+    for wrong in (lambda: CorpusStatistics(tmp_path / "postings"), lambda: Postings(tmp_path / "text")):
+        with pytest.raises(ShardIndexError, match=r"holds no words of a shard that this program reads .*index again"):
+            wrong()

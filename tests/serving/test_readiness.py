@@ -1,0 +1,56 @@
+"""Checks that a server is ready only while the store has the corpus and the encoder of its version."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.distributed.hot_swap import open_hot_swap_router
+from mvr_ray.serving.schemas import Readiness
+from mvr_ray.serving.service import SearchService
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+
+pytestmark = [pytest.mark.data, pytest.mark.ray]
+
+
+def readiness(run: RunConfig) -> Readiness:
+    """As a replica that has just started says it."""
+    with open_hot_swap_router(run, local=True) as router:
+        return SearchService(router, ServeConfig()).readiness()
+
+
+def test_a_replica_over_a_store_that_lost_corpus_or_encoder_is_not_ready_and_says_what_is_missing(
+    own_index: Path, run_over, tmp_path: Path
+):
+    run, store = run_over(own_index), Store(str(own_index))
+    assert readiness(run).ready and readiness(run).problems == []
+    version = manifest.read(store, "index")
+    corpus = Corpus.open(store, version.corpus, version.corpus_digest)
+    part = own_index / paths.corpus_dir(version.corpus) / corpus.info.parts[1].file
+    encoder = own_index / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)
+    described = own_index / paths.corpus_version(version.corpus, version.corpus_digest)
+    weights = encoder / "shared" / "model.safetensors"
+    for path, lost in (
+        (part, f"{part.name} is missing"),
+        (encoder, "encoder snapshot"),
+        (weights, "model.safetensors"),
+        (described.parent.parent, "mvr-ray prepare CONFIG"),
+    ):
+        path.rename(tmp_path / "aside")
+        answer = readiness(run)
+        assert not answer.ready and answer.coverage == 1.0
+        assert any(lost in problem for problem in answer.problems), answer.problems
+        (tmp_path / "aside").rename(path)
+    whole = part.read_bytes()
+    part.chmod(0o644)
+    for content, reason in ((whole[:-9], "bytes, not"), (b"\0" * len(whole), "cannot be opened")):
+        part.write_bytes(content)
+        [problem] = readiness(run).problems
+        assert part.name in problem and reason in problem
+    part.write_bytes(whole)
+    assert readiness(run).ready
+    shutil.rmtree(encoder)
+    assert not readiness(run).ready

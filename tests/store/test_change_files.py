@@ -1,0 +1,242 @@
+"""Checks the laws of change files.
+
+Each is applied once, in the order of names, whatever batches they come in; what cannot be applied stops none of the
+others; and what was done with each is written with the corpus.
+"""
+
+import gzip
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
+from mvr_ray.errors import ConfigError, PublishConflictError
+from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
+from mvr_ray.store.corpus import ChangeFile, Corpus
+from mvr_ray.store.files import Store, StoredFile
+from mvr_ray.store.prepare import prepare
+
+CONFIG = PrepareConfig(corpus="corpus", num_shards=2)
+NAMES = [f"p{number}" for number in range(12)]
+GOOD = st.dictionaries(st.sampled_from(NAMES), st.none() | st.sampled_from("xyz"), max_size=4)
+CONTENTS = GOOD | st.sampled_from(['{"id": "p1", "te', '{"id": "p1", "delete": true}\n{"id": "p1", "text": "x"}\n'])
+FIRST = {"p0": "first", "p1": "first", "p2": "first"}
+
+
+def change_lines(changes: dict[str, str | None]) -> str:
+    rows = [{"id": n, "delete": True} if text is None else {"id": n, "text": text} for n, text in changes.items()]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def make_corpus(store: Store, folder: Path, texts: dict[str, str] = FIRST, **settings: int) -> Corpus:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "rows.jsonl"
+    file.write_text(change_lines(dict(texts)))
+    prepare(CONFIG.model_copy(update={"sources": [SourceConfig(path=str(file))], **settings}), store)
+    return Corpus.open(store, "corpus")
+
+
+def apply_next(store: Store, source: Store, count: int = 99, cfg: PrepareConfig = CONFIG) -> BatchReport:
+    """Apply so many of the files that wait."""
+    corpus, listing = Corpus.open(store, "corpus"), list_change_files(source)
+    waiting = Backlog.of(listing, corpus.info.change_files).waiting
+    return apply_batch(corpus, cfg, source, waiting[:count], listing)
+
+
+def texts_of(store: Store) -> dict[str, str]:
+    return {passage.id: passage.text for passage in Corpus.open(store, "corpus")}
+
+
+def problems(store: Store) -> dict[str, str]:
+    return {file.name: file.problem for file in Corpus.open(store, "corpus").info.change_files}
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(CONTENTS, max_size=6), st.lists(st.integers(1, 4), min_size=6, max_size=6))
+def test_in_whatever_batches_files_come_the_corpus_is_that_of_the_good_ones_one_by_one(
+    tmp_path_factory, contents: Sequence[dict | str], sizes: list[int]
+):
+    folder = tmp_path_factory.mktemp("follow")
+    store, source = Store(folder / "store"), Store(folder / "source")
+    make_corpus(store, folder)
+    now: dict[str, str | None] = dict(FIRST)
+    (folder / "source").mkdir()
+    for number, content in enumerate(contents):
+        text = content if isinstance(content, str) else change_lines(content)
+        (folder / "source" / f"{number:03}.jsonl").write_text(text)
+        now |= {} if isinstance(content, str) else content
+    for size in sizes:
+        apply_next(store, source, size)
+    assert texts_of(store) == {name: text for name, text in now.items() if text is not None}
+    assert [bool(problem) for problem in problems(store).values()] == [isinstance(one, str) for one in contents]
+    before = Corpus.open(store, "corpus").info
+    assert apply_next(store, source).files == []
+    assert Corpus.open(store, "corpus").info == before
+
+
+def test_files_of_every_kind_of_source_are_applied_and_their_record_is_in_the_corpus(store: Store, tmp_path: Path):
+    """The record names what was read by its digest; files of other names, folders and hidden files are no changes."""
+    home = Store(tmp_path / "home")
+    make_corpus(home, tmp_path)
+    store.write_bytes("2.jsonl.gz", gzip.compress(change_lines({"p1": None}).encode()))
+    store.write_bytes("1.jsonl", change_lines({"p1": "new", "p5": "five"}).encode())
+    for other in ("notes.txt", ".3.jsonl", "folder/4.jsonl"):
+        store.write_bytes(other, b"{")
+    first = apply_next(home, store, 1)
+    assert [file.name for file in first.files] == ["1.jsonl"]
+    apply_next(home, store)
+    assert texts_of(home) == {"p0": "first", "p2": "first", "p5": "five"}
+    files = Corpus.open(home, "corpus").info.change_files
+    assert [(file.name, file.num_bytes, file.sha256) for file in files] == [
+        (name, store.size_bytes(name), store.sha256(name)) for name in ("1.jsonl", "2.jsonl.gz")
+    ]
+    store.delete("1.jsonl")
+    store.delete("2.jsonl.gz")
+    store.write_bytes("3.jsonl", change_lines({"p0": "third"}).encode())
+    apply_next(home, store)
+    assert list(problems(home)) == ["3.jsonl"], "what the source has no more is forgotten"
+
+
+def test_a_file_whose_name_comes_too_late_is_left_out_and_said_once(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    make_corpus(store, tmp_path)
+    source.write_bytes("2.jsonl", change_lines({"p1": "second"}).encode())
+    apply_next(store, source)
+    source.write_bytes("1.jsonl", change_lines({"p1": "older"}).encode())
+    [late] = apply_next(store, source).files
+    assert late.name == "1.jsonl" and "came after 2.jsonl" in late.problem
+    assert texts_of(store)["p1"] == "second" and problems(store) == {"1.jsonl": late.problem, "2.jsonl": ""}
+    assert apply_next(store, source).files == []
+    for name in ("1.jsonl", "2.jsonl"):
+        source.delete(name)
+    apply_next(store, source)
+    source.write_bytes("2.jsonl", change_lines({"p1": "again"}).encode())
+    assert apply_next(store, source).files == [] and texts_of(store)["p1"] == "second"
+
+
+def test_files_that_change_passages_of_a_corpus_of_chunks_change_their_chunks(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    texts = {"a": "one two three four five", "b": "six", "c": "seven eight nine"}
+    make_corpus(store, tmp_path, texts, chunk_words=2)
+    source.write_bytes("1.jsonl", change_lines({"a": "one two new", "c": None, "d": "x y z"}).encode())
+    apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
+    now = texts_of(store)
+    other = Store(tmp_path / "other")
+    make_corpus(other, tmp_path / "again", {"a": "one two new", "b": "six", "d": "x y z"}, chunk_words=2)
+    assert now == texts_of(other) == {"a#0": "one two", "a#1": "new", "b#0": "six", "d#0": "x y", "d#1": "z"}
+    make_corpus(store, tmp_path, texts)
+    with pytest.raises(ConfigError, match="holds passage 'a' whole"):
+        apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
+
+
+def test_of_two_followers_of_one_corpus_the_slower_one_is_told(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    corpus = make_corpus(store, tmp_path)
+    source.write_bytes("1.jsonl", b'{"id": ')
+    listing = list_change_files(source)
+    apply_batch(corpus, CONFIG, source, listing, listing)
+    with pytest.raises(PublishConflictError):
+        apply_batch(corpus, CONFIG, source, listing, listing)
+
+
+def test_a_source_that_is_no_folder_is_refused(tmp_path: Path):
+    for source, message in ((None, "follow.source is not set"), (str(tmp_path / "nowhere"), "is not a folder")):
+        with pytest.raises(ConfigError, match=message):
+            open_source(FollowConfig(source=source))
+
+
+def file_named(name: str, num_bytes: int = 10, changed_s: float = 0) -> StoredFile:
+    return StoredFile(name, num_bytes, changed_s)
+
+
+A, B, C = map(file_named, "abc")
+TABLE = {
+    "young and few": (False, [(0, [A]), (9, [A])], []),
+    "one is old": (False, [(0, [A]), (9, [A, B]), (10, [A, B])], [A, B]),
+    "enough bytes": (False, [(0, [A, B, C]), (1, [A, B, C])], [A, B, C]),
+    "no more than needed": (
+        False,
+        [(0, [file_named("0", 30), A]), (1, [file_named("0", 30), A])],
+        [file_named("0", 30)],
+    ),
+    "seen once": (False, [(0, []), (50, [A, B, C])], []),
+    "whole at once": (True, [(0, [A, B, C])], [A, B, C]),
+    "grows": (False, [(0, [A, B]), (50, [A, file_named("b", 11)])], [A]),
+    "behind one that grows": (False, [(0, [A, B]), (50, [file_named("a", 11), B])], []),
+    "gone and here again": (False, [(0, [A]), (5, []), (12, [A]), (13, [A])], []),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_a_batch_is_due_by_bytes_or_by_age_of_files_that_are_whole(case: str):
+    shows_whole_files, looks, batch = TABLE[case]
+    batches = Batches(FollowConfig(batch_bytes=25, max_age_s=10), shows_whole_files)
+    results = [batches.next(files, now_s) for now_s, files in looks]
+    assert results[-1] == batch
+
+
+def test_a_backlog_is_what_comes_after_the_last_name_and_what_came_too_late():
+    done = [ChangeFile("b", 10, 0, ""), ChangeFile("d", 10, 0, "")]
+    files = list(map(file_named, "abcdef"))
+    assert Backlog.of(files, done) == ([file_named("e"), file_named("f")], [file_named("a"), file_named("c")])
+    assert Backlog.of(files, []) == (files, [])
+
+
+FOLLOWER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kill_at_call import kill_at_call
+from mvr_ray.config import PrepareConfig
+from mvr_ray.store.change_files import apply_batch, list_change_files
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
+
+store, source = Store(sys.argv[2]), Store(sys.argv[3])
+corpus, listing = Corpus.open(store, "corpus"), list_change_files(source)
+kill_at_call(int(sys.argv[4]))
+apply_batch(corpus, PrepareConfig(corpus="corpus", num_shards=1), source, listing, listing)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.chaos(
+    "follower killed at each call that writes, syncs, names or renames",
+    "every file applied, and noted as applied, or neither; the same work then ends with the undisturbed bytes",
+)
+def test_a_follower_killed_at_any_call_applies_each_file_once(tmp_path: Path, record_property):
+    before = Store(tmp_path / "before")
+    first = make_corpus(before, tmp_path, num_shards=1)
+    source = Store(tmp_path / "source")
+    source.write_bytes("1.jsonl", change_lines({"p0": "second", "p1": None, "p7": "new"}).encode())
+    source.write_bytes("2.jsonl", b'{"id": "p2", "te')
+    source.write_bytes("3.jsonl", change_lines({"p7": "newer"}).encode())
+    whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
+    apply_next(whole, source)
+    expected = Corpus.open(whole, "corpus").info
+    states: list[bool] = []
+    for at in itertools.count(1):
+        store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
+        command = [sys.executable, "-c", FOLLOWER, str(Path(__file__).parent), store.root, source.root, str(at)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        states.append(Corpus.open(store, "corpus").info == expected)
+        assert states[-1] or Corpus.open(store, "corpus").info == first.info
+        apply_next(store, source)
+        assert Corpus.open(store, "corpus").info == expected and Corpus.open(store, "corpus").find_damage() == []
+        assert texts_of(store) == {"p0": "second", "p2": "first", "p7": "newer"}
+    assert len(process.stdout.splitlines()) == len(states) == at - 1
+    assert states == sorted(states) and {*states} == {False, True}
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(process.stdout.splitlines()).items()))
+    record_property("figures", f"killed {len(states)} times ({counts}); applied after {sum(states)}")

@@ -1,0 +1,83 @@
+"""Checks that scratch folders go with their owner: not while it lives, whatever the clock says, and soon after."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mvr_ray.store.files import Store
+from mvr_ray.store.scratch import LEASE, STALE_S
+
+OWNER = """
+import sys
+from mvr_ray.store.files import Store
+with Store(sys.argv[1]).scratch() as folder:
+    (folder / "work").write_text("unfinished")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def owner(root: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a scratch folder, which it holds until its input ends."""
+    command = [sys.executable, "-c", OWNER, str(root)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    return process, Path(process.stdout.readline().strip())
+
+
+def make_old(*files: Path) -> None:
+    """As if made long ago, or the clock had leapt."""
+    for file in files:
+        os.utime(file, (1, 1))
+
+
+def test_live_work_stays_however_old_it_looks_and_goes_with_its_process(tmp_path: Path):
+    process, folder = owner(tmp_path)
+    lease = folder.with_name(folder.name + LEASE)
+    make_old(folder / "work", folder, lease)
+    with process:
+        with Store(tmp_path).scratch() as other:
+            assert other != folder and (folder / "work").read_text() == "unfinished"
+        assert sorted(folder.parent.iterdir()) == [folder, lease]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (folder / "work").exists()
+    with Store(tmp_path).scratch() as other:
+        assert {path.name for path in folder.parent.iterdir()} == {other.name, other.name + LEASE}
+    assert list(folder.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("age_s", [0, STALE_S + 60])
+def test_what_another_machine_or_an_earlier_program_left_goes_after_a_day(tmp_path: Path, age_s: int):
+    """The age is told by the file system's own clock: that of a file made now."""
+    shelf = tmp_path / ".scratch"
+    (shelf / "foreign").mkdir(parents=True)
+    (shelf / "bare").mkdir()
+    (shelf / f"foreign{LEASE}").write_text("boot id of another machine")
+    now = shelf.stat().st_mtime
+    for name in ("foreign", "bare", f"foreign{LEASE}"):
+        os.utime(shelf / name, (now - age_s, now - age_s))
+    with Store(tmp_path).scratch() as own:
+        others = {path.name for path in shelf.iterdir()} - {own.name, own.name + LEASE}
+    assert others == (set() if age_s else {"foreign", "bare", f"foreign{LEASE}"})
+
+
+def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_path: Path):
+    store = Store(tmp_path / "store")
+    for content in (b"one", b"two"):
+        with store.scratch() as folder:
+            (folder / "file").write_bytes(content)
+            store.put_file(folder / "file", "a/file")
+            (folder / "whole").mkdir()
+            (folder / "whole" / "part").write_bytes(content)
+            store.upload_dir(folder / "whole", f"b/{content.decode()}", {"about.json": b"{}"})
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert len(files) == 5 and store.read_bytes("a/file") == b"two"
+    assert all(path.stat().st_mode & 0o222 == 0 for path in files)
+    store.delete_dir("b")
+    store.delete("a/file")
+    assert store.list("b") == store.list("a") == []
