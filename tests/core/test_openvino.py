@@ -58,7 +58,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads_and_a_stored_encoder_g
     stored = DualEncoder.load(tmp_path)
     assert (stored.precision.name, stored.fingerprint) == ("openvino", encoder.fingerprint)
     np.testing.assert_array_equal(stored.embed_passages(tokenized).views_PVD, alone)
-    states_PTD, real_PT = stored.states(tokenized[:3])
+    with stored.inference():
+        states_PTD, real_PT = stored.states(tokenized[:3])
     assert (states_PTD[~real_PT] == 0).all()
 
 
