@@ -64,7 +64,6 @@ def damage(root: Path, digest: str) -> Path:
     data[len(data) // 2] ^= 1
     shutil.copy(file, file.with_suffix(".whole"))
     file.unlink()
-    file.chmod(0o644)
     file.write_bytes(data)
     return file
 
