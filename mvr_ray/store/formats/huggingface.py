@@ -28,6 +28,8 @@ def open_dataset(path: str, split: str) -> Iterable[Any]:
         owner, _, rest = path.removeprefix(SCHEME).partition("/")
         name, _, subset = rest.partition("/")
         data = datasets.load_dataset(f"{owner}/{name}" if name else owner, subset or None, split=split, streaming=True)
+    except DataError:
+        raise
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise MissingInputError(
             f"source {path}: split {split!r} cannot be opened: {error}; check name and `split`, and for a data set of "

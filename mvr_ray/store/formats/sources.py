@@ -137,7 +137,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 
 def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
-    names = {name: getattr(source.fields, name) for name in sorted(source.fields.model_fields_set)}
+    names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
     wants_questions = source.questions is not None
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":

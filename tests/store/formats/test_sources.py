@@ -496,7 +496,7 @@ def test_ms_marco_has_no_quotes_and_names_wrong_rows(ms_marco: Path):
 
 def test_documents_of_ms_marco_have_a_title_and_an_address(write: Write):
     file = write("docs/collection.tsv", "D1\thttps://example.org\tRivers\tThe Nile is long.\n")
-    [record] = read(file.parent)
+    [record] = read_source(SourceConfig(path=str(file.parent)))
     assert isinstance(record, PassageRecord)
     assert record.passage == Passage("D1", "Rivers", "The Nile is long.")
     assert record.extras == {"url": "https://example.org"}
