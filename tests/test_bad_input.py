@@ -281,7 +281,6 @@ def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.unlink()
-    file.chmod(0o644)
     file.write_bytes(data)
 
 

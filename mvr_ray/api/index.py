@@ -33,7 +33,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
-from mvr_ray.versions import VersionLine
+from mvr_ray.versions import RollbackReport, VersionLine
 
 if TYPE_CHECKING:
     from mvr_ray.api.encoder import Encoder
@@ -288,11 +288,11 @@ class Index:
         """The published versions, oldest first; the last one is live."""
         return versions.act(self.run, "list", None)
 
-    def rollback(self, version: int) -> VersionLine:
+    def rollback(self, version: int) -> RollbackReport:
         """Publish what an earlier version held as a new one. Raises ConfigError for an unknown version."""
-        line = versions.act(self.run, "rollback", version)
+        report = versions.act(self.run, "rollback", version)
         self._follow()
-        return line
+        return report
 
     def serve(self, **settings: Any) -> None:
         """Answer HTTP requests until interrupted; `settings` are those of the run file's `serve` section, as `port`."""

@@ -243,7 +243,7 @@ def _reshard(report: Report, words: str) -> Summary:
 
 def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> list[Table]:
     """Tables of an action on versions; `report` is its plain result."""
-    if verbose or action not in ("list", "show", "rollback"):
+    if verbose or action not in ("list", "show"):
         return report_tables(f"index {index}", {"versions": report} if isinstance(report, list) else report)
     if action == "show":
         title = f"version {report['version']} of index {index}, by {report['operation']}"
@@ -251,7 +251,7 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
     names = ("version", "parent", "operation")
     rows = [
         (*(row[name] for name in names), row["created"][:16].replace("T", " "), row["passages"], "live" * row["live"])
-        for row in (report if isinstance(report, list) else [report])
+        for row in report
     ]
     return [table(f"index {index}", ("version", "parent", "operation", "created", "passages", ""), rows)]
 

@@ -84,7 +84,8 @@ def test_an_explanation_names_the_view_that_search_names_and_writes_its_page(cha
     for number, question in enumerate(asked):
         for rank, hit in enumerate(chain.json("search", question, "-k", "2")["results"][0], 1):
             passage = explained[hit["id"]]
-            assert passage["winners"][number] == {"view": hit["view"], "score": hit["score"], "rank": rank}
+            winner = {"view": hit["view"], "score": hit["score"], "rank": rank, "lexical": None, "total": None}
+            assert passage["winners"][number] == winner
             [view] = [view for view in passage["views"] if view["view"] == hit["view"]]
             assert view["scores"][number] == hit["score"] == max(v["scores"][number] for v in passage["views"])
             assert view["text"] == (hit["snippet"] or {}).get("text")

@@ -21,6 +21,7 @@ OWN_LINES = re.compile(
     r"(encode|build shards|passages read = embedded = indexed = in the manifest|"
     r"look for embeddings of earlier versions, shards|carried over from earlier versions, passages): [\d,]+ of .*|"
     r"(report|next): .*|"
+    r"WARNING mvr_ray.distributed.build_index: views collapsed into one vector: .*|"  # of the random backbone
     r"mvr-ray: interrupted; the same command continues where it stopped"
 )
 WORKER_DIED = "WARNING mvr_ray.distributed.ray_internals: a Ray worker died; what it did is done again"

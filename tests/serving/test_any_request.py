@@ -40,6 +40,7 @@ likely = {
     | st.dictionaries(st.sampled_from(["id", "title", "and", "or", "not", "x"]), values, max_size=3),
     "fields": st.lists(st.sampled_from(["year", ""]), max_size=1),
     "encoder_fingerprint": st.none() | st.sampled_from(["f" * 16, "other"]),
+    "hybrid": st.sampled_from([None, 0, 2.5, -1, "rrf", "off", "on"]),
 }
 
 

@@ -32,7 +32,7 @@ from server import ADMIN, command, free_port
 
 from mvr_ray.client import Client
 
-pytestmark = [pytest.mark.slow, pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.nodes, pytest.mark.data, pytest.mark.ray]
 
 TIMEOUT_MS = 3000
 LATE_S = 1.5
