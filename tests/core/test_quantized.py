@@ -18,6 +18,9 @@ from mvr_ray.types import Passage
 SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
 SENTENCES = "The river rises in the hills. It runs to the sea! Where does the river end? Salt made the town rich. "
 PASSAGES = [Passage(str(i), "", (SENTENCES * 4)[: 40 + 7 * i % 291]) for i in range(40)]
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
+)
 needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="this processor does not multiply bytes")
 
 
@@ -60,7 +63,9 @@ def test_gelu_behind_a_product_gives_the_bytes_of_its_own_step():
     assert (found.float() == wanted).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=needs_bytes)])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=needs_bfloat16), pytest.param("int8", marks=needs_bytes)]
+)
 @pytest.mark.parametrize("strategy", ["snippet_means", "viewers", "sentences"])
 def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(tiny, tmp_path, precision, strategy):
     full = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy=strategy))
