@@ -15,7 +15,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -166,8 +166,9 @@ class CorpusInfo:
 
 @dataclass(frozen=True)
 class SetInfo:
-    """The description of a question set. `file` is its path within the folder of the corpus."""
+    """The description of a question set of the corpus of one digest. `file` is its path within the corpus's folder."""
 
+    corpus_digest: str
     name: str
     file: str
     num_questions: int
@@ -568,7 +569,7 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
 def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> None:
     """Move a finished local file of questions to its place in the store, and describe it as this set of the corpus."""
     digest, num_bytes = sha256_of(file), file.stat().st_size
-    info = SetInfo(name, paths.question_file(name, digest), num_questions, num_bytes, digest)
+    info = SetInfo(corpus.digest, name, paths.question_file(name, digest), num_questions, num_bytes, digest)
     corpus.store.put_file(file, f"{paths.corpus_dir(corpus.name)}/{info.file}")
     corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
 
@@ -576,6 +577,7 @@ def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> 
 def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
     """Give a corpus a question set of an earlier corpus of its name; both describe one file."""
     if info := question_set(source, name):
+        info = replace(info, corpus_digest=corpus.digest)
         corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
     else:
         write_questions(corpus, name, read_questions(source, name))
@@ -611,7 +613,15 @@ def question_set(corpus: Corpus, name: str) -> SetInfo | None:
     """
     path = paths.question_set(corpus.name, corpus.digest, name)
     if corpus.store.exists(path):
-        return SetInfo.from_json(corpus.store.read_bytes(path), corpus.store.where(path))
+        info, where = (
+            SetInfo.from_json(corpus.store.read_bytes(path), corpus.store.where(path)),
+            corpus.store.where(path),
+        )
+        if (info.corpus_digest, info.name) != (corpus.digest, name):
+            raise StorageError(
+                f"{where} describes question set {info.name!r} of the corpus of digest {info.corpus_digest}; {_CURE}"
+            )
+        return info
     if not corpus.store.exists(_undescribed_path(corpus, name)):
         raise MissingInputError(
             f"question set {name!r} not found with corpus {corpus.name!r} in {corpus.store.name}; there are: "
