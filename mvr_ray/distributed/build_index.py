@@ -31,6 +31,8 @@ from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_enc
 from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
+    EMBEDDING_FILES,
+    RECALL_SLACK,
     BuiltShard,
     build_shard,
     index_params,
@@ -39,10 +41,13 @@ from mvr_ray.distributed.shards import (
     shard_collapse,
     shard_folder,
     shard_recall,
+    update_shard_index,
     write_note,
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -259,16 +264,18 @@ def build_one(
     store = Store(task.store)
     if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
         return built
-    entry = reusable
+    entry, is_updated = reusable, None
     if entry is None:
         with shard_folder(store) as folder:
-            known_files = _write_embeddings(store, task, shard, folder, cfg)
+            known_files = _write_embeddings(store, task, draft, shard, folder, cfg)
+            is_other = draft.index_params["kind"] != "flat" and not known_files.keys() - EMBEDDING_FILES
+            is_updated = (folder / LABELS_FILE).exists() if is_other else None
             entry = build_shard(store, draft, shard, folder, known_files)
     recall = shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
-    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
+    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned, is_updated=is_updated)
     if reusable is None:
         write_note(store, _note_path(draft, task.key, shard), built)
     return built
@@ -279,29 +286,37 @@ def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> Built
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig
+    store: Store, task: EncodeTask, draft: Manifest, shard: int, folder: Path, cfg: IndexConfig
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
     Each passage is checked against the ids that the corpus has there. Returns files whose digests are known. With
-    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to.
+    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to. The
+    approximate index of an earlier shard by the same parameters is updated in a copy beside its changes, unless that
+    would find less than the earlier version promises.
     """
     corpus, plan = Corpus.open(store, task.corpus, task.corpus_digest), task.plan(store, shard)
     new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
     else:
-        base_files = plan.base.entry.files
+        base_files, same_params = plan.base.entry.files, plan.base.index_params == draft.index_params
         base = open_embeddings(manifests.open_shard(store, plan.base.index, plan.base.entry), base_files)
         upserts = views_by_id(new_blocks)
         if cfg.prune_views is not None:
             _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
         elif not upserts and not plan.deleted_ids:
-            known_files = {name: base_files[name] for name in (paths.EMBEDDINGS, paths.CHANGES) if name in base_files}
+            known_files = {name: file for name, file in base_files.items() if same_params or name in EMBEDDING_FILES}
             for name in known_files:
                 same_file(base.path.with_name(name), folder / name)
         elif write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
             known_files = {paths.EMBEDDINGS: base_files[paths.EMBEDDINGS]}
+            if same_params and draft.index_params["kind"] != "flat":
+                least = None if plan.base.recall is None else plan.base.recall - RECALL_SLACK
+                params = IndexParams(**draft.index_params)
+                update_shard_index(
+                    params, base.path.parent, base_files, folder, upserts, least, cfg.recall_sample, shard
+                )
         embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
         _require_ids(corpus.part(shard).ids(), embedded.ids(), f"shard {shard}")
     return known_files
@@ -382,6 +397,9 @@ def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mappi
     }
     metrics: dict[str, int | float] = {name: value for name, value in measured.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
+    if any(shard.is_updated is not None for shard in shards):
+        metrics |= {"shards_updated": sum(shard.is_updated is True for shard in shards)}
+        metrics |= {"shards_rebuilt": sum(shard.is_updated is False for shard in shards)}
     if draft.operation == "index:refined":
         metrics |= {"unlearned": counts["unlearned"]}
     if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):

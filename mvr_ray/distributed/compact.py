@@ -1,4 +1,5 @@
-"""Write the shards of the live version whole that have changes beside their first file; no view and no index changes.
+"""Write the shards of the live version whole that have changes beside their first file. No view changes, and no index
+but an approximate one that was updated: it is built from nothing, and the version's recall is measured again.
 
 A shard that is written is noted in the staging folder, so the same command continues after any crash.
 """
@@ -9,13 +10,24 @@ from typing import NamedTuple
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.reshard import require_same_counts
-from mvr_ray.distributed.shards import BUILD_CPUS, BuiltShard, read_note, shard_folder, write_note
+from mvr_ray.distributed.shards import (
+    BUILD_CPUS,
+    EMBEDDING_FILES,
+    BuiltShard,
+    build_shard,
+    mean_over_passages,
+    read_note,
+    shard_folder,
+    shard_recall,
+    write_note,
+)
 from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings, rewrite
 from mvr_ray.store.files import Store, same_file
-from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
 
 
@@ -44,9 +56,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     if changed:
         with session.connect(run.resources, base.num_passages) as info:
             session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-            written = _write(store, base, changed, progress)
-        shards = tuple(written.get(entry.shard, entry) for entry in base.shards)
-        new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
+            new = _write(store, base, changed, run.index.recall_sample, progress)
         require_same_counts(base, new)
         published = manifests.publish(store, new)
         store.delete_dir(paths.staging_dir(base.index, _staging_key(base)))
@@ -62,32 +72,44 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     )
 
 
-def _write(store: Store, base: Manifest, entries: list[ShardEntry], progress: Progress) -> dict[int, ShardEntry]:
-    calls = [(store.address, base, entry) for entry in entries]
-    written: dict[int, ShardEntry] = {}
-    for entry in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
-        written[entry.shard] = entry
-        progress("compact", len(written), len(entries))
-    return written
+def _write(store: Store, base: Manifest, changed: list[ShardEntry], sample: int, progress: Progress) -> Manifest:
+    """The manifest with these shards written whole. Where an index of theirs is built, all shards are measured."""
+    is_measured = bool(sample) and any(LABELS_FILE in entry.files for entry in changed)
+    calls = [(store.address, base, entry, sample * is_measured) for entry in (base.shards if is_measured else changed)]
+    written: dict[int, BuiltShard] = {}
+    for built in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
+        written[built.entry.shard] = built
+        progress("compact", len(written), len(calls))
+    shards = tuple(written[entry.shard].entry if entry.shard in written else entry for entry in base.shards)
+    new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
+    if not is_measured:
+        return new
+    recall = mean_over_passages([(built.recall, built.entry.num_passages) for built in written.values()])
+    return dataclasses.replace(new, recall=recall, metrics={**base.metrics, "recall": recall or 0.0})
 
 
-def compact_one(address: str, base: Manifest, entry: ShardEntry) -> ShardEntry:
-    """One shard written whole, or as it is noted already. Its index files are the ones that it has."""
+def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
+    """One shard written whole, or as it is noted already, or as it is where it has no changes; its recall is measured
+    by `sample` queries."""
     store = Store(address)
+    if paths.CHANGES not in entry.files:
+        return BuiltShard(entry, shard_recall(store, base, entry, sample), None, None)
     note = paths.staged_shard(base.index, _staging_key(base), "compact", entry.shard)
     if noted := read_note(store, base.index, note):
-        return noted.entry
+        return noted
     before = manifests.open_shard(store, base.index, entry)
     embedded = open_embeddings(before, entry.files)
     with shard_folder(store) as folder:
         rewrite(embedded, folder / paths.EMBEDDINGS, {})
-        index_files = {n: file for n, file in entry.files.items() if n not in (paths.EMBEDDINGS, paths.CHANGES)}
+        index_files = {n: file for n, file in entry.files.items() if n not in EMBEDDING_FILES}
+        if LABELS_FILE in index_files:
+            index_files = {n: file for n, file in index_files.items() if n == paths.PRUNED_JSON}
         for name in index_files:
             same_file(before / name, folder / name)
-        meta = ShardMeta(entry.shard, embedded.num_passages, embedded.num_vectors)
-        written = manifests.add_shard(store, base.index, folder, meta, index_files)
-    write_note(store, note, BuiltShard(written, None, None, None))
-    return written
+        written = build_shard(store, base, entry.shard, folder, index_files)
+    built = BuiltShard(written, shard_recall(store, base, written, sample), None, None)
+    write_note(store, note, built)
+    return built
 
 
 def _staging_key(base: Manifest) -> str:

@@ -6,7 +6,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from mvr_ray.config import IndexConfig
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
-from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
+from mvr_ray.index.kinds import build_index, open_index, searches_embeddings, update_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
@@ -29,15 +29,20 @@ from mvr_ray.types import EmbeddingBlock, FloatArray
 
 log = logging.getLogger(__name__)
 
+EMBEDDING_FILES = {paths.EMBEDDINGS, paths.CHANGES}
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 BUILD_CPUS = 1.0
+RECALL_SLACK = 0.01
+"""A shard's index may find so much less than its version promises: recall differs between shards and samples."""
 
 
 class BuiltShard(NamedTuple):
     """A shard at rest and what was measured on it; None where there is nothing to measure.
 
     `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`pruning`).
+    `is_updated` tells an approximate index that is a copy of an earlier one with changes (True) from one that was built
+    from nothing; None where it is an earlier one, or exact.
     """
 
     entry: ShardEntry
@@ -46,6 +51,7 @@ class BuiltShard(NamedTuple):
     lv: float | None
     dropped: int = 0
     worst: float = 0.0
+    is_updated: bool | None = None
 
 
 def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:
@@ -58,17 +64,47 @@ def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> In
 def build_shard(
     store: Store, manifest: Manifest, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
-    """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
+    """Index the embeddings that stand in `folder`, unless it holds index files, and move the folder to the name that
+    its content gives it.
 
     `manifest` says which index it belongs to and how it is indexed; it need not be published. `files` describes files
     that were found whole before and are not read again.
     """
     params = IndexParams(**manifest.index_params)
-    embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
-    if embedded.num_passages and not searches_embeddings(params):
+    names = {file.name for file in folder.iterdir()}
+    embedded = open_embeddings(folder, names)
+    is_indexed = bool(names - EMBEDDING_FILES - {paths.PRUNED_JSON})
+    if embedded.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
     return manifests.add_shard(store, manifest.index, folder, meta, files)
+
+
+def update_shard_index(
+    params: IndexParams,
+    base: Path,
+    base_files: Collection[str],
+    folder: Path,
+    changed_ids: Collection[str],
+    least_recall: float | None = None,
+    sample: int = 0,
+    seed: int = 0,
+) -> bool:
+    """Write to `folder`, which holds changed embeddings, the index of the shard in `base` with the changes.
+
+    False where nothing was written: an index that is no copy of another, or one that would find less than
+    `least_recall` of what exact search finds, by `sample` queries; such an index is to be built from nothing.
+    """
+    before = open_embeddings(base, base_files).blocks()
+    blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
+    files = update_index(params, before, blocks, changed_ids, base, folder)
+    if not files or least_recall is None or not sample:
+        return bool(files)
+    if _recall(params, blocks, folder, sample, seed) >= least_recall:
+        return True
+    for name in files:
+        (folder / name).unlink()
+    return False
 
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:
@@ -121,8 +157,11 @@ def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: in
     if params.kind == "flat" or not sample or not entry.num_passages:
         return None
     folder = manifests.open_shard(store, manifest.index, entry)
-    blocks = open_embeddings(folder, entry.files).blocks()
-    queries_QD = sample_views(blocks, sample, entry.shard)
+    return _recall(params, open_embeddings(folder, entry.files).blocks(), folder, sample, entry.shard)
+
+
+def _recall(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path, sample: int, seed: int) -> float:
+    queries_QD = sample_views(blocks, sample, seed)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
     return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
 

@@ -13,13 +13,14 @@ from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed import build_index, encode
+from mvr_ray.distributed import build_index, compact, encode
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths, prepare
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -253,13 +254,14 @@ def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable
     return manifest.publish(store, refined)
 
 
-def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path):
+@pytest.mark.parametrize("num_shards", [3, 2])
+def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path, num_shards):
     store = Store(str(own_index))
     first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
     learned = give_feedback_view(store, first, [old[0].id, old[1].id, old[2].id])
     assert build_index.index(run_over(own_index)).version == learned.version, "nothing changed"
     changed = old[1]._replace(text=f"{old[1].text} It was changed.")
-    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], 3)
+    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], num_shards)
     made = build_index.index(run_over(own_index))
     counts = {name: made.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
     assert (made.operation, counts) == (
@@ -351,6 +353,48 @@ def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_i
         for name, views in mine.items():
             assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
             np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
+
+
+@pytest.mark.parametrize("index", [{"kind": "hnsw"}, {"kind": "faiss", "factory": "IVF2,SQ8"}], ids=["hnsw", "ivf"])
+def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifest_says_which(
+    own_index, run_over, tmp_path, index
+):
+    store, run = Store(str(own_index)), run_over(own_index, index=index)
+    old = list(Corpus.open(store, "corpus"))
+
+    def change(row: int) -> manifest.Manifest:
+        line = old[row]._replace(text=f"Words of change {row}.")._asdict()
+        (tmp_path / "c.jsonl").write_text(json.dumps({name: line[name] for name in ("id", "title", "text")}))
+        update(run.prepare, store, str(tmp_path / "c.jsonl"))
+        return build_index.index(run)
+
+    def counts(version: manifest.Manifest) -> tuple[int | float, ...]:
+        return tuple(version.metrics[name] for name in ("encoded", "shards_updated", "shards_rebuilt"))
+
+    def updated_shards(version: manifest.Manifest) -> set[int]:
+        return {entry.shard for entry in version.shards if LABELS_FILE in entry.files}
+
+    first = build_index.index(run)
+    assert counts(first) == (0, 0, 3)
+    made = change(0)
+    assert counts(made) == (1, 1, 0)
+    assert updated_shards(made) == {shard_of(old[0].id, 3)}
+    task = SearcherTask(str(own_index), made, (0, 1, 2))
+    before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, made)[old[0].id]
+    queries_QD = np.concatenate([before.vectors_ND, after.vectors_ND]).astype(np.float32)
+    for hits, query_D in zip(Router(store, made, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):
+        assert len({hit.passage_id for hit in hits}) == 60
+        [own] = [hit for hit in hits if hit.passage_id == old[0].id]
+        assert own.score == pytest.approx((after.vectors_ND.astype(np.float32) @ query_D).max(), abs=1e-3)
+    unreachable = dataclasses.replace(made, parent=made.version, recall=1.5)
+    manifest.publish(store, unreachable)
+    again = change(1)
+    assert counts(again) == (1, 0, 1)
+    assert updated_shards(again) == {shard_of(old[0].id, 3)} - {shard_of(old[1].id, 3)}
+    compact.compact(run)
+    live = manifest.read(store, "index")
+    assert updated_shards(live) == set() and live.recall == 1.0
+    assert manifest.verify(store, live).problems == []
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
