@@ -12,9 +12,11 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -151,7 +153,7 @@ def _join_cluster(address: str) -> Iterator[None]:
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
         reread_authentication()
         try:
-            with silent_stderr():
+            with silent_stderr(), _own_sigterm():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ResourceError(
@@ -162,6 +164,17 @@ def _join_cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Give this process its handler of SIGTERM back, which `ray.init` replaces. Where it has none, Ray's stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _require_listener(address: str) -> None:
@@ -195,7 +208,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     reread_authentication()
     try:
         try:
-            with loopback_node(), silent_stderr():
+            with loopback_node(), silent_stderr(), _own_sigterm():
                 ray.init(
                     address="local",
                     num_cpus=cpus,

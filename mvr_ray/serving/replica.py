@@ -98,11 +98,16 @@ def deploy(run: RunConfig, version: int | None = None, port: int | None = None) 
     """
     tokens = validated_tokens(run)
     host, port = (run.serve.host, run.serve.port) if port is None else (_LOOPBACK, port)
+    _start_serve(run, host, port)
+    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+    return f"http://{host}:{port}"
+
+
+def _start_serve(run: RunConfig, host: str, port: int) -> None:
+    """Start Ray Serve, or join it. Raises ConfigError where it listens elsewhere, and leaves it as it is."""
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
     serve.start(http_options={"host": host, "port": port, "request_timeout_s": timeout_s})
     _require_address(host, port)
-    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
-    return f"http://{host}:{port}"
 
 
 class AppArgs(BaseModel):
@@ -177,8 +182,9 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     signals: list[int] = []
     before: dict[int, Any] = {}
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
+        port = _free_port()
+        _start_serve(run, _LOOPBACK, port)
         try:
-            port = _free_port()
             deploy(run, version, port)
             _require_serve_proxy(port)
             proxy.start(port)

@@ -20,7 +20,6 @@ from mvr_ray.core.encoding.openvino_cpu import OpenVinoTower
 from mvr_ray.core.encoding.padded import PaddedTower
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
-from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower, supports_unpadded_gpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
@@ -90,6 +89,8 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     if not reads_unpadded(tower, precision.name):
         return PaddedTower(tower, dtype)
     if _on_gpu(tower):
+        from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower  # seconds of imports, for GPUs alone
+
         return UnpaddedGpuTower(tower, dtype)
     if precision.name == "int8":
         assert precision.scales is not None, "int8 without scales"
@@ -107,6 +108,8 @@ def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
     if precision == "openvino":
         return False
     if _on_gpu(tower):
+        from mvr_ray.core.encoding.unpadded_gpu import supports_unpadded_gpu
+
         return precision == "bf16" and supports_unpadded_gpu(tower.backbone)
     return supports_unpadded_cpu(tower.backbone)
 

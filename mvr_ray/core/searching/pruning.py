@@ -15,7 +15,6 @@ Shapes: N vectors, V views of one passage, D dimension.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
@@ -76,6 +75,8 @@ def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, flo
 
 def hull_distance(view_D: FloatArray, others_VD: FloatArray, *, exact: bool = False) -> float:
     """Bound the distance of a view from the convex hull of the others; `exact`: from the nearest of them."""
+    from scipy.optimize import nnls  # half a second of imports that no other process needs
+
     nearest = float(np.linalg.norm(others_VD - view_D, axis=1).min())
     if exact or nearest == 0 or len(others_VD) == 1:
         return nearest
