@@ -22,8 +22,9 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
 
-# Two processes share the test files in the order in which the files are collected, the long ones first.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes share the test files in the order in which the files are collected, the long ones first. Where one of
+# them ends, so does the run: with another in its place pytest-xdist can wait for ever.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: $(STAMP) check
 	$(PYTEST) $(ARGS)

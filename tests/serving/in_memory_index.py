@@ -34,7 +34,7 @@ class InMemoryIndex:
     dimension = 3
     num_views = 2
     corpus = SimpleNamespace(fields={})
-    manifest = SimpleNamespace(encoder_name="words", encoder_fingerprint="f" * 16)
+    manifest = SimpleNamespace(encoder_name="words", encoder_fingerprint="f" * 16, lexical=False)
 
     def __init__(self, missing: int = 0, feedback: bool = False, exact: Exactness | None = None) -> None:
         self.exact = exact or Exactness(not missing, "flat", 1, 0, None)
