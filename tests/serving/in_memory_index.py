@@ -34,7 +34,9 @@ class InMemoryIndex:
     dimension = 3
     num_views = 2
     corpus = SimpleNamespace(fields={})
-    manifest = SimpleNamespace(encoder_name="words", encoder_fingerprint="f" * 16, lexical=False)
+    manifest = SimpleNamespace(
+        index="words", version=1, encoder_name="words", encoder_fingerprint="f" * 16, lexical=None
+    )
 
     def __init__(self, missing: int = 0, feedback: bool = False, exact: Exactness | None = None) -> None:
         self.exact = exact or Exactness(not missing, "flat", 1, 0, None)
