@@ -78,7 +78,7 @@ MEANINGS = {
     403: "The token may only read.",
     404: "There is no such passage or version.",
     408: "The body did not come in time.",
-    409: "Another encoder made the index, or another publisher was first.",
+    409: "Another encoder made the index, another publisher was first, or the index has no words.",
     413: "The body is larger than serve.max_body_bytes, or the route takes none.",
     415: "The body is not declared to be JSON, or is compressed.",
     421: "A server without tokens is called by a name that is not its own (serve.hosts).",
