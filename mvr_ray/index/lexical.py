@@ -62,8 +62,8 @@ class PostingsFile:
 
     def __init__(self, columns: dict[str, pa.Array]) -> None:
         self.term_T = columns["term"]
-        self.end_T, self.row_N, self.count_N = (columns[name].to_numpy() for name in ("end", "row", "count"))
-        self.length_P: IntArray = columns["length"].to_numpy()
+        self.end_T, self.row_N, self.count_N = (np.from_dlpack(columns[name]) for name in ("end", "row", "count"))
+        self.length_P: IntArray = np.from_dlpack(columns["length"])
         self.num_bytes = sum(column.nbytes for column in columns.values())
 
     def slice_of(self, term: str) -> slice:
@@ -100,7 +100,7 @@ class Postings:
         if changes is not None:
             columns = _open(changes, _CHANGES)
             self.changes = PostingsFile(columns)
-            hidden_rows, places = columns["hidden"].to_numpy(), columns["place"].to_numpy()
+            hidden_rows, places = np.from_dlpack(columns["hidden"]), np.from_dlpack(columns["place"])
             kept = np.delete(self.source_P, hidden_rows)
             self.source_P = np.empty(len(kept) + len(places), np.int64)
             is_kept_P = np.ones(len(self.source_P), bool)
@@ -178,7 +178,7 @@ class CorpusStatistics:
     def __init__(self, path: Path, changes: Path | None = None) -> None:
         """Map the file, and that of changes. Raises ShardIndexError where they are none of statistics."""
         columns = [_open(file, _STATISTICS) for file in (path, changes) if file is not None]
-        self.frequencies: list[TermFrequencies] = [(own["term"], own["frequency"].to_numpy()) for own in columns]
+        self.frequencies: list[TermFrequencies] = [(own["term"], np.from_dlpack(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
         self.num_bytes = sum(column.nbytes for own in columns for column in own.values())

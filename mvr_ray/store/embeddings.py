@@ -214,7 +214,7 @@ class EmbeddingShard:
     def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
         """Count the views of these passages in the file."""
         masks = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
-        counts = [np.diff(batch.column("view").offsets.to_numpy()) for batch in self._batches]
+        counts = [np.diff(np.from_dlpack(batch.column("view").offsets)) for batch in self._batches]
         return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(masks, counts))
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
@@ -239,11 +239,11 @@ class EmbeddingShard:
 
     def _block(self, batch: pa.RecordBatch) -> EmbeddingBlock:
         vectors = batch.column("vector")
-        flat = vectors.values.values.to_numpy(zero_copy_only=True)
+        flat = np.from_dlpack(vectors.values.values)  # without a copy; Arrow's own to_numpy imports pandas
         return EmbeddingBlock(
             ids=batch.column("id").to_pylist(),
-            row_ptr=vectors.offsets.to_numpy().astype(np.int64),
-            view_numbers_N=batch.column("view").values.to_numpy(zero_copy_only=True),
+            row_ptr=np.from_dlpack(vectors.offsets).astype(np.int64),
+            view_numbers_N=np.from_dlpack(batch.column("view").values),
             vectors_ND=flat.reshape(-1, self.dimension),
         )
 
