@@ -139,7 +139,7 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     sections = {
         "store": {"path": str(store)},
         "prepare": {**SMALL["prepare"], "fields": {"opened": "date", "year": "int"}, "sources": [str(source)]},
-        "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
+        "encoder": {"max_query_tokens": None, **SMALL["encoder"], "backbone": str(tiny_backbone)},
     }
     run_file.write_text(json.dumps(sections))
     for stage in ("prepare", "index"):
@@ -283,6 +283,13 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     run = load_run(index_store / "run.yaml")
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
+
+
+def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tiny_backbone: Path):
+    questions = ["tower " * 100, "tower " * 100 + "king"]
+    for settings, are_equal in (({}, False), ({"max_query_tokens": 64}, True)):
+        one_D, other_D = Encoder(str(tiny_backbone), **settings).embed_queries(questions)
+        assert bool((one_D == other_D).all()) is are_equal
 
 
 @pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli"])
