@@ -61,8 +61,8 @@ FAULTS = {
     "lossy": 0.002,
     "slow": 0.002,
     "paused": 0.002,
-    "truncated": 0.01,
-    "flipped": 0.01,
+    "truncated": 0.02,
+    "flipped": 0.02,
     "stale": 0.01,
     "leap": 0.001,
 }
@@ -189,7 +189,7 @@ class Schedule:
                 return self._lists[call.name, call.path]
         result = call.effect()
         if fate in ("truncated", "flipped"):
-            return self._damaged(result, fate)
+            return self._damage(result, fate)
         if call.name == "age_s":
             return result + self.clock_s if result else result
         if call.name in LISTS:
@@ -203,7 +203,7 @@ class Schedule:
             with suppress(BaseError):  # nobody waits for the answer
                 effect()
 
-    def _damaged(self, data: bytes, fate: str) -> bytes:
+    def _damage(self, data: bytes, fate: str) -> bytes:
         place = int(self.draw.random() * len(data))
         if fate == "truncated" or not data:
             return data[:place]
@@ -239,8 +239,10 @@ class Schedule:
                 return call.name == "put"
             case "expired":
                 return call.is_request
-            case "truncated" | "flipped":
+            case "truncated":
                 return call.name in ("get", "read_bytes")
+            case "flipped":  # a source says no digest of its change files: what TLS does not tell, nobody can
+                return call.name in ("get", "read_bytes") and not call.path.endswith(".jsonl")
             case "stale":
                 return call.name in LISTS and not actor.cannot_be_stale
         return True
