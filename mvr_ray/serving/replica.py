@@ -69,6 +69,10 @@ class SearchIngress:
                 config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
             )
         )
+        if (
+            not router.missing_sources()
+        ):  # a replica that is new under load has seconds of imports before its first question
+            router.encoder.embed_queries(["the first question"])
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
         diagnostics = RouterDiagnostics(router)
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
@@ -99,15 +103,20 @@ def deploy(run: RunConfig, version: int | None = None, port: int | None = None) 
     tokens = validated_tokens(run)
     host, port = (run.serve.host, run.serve.port) if port is None else (_LOOPBACK, port)
     _start_serve(run, host, port)
-    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+    _run_app(run, version, tokens)
     return f"http://{host}:{port}"
 
 
 def _start_serve(run: RunConfig, host: str, port: int) -> None:
     """Start Ray Serve, or join it. Raises ConfigError where it listens elsewhere, and leaves it as it is."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
     serve.start(http_options={"host": host, "port": port, "request_timeout_s": timeout_s})
     _require_address(host, port)
+
+
+def _run_app(run: RunConfig, version: int | None, tokens: TokenStore) -> None:
+    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
 
 
 class AppArgs(BaseModel):
@@ -185,7 +194,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         port = _free_port()
         _start_serve(run, _LOOPBACK, port)
         try:
-            deploy(run, version, port)
+            _run_app(run, version, tokens)
             _require_serve_proxy(port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
