@@ -177,15 +177,20 @@ def _require_address(host: str, port: int) -> None:
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing.
 
-    Raises ConfigError, and MissingInputError for a version that is not there or lacks its encoder, before Ray starts.
+    Raises ConfigError, MissingInputError for a version that is not there or lacks its encoder, and ShardIndexError for
+    one without the words that `search.hybrid` needs, before Ray starts.
     HAProxy runs on this machine, and so must a proxy of Serve: of a cluster that runs already, this is the head.
     """
     from mvr_ray.distributed.encoders import require_encoder
+    from mvr_ray.distributed.router import require_words
     from mvr_ray.distributed.session import connect
 
     tokens = validated_tokens(run)
     store = Store(run.store.path)
-    require_encoder(store, manifests.read(store, run.index.name, version))
+    manifest = manifests.read(store, run.index.name, version)
+    require_encoder(store, manifest)
+    if run.search.hybrid is not None:
+        require_words(manifest)
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     signals: list[int] = []
