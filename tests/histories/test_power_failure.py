@@ -35,7 +35,7 @@ FIRST, _, LAST = os.environ.get("MVR_RAY_HISTORIES", "").partition(":")
 SLOW_SEEDS = range(int(FIRST), int(LAST)) if LAST else range(1, 9)
 
 
-class Acknowledged(NamedTuple):
+class Acknowledgment(NamedTuple):
     """What the program had been told by a time."""
 
     time: int
@@ -49,7 +49,7 @@ class RecordedHistory(History):
 
     def __init__(self, folder: Path, seed: int, syncs: frozenset[str], num_kills: int = 2) -> None:
         self.disk = DiskRecorder(folder / "store", syncs)
-        self.told = [Acknowledged(0, False, {}, [])]
+        self.told = [Acknowledgment(0, False, {}, [])]
         self.is_prepared = False
         with self.disk.recording():
             super().__init__(folder, str(self.disk.root), seed, frozenset())
@@ -84,7 +84,7 @@ class RecordedHistory(History):
         super().index(store, whole)
 
     def _note(self) -> None:
-        self.told.append(Acknowledged(self.disk.now, True, dict(self.acknowledged), list(self.acknowledged_updates)))
+        self.told.append(Acknowledgment(self.disk.now, True, dict(self.acknowledged), list(self.acknowledged_updates)))
 
     def judge(self, time: int, draw: random.Random, folder: Path) -> None:
         """Judge what a power failure after call number `time` may leave; raises what is wrong with it."""

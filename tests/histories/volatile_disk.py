@@ -75,14 +75,14 @@ class DiskRecorder:
         plain = {name: getattr(os, name) for name in CALLS}
         self.root.mkdir(parents=True)
         for name, call in plain.items():
-            setattr(os, name, self._recorded(name, call))
+            setattr(os, name, self._with_record(name, call))
         try:
             yield
         finally:
             for name, call in plain.items():
                 setattr(os, name, call)
 
-    def _recorded(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_record(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if self.now >= self.kill_at:
                 raise ProcessKill
