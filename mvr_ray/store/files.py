@@ -189,7 +189,8 @@ class Store:
             return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
 
     def exists(self, path: str) -> bool:
-        return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
+        with self._input(path, "look at"):
+            return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
 
     def stored_files(self, path: str = "") -> list[StoredFile]:
         """List the files directly under a folder, or the root, sorted by name, without hidden ones.
@@ -209,38 +210,42 @@ class Store:
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
-        if self._objects:
-            names = self._objects.list(_check_path(path))
-        else:
-            folder = self._local(path)
-            names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        with self._input(path, "list"):
+            if self._objects:
+                names = self._objects.list(_check_path(path))
+            else:
+                folder = self._local(path)
+                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         return sorted(name for name in names if not name.startswith("."))
 
     def size_bytes(self, path: str) -> int:
         """Return the size of the file at `path`, -1 when it is not there."""
-        if self._objects:
-            return self._objects.size_bytes(_check_path(path))
-        file = self._local(path)
-        return file.stat().st_size if file.is_file() else -1
+        with self._input(path, "look at"):
+            if self._objects:
+                return self._objects.size_bytes(_check_path(path))
+            file = self._local(path)
+            return file.stat().st_size if file.is_file() else -1
 
     def age_s(self, path: str) -> float:
         """Seconds since the newest file at or under `path` changed; 0 when there is none."""
-        if self._objects:
-            newest = self._objects.newest_s(_check_path(path))
-        else:
-            root = self._local(path)
-            times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
-            newest = max(times, default=None)
+        with self._input(path, "look at"):
+            if self._objects:
+                newest = self._objects.newest_s(_check_path(path))
+            else:
+                root = self._local(path)
+                times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
+                newest = max(times, default=None)
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
-        """Renew the age of the file or folder at `path`, so that collection keeps it, and wait until its name is on the
-        disk: who made it may have been killed before."""
-        if self._objects:
-            self._objects.touch(_check_path(path))
-        else:
-            os.utime(self._local(path))
-            sync_folder(self._local(path).parent)
+        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and wait until its name
+        is on the disk: who made it may have been killed before."""
+        with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
+            if self._objects:
+                self._objects.touch(_check_path(path))
+            else:
+                os.utime(self._local(path))
+                sync_folder(self._local(path).parent)
 
     def sync_names(self, path: str) -> None:
         """Wait until what was named in the folder at `path`, if there, or deleted from it, is so on the disk."""
