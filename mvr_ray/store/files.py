@@ -45,6 +45,7 @@ class Store:
             with _storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
         self._folder = Path(self.root.removeprefix("file://")).expanduser()
+        self._synced: set[Path] = set()
 
     def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
         return type(self), (self.root,)
@@ -112,7 +113,9 @@ class Store:
         reading = error
         for attempt in range(READ_TRIES):
             try:
-                return self.exists(path) and self.read_bytes(path) == data
+                is_there = self.exists(path) and self.read_bytes(path) == data
+                self.sync_names(str(PurePosixPath(path).parent))
+                return is_there
             except MissingInputError:
                 return False
             except OSError as unread:
@@ -131,7 +134,7 @@ class Store:
                 source.unlink()
                 return
             target = self._local(path)
-            make_folder(target.parent)
+            self._make_folder(target.parent)
             source = _beside(source, target)
             make_read_only(source)
             sync_file(source)
@@ -160,7 +163,7 @@ class Store:
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
-            make_folder(target.parent)
+            self._make_folder(target.parent)
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
@@ -235,12 +238,20 @@ class Store:
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
-        """Renew the age of the file or folder at `path`, if there, so that collection keeps it."""
+        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and wait until its name
+        is on the disk: who made it may have been killed before."""
         with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
             if self._objects:
                 self._objects.touch(_check_path(path))
             else:
                 os.utime(self._local(path))
+                sync_folder(self._local(path).parent)
+
+    def sync_names(self, path: str) -> None:
+        """Wait until what was named in the folder at `path`, if there, or deleted from it, is so on the disk."""
+        if self._objects is None and (folder := self._local(path)).is_dir():
+            with _storage_errors("sync", self.where(path)):
+                sync_folder(folder)
 
     def delete(self, path: str) -> None:
         """Remove the file at `path`, if there."""
@@ -260,6 +271,7 @@ class Store:
             if folder.exists():
                 aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
                 folder.rename(aside)
+                sync_folder(aside.parent)
                 shutil.rmtree(aside)
 
     def move_dir(self, path: str, to: str) -> None:
@@ -268,7 +280,7 @@ class Store:
             if self._objects:
                 self._objects.move_dir(_check_path(path), _check_path(to))
                 return
-            make_folder(self._local(to).parent)
+            self._make_folder(self._local(to).parent)
             self._local(path).rename(self._local(to))
             sync_folder(self._local(to).parent)
             sync_folder(self._local(path).parent)
@@ -305,6 +317,19 @@ class Store:
                 folder = stack.enter_context(scratch_folder(own if self._objects else self._folder / SCRATCH))
             yield folder
 
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder of the store. Whoever made it, or one above it, may have been killed before its name was on the
+        disk: the first use of each waits for that."""
+        make_folder(folder)
+        for place in (folder, *folder.parents):
+            if place in self._synced:
+                break
+            with contextlib.suppress(PermissionError):  # the folder that the store lies in may not be readable
+                sync_folder(place.parent)
+            self._synced.add(place)
+            if place == self._folder:
+                break
+
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
 
@@ -321,7 +346,7 @@ class Store:
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:
         """Write `data` to a synced file beside `path`, and delete it afterwards; the folder is synced last."""
         target = self._local(path)
-        make_folder(target.parent)
+        self._make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with aside.open("xb") as file:
