@@ -1,15 +1,22 @@
 """Builds the sdist and the wheel, and uses what `pip install` gives in an empty folder."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from mvr_ray import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 FIVE_LINES = """
@@ -52,6 +59,21 @@ def copy_of_tracked_files(folder: Path) -> Path:
     return folder
 
 
+def require_every_pin(bill: dict[str, Any]) -> None:
+    """A bill of materials names what constraints.txt pins, and depends on all that pip would install with the wheel."""
+    pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().split()]
+    normal = {(canonicalize_name(name), version) for name, version in pins}
+    assert {(one["name"], one["version"]) for one in bill["components"]} == normal and len(pins) == len(normal)
+    assert all(one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}" for one in bill["components"])
+    assert (bill["bomFormat"], bill["metadata"]["component"]["version"]) == ("CycloneDX", __version__)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonicalize_name(Requirement(one).name) for one in project["dependencies"]}
+    [own] = bill["dependencies"]
+    assert {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in own["dependsOn"]} == needed
+    scopes = {one["name"]: one.get("scope") for one in bill["components"]}
+    assert (scopes["faiss-cpu"], scopes["pytest"], scopes["tokenizers"]) == ("optional", "excluded", None)
+
+
 def new_environment(folder: Path, wheel: Path) -> Path:
     """An environment with the wheel installed, which finds what the wheel depends on in this one. Gives its `bin`."""
     venv.create(folder, symlinks=True)
@@ -78,6 +100,8 @@ def test_a_wheel_from_the_sdist_runs_the_five_lines_and_the_command_line_in_an_e
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        [place] = [name for name in names if name.endswith(".dist-info/sboms/mvr-ray.cdx.json")]
+        require_every_pin(json.loads(archive.read(place)))
     files = ("py.typed", "config/presets/camvr.yaml", "core/encoding/punkt_en.json", "serving/page/index.html")
     assert {f"mvr_ray/{name}" for name in files} <= names
     assert any(name.startswith("mvr_ray/core/searching/_scan.") for name in names), "the scan is compiled"

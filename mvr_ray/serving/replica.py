@@ -69,6 +69,10 @@ class SearchIngress:
                 config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
             )
         )
+        if (
+            not router.missing_sources()
+        ):  # a replica that is new under load has seconds of imports before its first question
+            router.encoder.embed_queries(["the first question"])
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
         diagnostics = RouterDiagnostics(router)
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
@@ -99,15 +103,20 @@ def deploy(run: RunConfig, version: int | None = None, port: int | None = None) 
     tokens = validated_tokens(run)
     host, port = (run.serve.host, run.serve.port) if port is None else (_LOOPBACK, port)
     _start_serve(run, host, port)
-    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+    _run_app(run, version, tokens)
     return f"http://{host}:{port}"
 
 
 def _start_serve(run: RunConfig, host: str, port: int) -> None:
     """Start Ray Serve, or join it. Raises ConfigError where it listens elsewhere, and leaves it as it is."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
     serve.start(http_options={"host": host, "port": port, "request_timeout_s": timeout_s})
     _require_address(host, port)
+
+
+def _run_app(run: RunConfig, version: int | None, tokens: TokenStore) -> None:
+    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
 
 
 class AppArgs(BaseModel):
@@ -168,15 +177,20 @@ def _require_address(host: str, port: int) -> None:
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing.
 
-    Raises ConfigError, and MissingInputError for a version that is not there or lacks its encoder, before Ray starts.
+    Raises ConfigError, MissingInputError for a version that is not there or lacks its encoder, and ShardIndexError for
+    one without the words that `search.hybrid` needs, before Ray starts.
     HAProxy runs on this machine, and so must a proxy of Serve: of a cluster that runs already, this is the head.
     """
     from mvr_ray.distributed.encoders import require_encoder
+    from mvr_ray.distributed.router import require_words
     from mvr_ray.distributed.session import connect
 
     tokens = validated_tokens(run)
     store = Store(run.store.path)
-    require_encoder(store, manifests.read(store, run.index.name, version))
+    manifest = manifests.read(store, run.index.name, version)
+    require_encoder(store, manifest)
+    if run.search.hybrid is not None:
+        require_words(manifest)
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     signals: list[int] = []
@@ -185,7 +199,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         port = _free_port()
         _start_serve(run, _LOOPBACK, port)
         try:
-            deploy(run, version, port)
+            _run_app(run, version, tokens)
             _require_serve_proxy(port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"

@@ -45,6 +45,7 @@ class Store:
             with _storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
         self._folder = Path(self.root.removeprefix("file://")).expanduser()
+        self._synced: set[Path] = set()
 
     def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
         return type(self), (self.root,)
@@ -112,7 +113,9 @@ class Store:
         reading = error
         for attempt in range(READ_TRIES):
             try:
-                return self.exists(path) and self.read_bytes(path) == data
+                is_there = self.exists(path) and self.read_bytes(path) == data
+                self.sync_names(str(PurePosixPath(path).parent))
+                return is_there
             except MissingInputError:
                 return False
             except OSError as unread:
@@ -131,7 +134,7 @@ class Store:
                 source.unlink()
                 return
             target = self._local(path)
-            make_folder(target.parent)
+            self._make_folder(target.parent)
             source = _beside(source, target)
             make_read_only(source)
             sync_file(source)
@@ -160,7 +163,7 @@ class Store:
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
-            make_folder(target.parent)
+            self._make_folder(target.parent)
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
@@ -186,7 +189,8 @@ class Store:
             return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
 
     def exists(self, path: str) -> bool:
-        return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
+        with self._input(path, "look at"):
+            return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
 
     def stored_files(self, path: str = "") -> list[StoredFile]:
         """List the files directly under a folder, or the root, sorted by name, without hidden ones.
@@ -206,36 +210,48 @@ class Store:
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
-        if self._objects:
-            names = self._objects.list(_check_path(path))
-        else:
-            folder = self._local(path)
-            names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        with self._input(path, "list"):
+            if self._objects:
+                names = self._objects.list(_check_path(path))
+            else:
+                folder = self._local(path)
+                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         return sorted(name for name in names if not name.startswith("."))
 
     def size_bytes(self, path: str) -> int:
         """Return the size of the file at `path`, -1 when it is not there."""
-        if self._objects:
-            return self._objects.size_bytes(_check_path(path))
-        file = self._local(path)
-        return file.stat().st_size if file.is_file() else -1
+        with self._input(path, "look at"):
+            if self._objects:
+                return self._objects.size_bytes(_check_path(path))
+            file = self._local(path)
+            return file.stat().st_size if file.is_file() else -1
 
     def age_s(self, path: str) -> float:
         """Seconds since the newest file at or under `path` changed; 0 when there is none."""
-        if self._objects:
-            newest = self._objects.newest_s(_check_path(path))
-        else:
-            root = self._local(path)
-            times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
-            newest = max(times, default=None)
+        with self._input(path, "look at"):
+            if self._objects:
+                newest = self._objects.newest_s(_check_path(path))
+            else:
+                root = self._local(path)
+                times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
+                newest = max(times, default=None)
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
-        """Renew the age of the folder at `path`, so that collection keeps it."""
-        if self._objects:
-            self._objects.touch(_check_path(path))
-        else:
-            os.utime(self._local(path))
+        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and wait until its name
+        is on the disk: who made it may have been killed before."""
+        with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
+            if self._objects:
+                self._objects.touch(_check_path(path))
+            else:
+                os.utime(self._local(path))
+                sync_folder(self._local(path).parent)
+
+    def sync_names(self, path: str) -> None:
+        """Wait until what was named in the folder at `path`, if there, or deleted from it, is so on the disk."""
+        if self._objects is None and (folder := self._local(path)).is_dir():
+            with _storage_errors("sync", self.where(path)):
+                sync_folder(folder)
 
     def delete(self, path: str) -> None:
         """Remove the file at `path`, if there."""
@@ -255,6 +271,7 @@ class Store:
             if folder.exists():
                 aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
                 folder.rename(aside)
+                sync_folder(aside.parent)
                 shutil.rmtree(aside)
 
     def move_dir(self, path: str, to: str) -> None:
@@ -263,7 +280,7 @@ class Store:
             if self._objects:
                 self._objects.move_dir(_check_path(path), _check_path(to))
                 return
-            make_folder(self._local(to).parent)
+            self._make_folder(self._local(to).parent)
             self._local(path).rename(self._local(to))
             sync_folder(self._local(to).parent)
             sync_folder(self._local(path).parent)
@@ -300,6 +317,19 @@ class Store:
                 folder = stack.enter_context(scratch_folder(own if self._objects else self._folder / SCRATCH))
             yield folder
 
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder of the store. Whoever made it, or one above it, may have been killed before its name was on the
+        disk: the first use of each waits for that."""
+        make_folder(folder)
+        for place in (folder, *folder.parents):
+            if place in self._synced:
+                break
+            with contextlib.suppress(PermissionError):  # the folder that the store lies in may not be readable
+                sync_folder(place.parent)
+            self._synced.add(place)
+            if place == self._folder:
+                break
+
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
 
@@ -316,7 +346,7 @@ class Store:
     def _aside(self, path: str, data: bytes) -> Iterator[Path]:
         """Write `data` to a synced file beside `path`, and delete it afterwards; the folder is synced last."""
         target = self._local(path)
-        make_folder(target.parent)
+        self._make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with aside.open("xb") as file:

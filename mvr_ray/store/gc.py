@@ -30,6 +30,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
+    store.sync_names(paths.versions_dir(index))  # before what they name goes
     candidates = [paths.shard_dir(index, name) for name in store.list(paths.shards_dir(index))]
     candidates += [f"{paths.refined_queries_dir(index)}/{n}" for n in store.list(paths.refined_queries_dir(index))]
     candidates += [f"{paths.lexical_dir(index)}/{name}" for name in store.list(paths.lexical_dir(index))]
@@ -65,6 +66,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
             store.delete(path)
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
+    store.sync_names(paths.corpus_versions(name))
     remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
     corpora = [Corpus.open(store, name), *remaining]
     try:

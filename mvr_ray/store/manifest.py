@@ -437,13 +437,7 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
         store.touch(paths.shard_dir(manifest.index, shard.digest))
     for entry in manifest.lexical.files if manifest.lexical else ():
         store.touch(lexical_path(manifest.index, entry))
-    if store.exists(corpus := paths.corpus_version(manifest.corpus, manifest.corpus_digest)):
-        try:
-            store.write_bytes(corpus, store.read_bytes(corpus))
-        except StorageError as error:
-            raise ManifestError(
-                f"index {manifest.index!r} version {version} not published, {manifest.parent} stays live: {error}"
-            ) from error
+    store.touch(paths.corpus_version(manifest.corpus, manifest.corpus_digest))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:

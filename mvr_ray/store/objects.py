@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 PROBE = ".conditional"
+TOUCHED = ".touched"
+"""Where copies are for a moment; no listing of a folder shows them."""
 CREATE_TRIES = 5
 FIRST_PAUSE_S = 0.1
 SETTLED_S = 5.0
@@ -220,10 +222,14 @@ class ObjectFiles:
 
     @_os_errors()
     def touch(self, path: str) -> None:
-        """Write the folder's JSON files again, which renews their time."""
-        for file in self._below(path):
-            if file["path"].endswith(".json"):
-                self.write(file["path"], self.read(file["path"]))
+        """Renew the time of an object, or of a folder's JSON files, by copies within the service: what is misread on
+        its way is not written back."""
+        names = [path] if self._meta(path) else [file["path"] for file in self._below(path)]
+        for name in (name for name in names if name == path or name.endswith(".json")):
+            aside = f"{TOUCHED}/{name}"
+            obstore.copy(self._objects, name, aside)
+            obstore.copy(self._objects, aside, name)
+            self.delete(aside)
 
     @_os_errors()
     def delete(self, path: str) -> None:
@@ -270,6 +276,8 @@ class ObjectFiles:
             with aside.open("wb") as file:
                 for piece in obstore.get(self._objects, meta["path"]).stream(CHUNK_BYTES):
                     file.write(piece)
+            if (num_bytes := aside.stat().st_size) != meta["size"]:
+                raise OSError(f"{meta['path']} came with {num_bytes} bytes, not {meta['size']}")
             # Object times may be whole seconds: a copy of a very young object may be outdated without looking so.
             if time.time() - changed_s > SETTLED_S:
                 os.utime(aside, (changed_s, changed_s))

@@ -1,7 +1,10 @@
 """Refuses by name, before any work, what cannot serve as a backbone."""
 
 import json
+import os
+import pickle
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +136,68 @@ def test_weights_that_are_not_safetensors_are_not_opened(copy):
     message = refusal(copy)
     assert message.startswith(f"backbone {copy} cannot be loaded: ")
     assert message.endswith("; it needs model.safetensors and tokenizer.json")
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+def with_settings(file: Path, **settings: object) -> None:
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**before, **settings}))
+
+
+def without_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def with_own_module(folder: Path) -> None:
+    kinds = "sentence_transformers.models.Transformer", "modeling_own.Model"
+    modules = [{"idx": at, "name": str(at), "path": "", "type": kind} for at, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: None, None),
+        (lambda folder: with_settings(folder / "config.json", model_type="own"), "brings code of its own"),
+        (lambda folder: with_settings(folder / "config.json", architectures=["Model"]), None),
+        (lambda folder: with_settings(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer"), None),
+        (with_own_module, "modeling_own.Model, which is code of the model's own"),
+        (without_safetensors, "it needs model.safetensors"),
+    ],
+    ids=["beside weights", "model type", "architecture", "tokenizer", "module", "pickle alone"],
+)
+def test_no_code_of_a_model_folder_is_run(copy, tmp_path, change, message):
+    """A folder whose every file that could carry code does: it is refused by name, or read without them."""
+    trace = tmp_path / "trace"
+    code = f"import os\nos.mkdir({str(trace)!r})\nclass Model: pass\nclass OwnTokenizer: pass\nclass Config: pass\n"
+    for name in ("modeling_own", "tokenization_own", "configuration_own", "modeling_x"):
+        (copy / f"{name}.py").write_text(code)
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
+        (copy / name).write_bytes(pickle.dumps(Payload(trace)))
+    own = {"AutoConfig": "configuration_own.Config", "AutoModel": "modeling_own.Model"}
+    with_settings(copy / "config.json", auto_map=own)
+    with_settings(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer"] * 2})
+    change(copy)
+    if message:
+        assert message in refusal(copy)
+    else:
+        assert open_tower(str(copy)).dimension == 16
+    assert not trace.exists()
+    assert not {"modeling_own", "tokenization_own", "configuration_own"} & set(sys.modules)
+
+
+def test_the_payload_that_no_folder_runs_does_run_where_it_is_unpickled(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "trace")))
+    assert (tmp_path / "trace").is_dir()
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(copy):

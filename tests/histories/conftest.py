@@ -1,7 +1,8 @@
-"""Makes the modules beside the tests, and the made-up index of `tests/distributed`, importable."""
+"""Makes the modules beside the tests, the index of `tests/distributed` and drafts of `tests/store` importable."""
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "distributed"):
+TESTS = Path(__file__).parent.parent
+for folder in (TESTS / "histories", TESTS / "distributed", TESTS / "store"):
     sys.path.insert(0, str(folder))

@@ -1,19 +1,25 @@
 """Acts upon one store in every role at once, and decides whether each answer could have been given.
 
     updater    applies files of changes to the corpus, one after the other
+    writer     puts change files into a source
+    follower   applies what waits in the source, in the order of its names, and publishes a version of it
     indexer    publishes a version of the corpus that is current, whole or as changes beside the version before
     keeper     compacts or reshards the live version, or rolls back
     collector  removes what no kept version names
-    reader     asks the live version, or one that it read of, and looks its hits up
+    reader     opens the live version, asks it, and looks its hits up
+    server     has a version open, and moves to the newest by itself or when told to (promote); asks as a reader does
 
-What a corpus should hold follows from its list of sources alone: the passages at first, and each file of changes in
-its order. What a passage's views should be follows from its text. So the model takes nothing from the code that it
-judges but those names.
+What a corpus should hold follows from its lists of sources and change files alone: the passages at first, each file of
+an update in its order, and each change file that was applied in the order of the names. Updates and change files are
+about different passages, so that no order between them matters. What a passage's views should be follows from its text.
+So the model takes nothing from the code that it judges but those names.
 
 A history is right if
 - every answer is that of brute force over what the answering version's corpus should hold, texts too;
-- a reader that did not read a stale list answers from a version no older than any that was acknowledged before;
+- a reader that did not read a stale list answers from a version no older than any that was acknowledged before, and so
+  does a server that was told of no failure; no server goes back to an older version;
 - no acknowledged update is lost: each is among the sources of the corpus at the end, once and in an order of its own;
+  nor is a change file, which is among the applied ones;
 - no acknowledged version has another content than its publisher gave it;
 - only named errors came; and at the end an update and a version of it can be published, whose answers are right.
 """
@@ -30,18 +36,22 @@ from typing import NamedTuple
 
 import numpy as np
 from random_index import D, V, Views, block_of, brute_force
-from simulation import Actor, ActorKill, Schedule, run_in_turn
+from simulation import OBJECTS, Actor, ActorKill, Schedule, run_in_turn
 
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed.compact import compact_one
+from mvr_ray.distributed.hot_swap import HotSwapRouter
 from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
 from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import MvrRayError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.store import embeddings, manifest, paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.change_files import Backlog, apply_batch, list_change_files
+from mvr_ray.store.corpus import Corpus, CorpusInfo, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -53,15 +63,18 @@ from mvr_ray.versions import verify
 
 INDEX, CORPUS, SHARDS, K = "random", "c", 2, 5
 GRACE_S = 3600.0
+UPDATED, FOLLOWED = range(12), range(12, 24)
+"""Numbers of the passages that updates are about, and those that change files are about."""
 Texts = dict[str, str]
+Changes = dict[str, str | None]
+"""Text by id, None for what is deleted."""
 
 
 class Answer(NamedTuple):
     """What a reader was given, and the version that was acknowledged last before it asked."""
 
     version: int
-    corpus: str
-    sources: tuple[str, ...]
+    corpus: CorpusInfo
     hits: list[tuple[str, float, int]]
     texts: Texts
     query: tuple[int, ...]
@@ -84,11 +97,18 @@ class History:
         self.files = root / "files"
         self.files.mkdir(parents=True)
         self.address = address
+        self.source = address if address.startswith(OBJECTS) else str(root / "source")
+        """Where change files are; on objects beside the store's own folders."""
+        if not address.startswith(OBJECTS):
+            (root / "source").mkdir()
         self.schedule = Schedule(seed, faults)
         self.first: Texts = {f"p{n:02d}": f"text {n}" for n in range(self.draw.randint(2, 20))}
-        self.changes: dict[str, dict[str, str | None]] = {}
-        """Digest of a file of changes -> text by id, None for what it deletes."""
+        self.changes: dict[str, Changes] = {}
+        """What each update asks for, by the digest of its file."""
+        self.change_files: dict[str, Changes] = {}
+        """By name."""
         self.acknowledged_updates: list[str] = []
+        self.acknowledged_files: list[str] = []
         self.acknowledged: dict[int, Manifest] = {}
         self.answers: list[Answer] = []
         self.config = PrepareConfig(
@@ -100,36 +120,53 @@ class History:
         self.first_source = Corpus.open(Store(address), CORPUS).info.sources[0].sha256
         self.index(Store(address), whole=True)
 
-    def _write(self, name: str, texts: dict[str, str | None] | Texts) -> Path:
-        rows = [
-            {"id": i, "delete": True} if text is None else {"id": i, "title": "", "text": text}
-            for i, text in texts.items()
-        ]
+    def _write(self, name: str, changes: Changes | Texts) -> Path:
         file = self.files / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_bytes(_json_lines(changes))
         return file
 
-    def expected(self, sources: tuple[str, ...]) -> Texts:
-        """What a corpus of these sources should hold."""
+    def expected(self, info: CorpusInfo) -> Texts:
+        """What a corpus of these sources and change files should hold."""
         texts = dict(self.first)
-        for source in sources[1:]:
-            for name, text in self.changes[source].items():
+        asked = [self.changes[source.sha256] for source in info.sources[1:]]
+        asked += [self.change_files[file.name] for file in info.change_files if not file.problem]
+        for changes in asked:
+            for name, text in changes.items():
                 texts.pop(name, None) if text is None else texts.update({name: text})
         return texts
+
+    def _draw_changes(self, number: str, passages: range) -> Changes:
+        names = [f"p{n:02d}" for n in self.draw.sample(passages, self.draw.randint(1, 4))]
+        keep = names[0] if self.draw.random() < 0.8 else None  # a file mostly adds something
+        return {i: None if i != keep and self.draw.random() < 0.3 else f"text {number} of {i}" for i in names}
 
     # what actors do
 
     def update(self, store: Store) -> None:
-        number = len(self.changes)
-        names = [f"p{n:02d}" for n in self.draw.sample(range(24), self.draw.randint(1, 4))]
-        keep = names[0] if self.draw.random() < 0.8 else None  # an update mostly adds something
-        own = {i: None if i != keep and self.draw.random() < 0.3 else f"text {number} of {i}" for i in names}
-        file = self._write(f"changes-{number}", own)
+        own = self._draw_changes(f"{len(self.changes)}", UPDATED)
+        file = self._write(f"changes-{len(self.changes)}", own)
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         self.changes[digest] = own
         report = update(self.config, store, str(file))
         if report.digest != report.parent:  # else nothing was to be changed
             self.acknowledged_updates.append(digest)
+
+    def write(self, store: Store) -> None:
+        name = f"{len(self.change_files):03d}.jsonl"
+        self.change_files[name] = self._draw_changes(name, FOLLOWED)
+        Store(self.source).write_bytes(name, _json_lines(self.change_files[name]))
+
+    def follow(self, store: Store) -> None:
+        """What `Follower.make_versions` does, but for Ray."""
+        source, corpus = Store(self.source), Corpus.open(store, CORPUS)
+        listing = list_change_files(source)
+        backlog = Backlog.of(listing, corpus.info.change_files)
+        batch = backlog.waiting[: self.draw.randint(1, 3)]
+        if batch or backlog.late:
+            report = apply_batch(corpus, self.config, source, batch, listing)
+            self.acknowledged_files += [file.name for file in report.files if not file.problem]
+        if manifest.read(store, INDEX).corpus_digest != Corpus.open(store, CORPUS).digest:
+            self.index(store, whole=False)
 
     def index(self, store: Store, whole: bool) -> None:
         """Publish a version of the corpus as it is: every shard anew, or the changes beside those of the live one."""
@@ -199,34 +236,61 @@ class History:
                 self._acknowledge(manifest.publish(store, manifest_over(live, built)))
             case _:
                 to = self.draw.choice(manifest.list_versions(store, INDEX))
-                Corpus.open(store, CORPUS, manifest.read(store, INDEX, to).corpus_digest)
-                self._acknowledge(manifest.rollback(store, INDEX, to))
+                if not self._damage(store, manifest.read(store, INDEX, to)):  # as `versions.rollback` does
+                    self._acknowledge(manifest.rollback(store, INDEX, to))
 
     def _acknowledge(self, version: Manifest) -> None:
         assert version.version not in self.acknowledged, f"version {version.version} was acknowledged to two publishers"
         self.acknowledged[version.version] = version
 
+    @staticmethod
+    def _damage(store: Store, version: Manifest) -> list[manifest.Problem]:
+        """What `verify` finds, but that no history has an encoder."""
+        return [one for one in verify(store, version).problems if "encoder" not in one.path]
+
     def read(self, store: Store) -> None:
         known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
         live = manifest.read(store, INDEX)
+        self._ask(Router(store, live, LocalFleet(_searcher_task(store, live))), known_before, turns)
+
+    def _server(self) -> Callable[[Store], None]:
+        """What a server does at its turn; it keeps what it has open from one turn to the next."""
+        servers: list[HotSwapRouter] = []
+
+        def serve(store: Store) -> None:
+            known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
+            if not servers:
+                live = manifest.read(store, INDEX)
+                servers.append(HotSwapRouter(store, live, LocalSearchers(_searcher_task(store, live))))
+            [server] = servers
+            before = server.state.version
+            if self.draw.random() < 0.5:  # promote, as SearchService does
+                VersionCatalog(store, INDEX).one(manifest.latest_version(store, INDEX))
+            server.follow()
+            assert server.state.version >= before
+            with server.pin() as router:
+                self._ask(router, before if server.state.failure else known_before, turns)
+
+        return serve
+
+    def _ask(self, router: Router, known_before: int, turns: int) -> None:
+        """Search with a query, look the hits up, and keep the answer. `turns` is how many were over when it began."""
         query = tuple(self.draw.randint(-2, 2) for _ in range(D))
-        task = SearcherTask(store.address, live, tuple(entry.shard for entry in live.shards))
-        router = Router(store, live, LocalFleet(task))
         answer = router.search(np.array([query], np.float32), K)
         assert answer.coverage_share == 1.0
         hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
         texts = {name: passage.text for name, passage in router.passages([name for name, _, _ in hits]).items()}
-        info = router.corpus.info
-        sources = tuple(source.sha256 for source in info.sources)
         is_stale = any(turn.fate == "stale" for turn in self.schedule.turns[turns:])
-        self.answers.append(Answer(live.version, info.digest, sources, hits, texts, query, known_before, is_stale))
+        self.answers.append(
+            Answer(router.manifest.version, router.corpus.info, hits, texts, query, known_before, is_stale)
+        )
 
     # what the model says of it
 
     def run(self) -> None:
         """Let the actors act, and judge the history."""
         roles: list[Actor] = []
-        for number in range(self.draw.randint(1, 3)):
+        for number in range(self.draw.randint(1, 2)):
             roles.append(self._actor(f"updater {number}", 3, self.update))
         for number in range(self.draw.randint(1, 2)):
             roles.append(self._actor(f"indexer {number}", 3, partial(self.index, whole=self.draw.random() < 0.3)))
@@ -237,26 +301,31 @@ class History:
             role = self._actor("collector", 3, lambda store: collect(store, INDEX, keep, GRACE_S))
             role.cannot_be_stale = True  # object stores list what is there; what collection removes rests on it
             roles.append(role)
-        for number in range(self.draw.randint(1, 3)):
-            roles.append(self._actor(f"reader {number}", 4, self.read))
-        with run_in_turn(self.schedule):
+        for number in range(self.draw.randint(1, 2)):
+            roles.append(self._actor(f"reader {number}", 4, self.read, pace=0.3))
+        for number in range(self.draw.randint(0, 2)):
+            roles.append(self._actor(f"server {number}", 4, self._server(), pace=0.3))
+        for number in range(self.draw.randint(0, 2)):
+            roles.append(self._actor(f"follower {number}", 4, self.follow))
+            roles.append(self._actor(f"writer {number}", 3, self.write, pace=0.1))
+        with run_in_turn(self.schedule, self.address):
             self.schedule.run(roles)
         for role in roles:
             assert role.error is None or isinstance(role.error, ActorKill), f"{role.name} raised {role.error!r}"
         self._judge_answers()
         self._judge_end()
 
-    def _actor(self, name: str, times: int, work: Callable[[Store], object]) -> Actor:
+    def _actor(self, name: str, times: int, work: Callable[[Store], object], pace: float = 1.0) -> Actor:
         def act() -> None:
             for _ in range(times):
                 with contextlib.suppress(MvrRayError):  # a named error is an answer; the next try may succeed
                     work(Store(self.address))
 
-        return Actor(name, act)
+        return Actor(name, act, pace)
 
     def _judge_answers(self) -> None:
         for answer in self.answers:
-            texts = self.expected(answer.sources)
+            texts = self.expected(answer.corpus)
             views = {name: views_of(text) for name, text in texts.items()}
             right = brute_force(views, np.array(answer.query, np.float32), K)
             assert answer.hits == right, f"{answer} is not {right}"
@@ -271,9 +340,13 @@ class History:
         live = manifest.read(store, INDEX)
         assert has_leapt or live.version >= max(self.acknowledged)
         if not has_leapt:  # then a version may be torn, and its publisher was told
-            problems = [one for one in verify(store, live).problems if "encoder" not in one.path]
+            problems = self._damage(store, live)
             assert not problems, problems
-        sources = [source.sha256 for source in Corpus.open(store, CORPUS).info.sources[1:]]
+        info = Corpus.open(store, CORPUS).info
+        applied = [file.name for file in info.change_files if not file.problem]
+        lost = [name for name in self.acknowledged_files if name not in applied]
+        assert not lost, f"{lost} are lost"
+        sources = [source.sha256 for source in info.sources[1:]]
         assert len(sources) == len(set(sources))
         lost = [digest for digest in self.acknowledged_updates if digest not in sources]
         assert not lost, f"{len(lost)} acknowledged updates are lost"
@@ -285,6 +358,18 @@ class History:
         self.read(store)
         assert len(self.answers) == answers + 1
         self._judge_answers()
+
+
+def _searcher_task(store: Store, live: Manifest) -> SearcherTask:
+    return SearcherTask(store.address, live, tuple(entry.shard for entry in live.shards))
+
+
+def _json_lines(changes: Changes | Texts) -> bytes:
+    rows = (
+        {"id": i, "delete": True} if text is None else {"id": i, "title": "", "text": text}
+        for i, text in changes.items()
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def _same(earlier: dict[int, np.ndarray], own: dict[int, np.ndarray]) -> bool:

@@ -7,11 +7,12 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from model import History
-from simulation import FAULTS
+from simulation import FAULTS, objects_in_memory
 
 FEW, MORE = range(12), range(12, 52)
 FIRST, _, LAST = os.environ.get("MVR_RAY_HISTORIES", "").partition(":")
@@ -32,9 +33,20 @@ def run_history(root: Path, address: str, seed: int, record_property) -> None:
     record_property("figures", f"seed {seed}: {len(history.answers)} answers, {told}")
 
 
+@pytest.fixture(params=["folder", "objects"])
+def address(request, tmp_path, monkeypatch) -> Iterator[str]:
+    """Of an empty store, whose copies are the history's own."""
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    if request.param == "folder":
+        yield str(tmp_path / "store")
+        return
+    with objects_in_memory() as memory:
+        yield memory
+
+
 @pytest.mark.parametrize("seed", FEW)
-def test_every_answer_of_a_history_could_have_been_given(tmp_path, seed, record_property):
-    run_history(tmp_path, str(tmp_path / "store"), seed, record_property)
+def test_every_answer_of_a_history_could_have_been_given(tmp_path, address, seed, record_property):
+    run_history(tmp_path, address, seed, record_property)
 
 
 @pytest.mark.slow
@@ -43,8 +55,8 @@ def test_every_answer_of_a_history_could_have_been_given(tmp_path, seed, record_
     "no wrong answer, no acknowledged version or update lost; the next update and version are right",
 )
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
-def test_every_answer_of_many_histories_could_have_been_given(tmp_path, seed, record_property):
-    run_history(tmp_path, str(tmp_path / "store"), seed, record_property)
+def test_every_answer_of_many_histories_could_have_been_given(tmp_path, address, seed, record_property):
+    run_history(tmp_path, address, seed, record_property)
 
 
 @pytest.mark.slow
@@ -55,11 +67,13 @@ def test_histories_over_an_object_store_are_right_too(tmp_path, s3_service, monk
     run_history(tmp_path, f"s3://key:secret@bucket/history-{seed}?{options}", seed, record_property)
 
 
-def test_the_same_seed_gives_the_same_history(tmp_path):
+def test_the_same_seed_gives_the_same_history(tmp_path, address):
     """Another order of turns would be another history, and a failure could not be looked into."""
     turns = []
     for number in range(2):
-        history = History(tmp_path / str(number), str(tmp_path / str(number) / "store"), 5, frozenset(FAULTS))
-        history.run()
+        with objects_in_memory():
+            own = address if "://" in address else f"{address}-{number}"
+            history = History(tmp_path / str(number), own, 5, frozenset(FAULTS))
+            history.run()
         turns.append([(turn.actor, turn.call.split()[0], turn.fate) for turn in history.schedule.turns])
     assert turns[0] == turns[1]

@@ -47,16 +47,23 @@ def listening(app: FastAPI) -> Iterator[str]:
 
 
 @contextmanager
-def command(run: RunConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """`mvr-ray serve` over a run in the session's cluster, which answers, and the lines that it has written.
+def command(
+    run: RunConfig, folder: Path, *, private: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """`mvr-ray serve` over a run, in the session's cluster or a private one, which answers, and the lines that it has
+    written.
 
     What fails in the block fails the test, and does not leave it waiting for the server.
     """
-    import ray
-
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
-    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "MVR_RAY_ADMIN_TOKEN": ADMIN}
+    environment = os.environ | {"MVR_RAY_ADMIN_TOKEN": ADMIN}
+    if private:
+        environment = {name: value for name, value in environment.items() if not name.startswith("RAY_A")}
+    else:
+        import ray
+
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     arguments = [sys.executable, "-c", COMMAND, "serve", str(file)]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:

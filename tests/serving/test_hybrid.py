@@ -6,6 +6,8 @@ import pytest
 from mvr_ray.client import Client
 from mvr_ray.config import ServeConfig
 from mvr_ray.distributed.router import open_router
+from mvr_ray.errors import ShardIndexError
+from mvr_ray.serving.replica import serve_until_interrupted
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, parse_json
 from mvr_ray.serving.service import SearchService
 
@@ -74,6 +76,8 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
             service.search(SearchRequest(queries=[QUESTION]))
         assert (caught.value.status, caught.value.code, caught.value.field) == (409, "no_words", "hybrid")
         assert service.search(SearchRequest(queries=[QUESTION], hybrid="off")).results[0]
+    with pytest.raises(ShardIndexError, match="has no words of its passages, which a hybrid search needs"):
+        serve_until_interrupted(run_over(small_index, search={"hybrid": 2.0}), None, print)
 
 
 @pytest.mark.parametrize("hybrid", ["-1", '"on"', "true", "1e999", "[1]"])

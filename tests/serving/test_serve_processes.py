@@ -63,9 +63,20 @@ def processes(kind: str) -> list[int]:
     return [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith(kind) and actor["Pid"]]
 
 
+def name_of(process_id: int) -> str:
+    return Path(f"/proc/{process_id}/comm").read_text().strip()
+
+
+def descendants(process_id: int) -> list[int]:
+    """Process ids of its children, and of theirs."""
+    children = [
+        int(word) for file in Path(f"/proc/{process_id}/task").glob("*/children") for word in file.read_text().split()
+    ]
+    return [*children, *(one for child in children for one in descendants(child))]
+
+
 def haproxy(server: Server) -> list[int]:
-    children = Path(f"/proc/{server.process_id}/task/{server.process_id}/children").read_text().split()
-    return [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().strip() == "haproxy"]
+    return [child for child in descendants(server.process_id) if name_of(child) == "haproxy"]
 
 
 class TimedReply(NamedTuple):
@@ -284,3 +295,25 @@ def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_
     assert set(outcomes) - {"200"} <= allowed, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
+
+
+@pytest.mark.chaos("GCS of a private cluster killed under load", "answers for a minute; then status 1, no process")
+def test_without_its_head_a_server_answers_until_it_ends_by_itself(small_index, run_over, tmp_path, record_property):
+    port = free_port()
+    with command(run_over(small_index, serve={"port": port}), tmp_path, private=True) as (process, _):
+        expected = search_once(port)
+        [head] = [child for child in descendants(process.pid) if name_of(child) == "gcs_server"]
+        own = descendants(process.pid)
+        with load(port, threads=1) as answers:
+            wait_for(lambda: len(answers) > 20, 60)
+            os.kill(head, signal.SIGKILL)
+            ended_s = wait_for(lambda: process.poll() is not None, 180)
+    outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
+    counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
+    record_property("figures", f"ended after {ended_s:.0f} s with status {process.returncode}: {counts}")
+    broken = {"502 unavailable", "503 unavailable", "504 timeout", "RemoteDisconnected", "ConnectionResetError"}
+    assert expected.outcome == "200" and process.returncode == 1
+    assert set(outcomes) - {"200"} <= broken | {"ConnectionRefusedError"}, outcomes
+    assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
+    assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
+    wait_for(lambda: not any(Path(f"/proc/{one}").exists() for one in own), 60)

@@ -111,7 +111,10 @@ class Handler(BaseHTTPRequestHandler):
             elif "partNumber" in query:
                 self.uploads[query["uploadId"]][int(query["partNumber"])] = data
             elif source := self.headers.get("x-amz-copy-source"):
-                self.objects[key] = StoredObject(self.objects[unquote(source).lstrip("/")].data, datetime.now(UTC))
+                if found := self.objects.get(unquote(source).lstrip("/")):
+                    self.objects[key] = StoredObject(found.data, datetime.now(UTC))
+                else:
+                    status = 404
             elif "/" in key and fault != "broken":
                 self.objects[key] = StoredObject(data, datetime.now(UTC))
             if fault in ("lost", "broken", "down"):

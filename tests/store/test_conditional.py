@@ -7,18 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from drafts import describe, make_shard
-from obstore.store import GCSStore, S3Store
+from obstore.exceptions import UnauthenticatedError
+from obstore.store import GCSStore, MemoryStore, S3Store
 
-from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError
+from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.objects import open_address
+from mvr_ray.store.objects import ObjectFiles, open_address
 
 Serve = Callable[..., Any]
 
@@ -183,3 +184,49 @@ def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_
     assert isinstance(open_address("gs://anonymous@bucket/p?endpoint_override=host:1&scheme=http"), GCSStore)
     with pytest.raises(ConfigError, match="unknown option 'regoin'"):
         open_address("s3://key:secret@bucket/prefix?regoin=x")
+
+
+@pytest.mark.parametrize("ask", ["exists", "list", "size_bytes", "age_s", "touch"])
+def test_a_service_that_refuses_is_told_by_every_question(serve: Serve, monkeypatch: pytest.MonkeyPatch, ask: str):
+    """Histories met the client's own errors, which no command catches."""
+    with serve() as (store, _):
+        store.write_bytes("a/b.json", b"{}")
+
+        def refuse(*_: object) -> None:
+            raise UnauthenticatedError("the token has expired")
+
+        for name in ("head", "list", "list_with_delimiter"):
+            monkeypatch.setattr(f"mvr_ray.store.objects.obstore.{name}", refuse)
+        with pytest.raises(StorageError, match=r"cannot .*/a/b\.json: the token has expired"):
+            getattr(store, ask)("a/b.json")
+
+
+def test_what_is_misread_is_not_written_back_when_an_age_is_renewed(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    with serve() as (store, _):
+        store.write_bytes("a/shard.json", b"described")
+        store.write_bytes("a/words.arrow", b"words")
+        with monkeypatch.context() as patch:
+            patch.setattr("mvr_ray.store.objects.obstore.get", lambda *_: SimpleNamespace(bytes=lambda: b"descri"))
+            store.touch("a")
+            store.touch("a/words.arrow")
+            store.touch("a/absent")
+        assert store.read_bytes("a/shard.json") == b"described"
+        assert store.list("a") == ["shard.json", "words.arrow"]
+        assert store.list(".touched") == []
+
+
+def test_the_age_of_a_lone_object_is_renewed():
+    objects = ObjectFiles(MemoryStore())
+    objects.write("a/words.arrow", b"words")
+    before = objects.newest_s("a/words.arrow")
+    objects.touch("a/words.arrow")
+    assert before and (objects.newest_s("a/words.arrow") or 0) > before
+
+
+def test_a_download_that_is_cut_short_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    with serve() as (store, _):
+        store.write_bytes("a/changes.jsonl", b"two\nlines")
+        cut = SimpleNamespace(stream=lambda _: [b"two\n"])
+        monkeypatch.setattr("mvr_ray.store.objects.obstore.get", lambda *_: cut)
+        with pytest.raises(StorageError, match=r"changes\.jsonl came with 4 bytes, not 9"):
+            store.local_path("a/changes.jsonl")
