@@ -1,6 +1,7 @@
 """A newcomer's first hour, side by side: cold starts, and 3,000 paragraphs from JSON lines to first hits.
 
     python benchmarks/first_hour.py [--rounds 3] [--passages 3000]
+    python benchmarks/first_hour.py --cold          # the cold starts alone, in minutes
 
 Every case is a program of its own, from its start to its end, run in turn with the others:
 
@@ -70,7 +71,7 @@ def run(*words: str | Path, cwd: Path) -> None:
         sys.exit(ended.stderr)
 
 
-def measure(folder: Path, passages: int, rounds: int) -> Part:
+def measure(folder: Path, passages: int, rounds: int, only_cold: bool) -> Part:
     texts = sample(squad().paragraphs, passages)
     source = folder / "passages.jsonl"
     source.write_text("".join(json.dumps({"id": f"p{row}", "text": text}) + "\n" for row, text in enumerate(texts)))
@@ -93,6 +94,11 @@ def measure(folder: Path, passages: int, rounds: int) -> Part:
         run(command, "index", "run.yaml", cwd=folder)
         run(command, "search", "run.yaml", QUESTION, cwd=folder)
 
+    if only_cold:
+        commands()
+        part = Part("first_hour-cold", f"Cold starts, over an index of {passages:,} paragraphs", "start")
+        add_cold_starts(part, folder, rounds)
+        return part
     part = Part("first_hour", f"The first hour: {passages:,} paragraphs from a file to first hits", "passage")
     cases = {
         "encoding": lambda: run(python, "-c", ENCODING, source, cwd=folder),
@@ -101,13 +107,6 @@ def measure(folder: Path, passages: int, rounds: int) -> Part:
         "sentence-transformers + Faiss": lambda: run(python, "-c", PEER, source, model, "peer.faiss", cwd=folder),
     }
     part.add(interleaved(cases, rounds=rounds, warm=0), passages)
-    starts = {
-        "import mvr_ray": lambda: run(python, "-c", "import mvr_ray", cwd=folder),
-        "mvr-ray --help": lambda: run(command, "--help", cwd=folder),
-        "mvr-ray search": lambda: run(command, "search", "run.yaml", QUESTION, cwd=folder),
-    }
-    cold = interleaved(starts, rounds=max(rounds, 5))
-    part.add(cold, 1)
     for case, most in (("five lines", 1.15), ("commands", 1.3)):
         ratio = 1 / speedup(part.samples, case, "encoding")
         part.bars.append(Bar(f"{case}, over the encoding alone", ratio, most, at_least=False))
@@ -116,18 +115,32 @@ def measure(folder: Path, passages: int, rounds: int) -> Part:
             "five lines, beside sentence-transformers + Faiss", speedup(part.samples, "five lines", list(cases)[3]), 1.0
         )
     )
+    add_cold_starts(part, folder, rounds)
+    return part
+
+
+def add_cold_starts(part: Part, folder: Path, rounds: int) -> None:
+    """Start each program of `COLD` by itself; the folder has the run file of an index."""
+    command, python = Path(sys.executable).with_name("mvr-ray"), sys.executable
+    starts = {
+        "import mvr_ray": lambda: run(python, "-c", "import mvr_ray", cwd=folder),
+        "mvr-ray --help": lambda: run(command, "--help", cwd=folder),
+        "mvr-ray search": lambda: run(command, "search", "run.yaml", QUESTION, cwd=folder),
+    }
+    cold = interleaved(starts, rounds=max(rounds, 5))
+    part.add(cold, 1)
     for case, most in COLD.items():
         part.bars.append(Bar(f"cold start of {case}", statistics.median(cold[case]), most, at_least=False, unit="s"))
-    return part
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mvr-first-hour-") as folder:
-        write(measure(Path(folder), words.passages, words.rounds))
+        write(measure(Path(folder), words.passages, words.rounds, words.cold))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ OTHERS = (
     "encoding-large",
     "encoding-memory",
     "first_hour",
+    "first_hour-cold",
     "load",
     "engines",
     "engines-200000",
