@@ -129,6 +129,13 @@ def add_cold_starts(part: Part, folder: Path, rounds: int) -> None:
     }
     cold = interleaved(starts, rounds=max(rounds, 5))
     part.add(cold, 1)
+    for case, start in {**starts, "import torch": lambda: run(python, "-c", "import torch", cwd=folder)}.items():
+        before = os.times()
+        start()
+        now = os.times()
+        used = now.children_user + now.children_system - before.children_user - before.children_system
+        part.facts[f"{case}: processor seconds"] = f"{used:.2f}"
+    part.facts["load average at the end"] = f"{os.getloadavg()[0]:.2f}"
     for case, most in COLD.items():
         part.bars.append(Bar(f"cold start of {case}", statistics.median(cold[case]), most, at_least=False, unit="s"))
 
