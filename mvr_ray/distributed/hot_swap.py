@@ -147,7 +147,7 @@ class HotSwapRouter:
     def follow(self) -> bool:
         """Move to the newest version if there is a newer one and none was asked for by number; whether it moved.
 
-        A move that fails raises nothing: what failed is in `following`.
+        A move that fails raises nothing: what failed is in `failure`.
         """
         with self._moving:
             before = self._state
@@ -172,8 +172,9 @@ class HotSwapRouter:
         return run_periodically(follow, every_s, "mvr-follow")
 
     def _move(self, version: int | None) -> int:
-        number = version or manifests.latest_version(self.store, self.index)
+        number = version or 0
         try:
+            number = version or manifests.latest_version(self.store, self.index)
             if version is None and self._state.follows and number < self._state.version:
                 raise MissingInputError(
                     f"index {self.index!r} has no version {self._state.version} any more, which answers here and goes "

@@ -334,7 +334,10 @@ class Corpus:
             self._require_parts("lost files while it was published, as when a clock leaps and `versions collect` runs")
         except StorageError:
             if after:
-                self._create_publication(number + 1, store.read_bytes(paths.corpus_publication(self.name, after)))
+                path = paths.corpus_publication(self.name, after)
+                before = store.read_bytes(path)
+                CorpusInfo.from_json(before, store.where(path))  # what was misread is not published
+                self._create_publication(number + 1, before)
             raise
 
     def _create_publication(self, number: int, data: bytes) -> bool:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from mvr_ray.core.encoding.backbones import KINDS
+from mvr_ray.core.encoding.tower import KINDS
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
 from mvr_ray.core.reading.spans import best_spans, log_shares, span_losses, tokens_of
 from mvr_ray.core.reading.windows import Windower

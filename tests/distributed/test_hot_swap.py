@@ -444,6 +444,19 @@ def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_ov
         assert answered(live, 0) == expected(FIRST)[0]
 
 
+def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_over, monkeypatch):
+    """Or a promote would be told another reason, and whoever watches it would take an old version for the newest."""
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True, follow_s=None) as live:
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "iterdir", lambda _: os.read(-1, 1))  # EBADF stands in for what a disk says
+            assert not live.follow()
+            assert f"cannot list {tmp_path}/indexes/random/versions: Bad file descriptor" in live.failure
+        assert answered(live, 0) == expected(FIRST)[0]
+        assert live.follow() and not live.failure
+
+
 def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, run_over):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     file = damage(tmp_path, first.shards[2].digest)

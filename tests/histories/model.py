@@ -302,12 +302,12 @@ class History:
             role.cannot_be_stale = True  # object stores list what is there; what collection removes rests on it
             roles.append(role)
         for number in range(self.draw.randint(1, 2)):
-            roles.append(self._actor(f"reader {number}", 3, self.read))
+            roles.append(self._actor(f"reader {number}", 4, self.read, pace=0.3))
         for number in range(self.draw.randint(0, 2)):
-            roles.append(self._actor(f"server {number}", 4, self._server()))
+            roles.append(self._actor(f"server {number}", 4, self._server(), pace=0.3))
         for number in range(self.draw.randint(0, 2)):
-            roles.append(self._actor(f"follower {number}", 3, self.follow))
-            roles.append(self._actor(f"writer {number}", 3, self.write))
+            roles.append(self._actor(f"follower {number}", 4, self.follow))
+            roles.append(self._actor(f"writer {number}", 3, self.write, pace=0.1))
         with run_in_turn(self.schedule, self.address):
             self.schedule.run(roles)
         for role in roles:
@@ -315,13 +315,13 @@ class History:
         self._judge_answers()
         self._judge_end()
 
-    def _actor(self, name: str, times: int, work: Callable[[Store], object]) -> Actor:
+    def _actor(self, name: str, times: int, work: Callable[[Store], object], pace: float = 1.0) -> Actor:
         def act() -> None:
             for _ in range(times):
                 with contextlib.suppress(MvrRayError):  # a named error is an answer; the next try may succeed
                     work(Store(self.address))
 
-        return Actor(name, act)
+        return Actor(name, act, pace)
 
     def _judge_answers(self) -> None:
         for answer in self.answers:

@@ -83,11 +83,13 @@ class Turn(NamedTuple):
 
 
 class Actor:
-    """A thread that goes on when it is its turn. `cannot_be_stale` keeps what it lists as it is."""
+    """A thread that goes on when it is its turn. `pace` says how often it is drawn beside others that have 1;
+    `cannot_be_stale` keeps what it lists as it is."""
 
-    def __init__(self, name: str, work: Callable[[], None], cannot_be_stale: bool = False) -> None:
+    def __init__(self, name: str, work: Callable[[], None], pace: float = 1.0, cannot_be_stale: bool = False) -> None:
         self.name = name
         self.work = work
+        self.pace = pace
         self.cannot_be_stale = cannot_be_stale
         self.turn = threading.Semaphore(0)
         self.ended = False
@@ -143,7 +145,7 @@ class Schedule:
 
     def _weight(self, actor: Actor) -> float:
         lasts = {fault for fault, until in actor.until.items() if len(self.turns) < until}
-        return 0.0 if "paused" in lasts else 0.05 if "slow" in lasts else 1.0
+        return 0.0 if "paused" in lasts else actor.pace * (0.05 if "slow" in lasts else 1.0)
 
     def _act(self, actor: Actor) -> None:
         self._own.actor = actor

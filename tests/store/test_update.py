@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError
-from mvr_ray.store.corpus import Corpus, read_questions, shard_of, write_questions
+from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.store.corpus import Corpus, publications, read_questions, shard_of, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
@@ -200,6 +200,26 @@ def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_pat
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "other"}
     update(CONFIG, store, str(mine))
     assert {passage.id for passage in Corpus.open(store, "corpus")} == {"a", "mine", "other"}
+
+
+def test_a_publication_that_was_misread_is_not_published_again(tmp_path: Path, write: Write, monkeypatch):
+    """An update whose files vanish while it is published brings the corpus before it back; whole, or not at all."""
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"a": "one"}, num_shards=1)
+    changes = str(write("changes.jsonl", lines(row("a", "two"), row("b", "x"))))
+    create, read = Store.create_once, Path.read_bytes
+
+    def lose_a_part(self: Store, path: str, data: bytes) -> None:
+        create(self, path, data)
+        patch.setattr(Path, "read_bytes", lambda own: read(own)[: -9 if own.match("publications/1.json") else None])
+        for file in json.loads(data)["parts"]:
+            (tmp_path / "store/corpora/corpus" / file["file"]).unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create_once", lose_a_part)
+        with pytest.raises(StorageError, match=r"publications/1\.json is damaged"):
+            update(CONFIG, store, changes)
+    assert publications(store, "corpus") == [1, 2]
 
 
 def test_of_two_updaters_at_the_same_moment_exactly_one_wins_on_every_kind_of_store(
