@@ -21,6 +21,7 @@ from measure import FOLDER, Bar, bar_row, markdown
 
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
 OTHERS = (
+    "search-avx2",
     "encoding-large",
     "encoding-memory",
     "first_hour",
@@ -31,7 +32,7 @@ OTHERS = (
     "updates-sizes",
     "gpu",
 )
-"""Measured by commands of their own (README.md)."""
+"""Measured by commands of their own (README.md), or on other processors."""
 MINUTES = 30
 HEAD = """# How fast, how small, how linear
 
@@ -41,14 +42,20 @@ is the median over rounds of the ratio within a round. Made by `make bench`; raw
 """
 
 
+def files(part: str) -> list[Path]:
+    """The files that the part's program may have written: on a processor with AVX2 alone it is another one."""
+    return [path for path in (FOLDER / f"{part}.json", FOLDER / f"{part}-avx2.json") if path.exists()]
+
+
 def on_file(part: str) -> bool:
-    path, now = FOLDER / f"{part}.json", hardware()["commit"]
-    return path.exists() and not now.endswith(DIRTY) and json.loads(path.read_text())["hardware"]["commit"] == now
+    now = hardware()["commit"]
+    commits = [json.loads(path.read_text())["hardware"]["commit"] for path in files(part)]
+    return now in commits and not now.endswith(DIRTY)
 
 
 def keep_seconds(part: str, seconds: float) -> None:
-    """Beside the part's samples: how long its process took, environments of peers that it made included."""
-    path = FOLDER / f"{part}.json"
+    """Beside the part's newest samples: how long its process took, environments of peers that it made included."""
+    path = max(files(part), key=lambda file: file.stat().st_mtime_ns)
     path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": round(seconds, 1)}, indent=2) + "\n")
 
 

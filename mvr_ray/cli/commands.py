@@ -602,7 +602,7 @@ def export(
     live = manifest.read(store, run.index.name, version)
     from mvr_ray.distributed.encoders import open_encoder
 
-    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint).export(folder)
+    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint, only_embeds=False).export(folder)
     for loss in losses:
         print_result(f"not carried: {loss}")
     print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")

@@ -207,6 +207,10 @@ class EncoderConfig(Section):
     """Seeds the initial viewer embeddings."""
 
 
+OWN_LENGTHS = {"max_query_tokens": None, "max_passage_tokens": None}
+"""Settings by which a model is given texts of its own length, as the Python API does unless told otherwise."""
+
+
 class IndexConfig(Section):
     name: Name = "index"
     encoder: str = "auto"

@@ -136,7 +136,11 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     if not asked:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
     encoder = open_encoder(
-        store, manifest.encoder_name, manifest.encoder_fingerprint, threads=run.resources.torch_threads
+        store,
+        manifest.encoder_name,
+        manifest.encoder_fingerprint,
+        threads=run.resources.torch_threads,
+        only_embeds=False,  # its attention is read too
     )
     queries_QD = encoder.embed_queries([question.text for question in asked])
     shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in asked], progress)

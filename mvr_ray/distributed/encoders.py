@@ -104,6 +104,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
         )
     try:
         metadata = parse_json(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"), paths.ENCODER_JSON)
+        DualEncoder.require_format(metadata, f"{store.where(path)}/{paths.ENCODER_JSON}")
         _ = metadata["fingerprint"], metadata["spec"]["normalize"], metadata["num_views"], metadata["dimension"]
     except (StorageError, KeyError, TypeError) as error:
         raise EncoderError(
@@ -123,10 +124,13 @@ def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
     return local_encoder(store, name, save_model(store, ENCODERS, name, encoder))
 
 
-def open_encoder(store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False) -> DualEncoder:
-    """Load a snapshot and find it whole; on the GPU that this process was given if `gpu`."""
+def open_encoder(
+    store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False, only_embeds: bool = True
+) -> DualEncoder:
+    """Load a snapshot and find it whole; on the GPU that this process was given if `gpu`. `only_embeds` as in
+    `DualEncoder.load`."""
     torch.set_num_threads(threads)
-    encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder)
+    encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder, only_embeds and not gpu)
     return encoder.to("cuda") if gpu else encoder
 
 

@@ -19,9 +19,11 @@ Shapes: P passages of a shard, T terms in order of their characters, N postings 
 
 import bisect
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -34,22 +36,31 @@ from mvr_ray.types import FloatArray, IntArray, Passage
 
 K1, B = 0.9, 0.4
 _FORMAT = b"mvr_ray.lexical/1 bm25s en"
-_STOP_WORDS = "en"
+_WORD = re.compile(r"\b\w\w+\b")
+_STOP_WORDS = frozenset(
+    _WORD.findall(
+        "an and are as at be but by for if in into is it no not of on or such that the their then there these they "
+        "this to was will with"
+    )
+)
 _POSTINGS = {"term": pa.string(), "end": pa.int64(), "row": pa.int32(), "count": pa.int32(), "length": pa.int32()}
 _CHANGES = {**_POSTINGS, "hidden": pa.int32(), "place": pa.int32()}
+_as_numpy: Callable[[pa.Array], Any] = np.from_dlpack
+"""Without a copy; Arrow's own to_numpy imports pandas."""
 TermFrequencies = tuple[pa.Array, IntArray]
 """Ascending terms, and how many passages have each."""
 _STATISTICS = {"term": pa.string(), "frequency": pa.int64(), "size": pa.int64()}
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Cut texts into stems without stop words, in order, each as often as it stands there."""
-    import bm25s
+    """Cut texts into stems without stop words, in order, each as often as it stands there.
 
-    tokens: Any = bm25s.tokenize(
-        list(texts), stopwords=_STOP_WORDS, stemmer=_stemmer(), return_ids=False, show_progress=False
-    )
-    return tokens
+    As bm25s does it, whose import takes a second, for scipy.
+    """
+    words = [[word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS] for text in texts]
+    unique = list(dict.fromkeys(chain.from_iterable(words)))
+    stem_of = dict(zip(unique, _stemmer().stemWords(unique)))
+    return [[stem_of[word] for word in own] for own in words]
 
 
 def indexed_text(passage: Passage) -> str:
@@ -62,8 +73,8 @@ class PostingsFile:
 
     def __init__(self, columns: dict[str, pa.Array]) -> None:
         self.term_T = columns["term"]
-        self.end_T, self.row_N, self.count_N = (columns[name].to_numpy() for name in ("end", "row", "count"))
-        self.length_P: IntArray = columns["length"].to_numpy()
+        self.end_T, self.row_N, self.count_N = (_as_numpy(columns[name]) for name in ("end", "row", "count"))
+        self.length_P: IntArray = _as_numpy(columns["length"])
         self.num_bytes = sum(column.nbytes for column in columns.values())
 
     def slice_of(self, term: str) -> slice:
@@ -100,7 +111,7 @@ class Postings:
         if changes is not None:
             columns = _open(changes, _CHANGES)
             self.changes = PostingsFile(columns)
-            hidden_rows, places = columns["hidden"].to_numpy(), columns["place"].to_numpy()
+            hidden_rows, places = _as_numpy(columns["hidden"]), _as_numpy(columns["place"])
             kept = np.delete(self.source_P, hidden_rows)
             self.source_P = np.empty(len(kept) + len(places), np.int64)
             is_kept_P = np.ones(len(self.source_P), bool)
@@ -178,7 +189,7 @@ class CorpusStatistics:
     def __init__(self, path: Path, changes: Path | None = None) -> None:
         """Map the file, and that of changes. Raises ShardIndexError where they are none of statistics."""
         columns = [_open(file, _STATISTICS) for file in (path, changes) if file is not None]
-        self.frequencies: list[TermFrequencies] = [(own["term"], own["frequency"].to_numpy()) for own in columns]
+        self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
         self.num_bytes = sum(column.nbytes for own in columns for column in own.values())
@@ -296,8 +307,9 @@ def _open(path: Path, types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
-        if (reader.schema.metadata or {}).get(b"format") != _FORMAT or batch.schema.names != list(types):
-            raise pa.ArrowInvalid("it is of another format")
+        own = (reader.schema.metadata or {}).get(b"format", b"none")
+        if own != _FORMAT or batch.schema.names != list(types):
+            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {_FORMAT.decode()}")
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardIndexError(
             f"{path} holds no words of a shard that this program reads ({error}); index again: mvr-ray index CONFIG"

@@ -9,19 +9,19 @@ Shapes: P passages, N view vectors, D dimension.
 
 import bisect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
@@ -29,6 +29,8 @@ Dtype = Literal["fp16", "fp32"]
 BATCH_PASSAGES = 4096
 _ARROW = {"fp16": pa.float16(), "fp32": pa.float32()}
 _NUMPY = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
+_as_numpy: Callable[[pa.Array], Any] = np.from_dlpack
+"""Without a copy; Arrow's own to_numpy imports pandas."""
 _FORMAT, _FORMAT_WITH_DELETIONS = b"mvr_ray.embeddings/1", b"mvr_ray.embeddings/2"
 """A program that knows the first format alone must not read a file of changes without its deletions."""
 
@@ -174,7 +176,10 @@ class EmbeddingShard:
         schema = reader.schema
         metadata = schema.metadata or {}
         if metadata.get(b"format") not in (_FORMAT, _FORMAT_WITH_DELETIONS):
-            raise StorageError(f"{path} is not an embeddings file of this version ({_FORMAT.decode()})")
+            raise FormatError(
+                f"{path} has format {metadata.get(b'format', b'none').decode()}, this program reads {_FORMAT.decode()} "
+                f"and {_FORMAT_WITH_DELETIONS.decode()}; use the program that wrote it, or roll back"
+            )
         self.path = path
         inner = schema.field("vector").type.value_type
         self.dimension: int = inner.list_size
@@ -214,7 +219,7 @@ class EmbeddingShard:
     def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
         """Count the views of these passages in the file."""
         masks = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
-        counts = [np.diff(batch.column("view").offsets.to_numpy()) for batch in self._batches]
+        counts = [np.diff(_as_numpy(batch.column("view").offsets)) for batch in self._batches]
         return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(masks, counts))
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
@@ -239,11 +244,11 @@ class EmbeddingShard:
 
     def _block(self, batch: pa.RecordBatch) -> EmbeddingBlock:
         vectors = batch.column("vector")
-        flat = vectors.values.values.to_numpy(zero_copy_only=True)
+        flat = _as_numpy(vectors.values.values)
         return EmbeddingBlock(
             ids=batch.column("id").to_pylist(),
-            row_ptr=vectors.offsets.to_numpy().astype(np.int64),
-            view_numbers_N=batch.column("view").values.to_numpy(zero_copy_only=True),
+            row_ptr=_as_numpy(vectors.offsets).astype(np.int64),
+            view_numbers_N=_as_numpy(batch.column("view").values),
             vectors_ND=flat.reshape(-1, self.dimension),
         )
 
@@ -257,6 +262,12 @@ def gather_rows(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> E
         view_numbers_N=np.concatenate([blocks[at.block].view_numbers_N[own] for at, own in zip(rows, slots)]),
         vectors_ND=np.concatenate([blocks[at.block].vectors_ND[own] for at, own in zip(rows, slots)]),
     )
+
+
+def arrow_rows(rows: IntArray) -> pa.Array:
+    """Wrap row numbers without a copy. Arrow's own `array` imports pandas, half a second in every process."""
+    rows = np.ascontiguousarray(rows, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(rows)])
 
 
 def _finite(values: FloatArray) -> bool:

@@ -139,7 +139,7 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     sections = {
         "store": {"path": str(store)},
         "prepare": {**SMALL["prepare"], "fields": {"opened": "date", "year": "int"}, "sources": [str(source)]},
-        "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
+        "encoder": {"max_query_tokens": None, **SMALL["encoder"], "backbone": str(tiny_backbone)},
     }
     run_file.write_text(json.dumps(sections))
     for stage in ("prepare", "index"):
@@ -285,9 +285,52 @@ def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
 
 
+def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tiny_backbone: Path):
+    questions = ["tower " * 100, "tower " * 100 + "king"]
+    for settings, are_equal in (({}, False), ({"max_query_tokens": 64}, True)):
+        one_D, other_D = Encoder(str(tiny_backbone), **settings).embed_queries(questions)
+        assert bool((one_D == other_D).all()) is are_equal
+
+
 @pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli"])
 def test_the_package_and_the_command_line_are_imported_without_what_they_import_when_used(module: str):
     heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+SEARCH = """
+import sys
+from mvr_ray.cli import main
+status = 0
+try:
+    main()
+except SystemExit as end:
+    status = end.code
+sys.exit(status or sorted({'ray', 'transformers', 'bm25s', 'faiss'} & set(sys.modules)) or 0)
+"""
+STAGES = """
+import importlib, pkgutil, sys
+import mvr_ray.distributed as room
+for module in pkgutil.walk_packages(room.__path__, "mvr_ray.distributed."):
+    if module.name != "mvr_ray.distributed.train" and ".training" not in module.name:
+        importlib.import_module(module.name)
+sys.exit(sorted({'transformers', 'pandas', 'torch._dynamo'} & set(sys.modules)) or 0)
+"""
+
+
+def run_program(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program, *words], check=False, capture_output=True, text=True)
+
+
+def test_a_search_with_a_bert_model_imports_neither_ray_nor_transformers(index_store: Path):
+    ended = run_program(SEARCH, "search", str(index_store / "run.yaml"), "Who built tower 7?", "-k", "3")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("score") == 3
+
+
+def test_every_stage_but_training_is_imported_without_transformers_and_pandas():
+    """A task or an actor imports its own module first: what that imports, each worker process pays for."""
+    ended = run_program(STAGES)
+    assert ended.returncode == 0, ended.stderr

@@ -64,6 +64,15 @@ def test_the_seconds_of_parts_and_their_sum_stand_in_the_table_and_the_file(tabl
     assert kept["total"] == 60 * minutes and kept["seconds"]["search"] == 0 and len(kept["seconds"]) == len(suite.PARTS)
 
 
+def test_seconds_stand_beside_the_samples_that_were_written_last(table, tmp_path):
+    table("search", "search-avx2")
+    (tmp_path / "search-avx2.json").touch()
+    suite.keep_seconds("search", 7.0)
+    assert json.loads((tmp_path / "search-avx2.json").read_text())["seconds"] == 7
+    assert "seconds" not in json.loads((tmp_path / "search.json").read_text())
+    assert "search-avx2 is fast" in suite.collect().read_text()
+
+
 def test_a_commit_whose_files_were_changed_is_told_apart_and_is_never_on_file(table, tmp_path, monkeypatch):
     def git(*words: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]

@@ -16,7 +16,8 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mvr_ray.core.encoding.backbones import KINDS, open_tower
+from mvr_ray.core.encoding.backbones import open_tower
+from mvr_ray.core.encoding.tower import KINDS
 from mvr_ray.errors import EncoderError
 
 

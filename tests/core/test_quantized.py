@@ -81,9 +81,10 @@ def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions
     assert (full.embed_queries(["where?"]) == lowered.embed_queries(["where?"])).all()
 
     lowered.save(tmp_path)
-    loaded = DualEncoder.load(tmp_path)
-    assert (loaded.fingerprint, loaded.precision.name) == (lowered.fingerprint, precision)
-    assert (loaded.embed_passages(tokenized).views_PVD == found.views_PVD).all()
+    for only_embeds in (False, True):
+        loaded = DualEncoder.load(tmp_path, only_embeds)
+        assert (loaded.fingerprint, loaded.precision.name) == (lowered.fingerprint, precision)
+        assert (loaded.embed_passages(tokenized).views_PVD == found.views_PVD).all()
 
 
 @needs_bytes

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from mvr_ray.core.encoding.backbones import KINDS
+from mvr_ray.core.encoding.tower import KINDS
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
 from mvr_ray.core.reading.spans import best_spans, log_shares, span_losses, tokens_of
 from mvr_ray.core.reading.windows import Windower
@@ -296,7 +296,7 @@ def test_a_stored_reader_is_the_one_that_was_saved(pair_backbone, tmp_path):
     with pytest.raises(FingerprintError, match=f"was saved as {reader.fingerprint} but loads as"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").write_text(json.dumps({"format_version": 9, "fingerprint": "x"}))
-    with pytest.raises(ReaderError, match="has format 9, this mvr_ray reads 1"):
+    with pytest.raises(ReaderError, match=r"reader\.json has format version 9, this program reads 1"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").unlink()
     with pytest.raises(ReaderError, match=r"holds no reader: reader\.json cannot be read"):

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.stored_backbone import StoredBackbone
+from mvr_ray.core.encoding.unpadded_cpu import PACKED_KINDS
 from mvr_ray.errors import EncoderError, FingerprintError
 from mvr_ray.types import Passage
 
@@ -45,12 +47,17 @@ def test_a_loaded_encoder_embeds_and_is_named_as_the_saved_one(tiny, tmp_path, k
         for parameter in encoder.parameters():
             parameter += 0.01 * torch.randn(parameter.shape)
     encoder.save(tmp_path)
-    loaded = DualEncoder.load(tmp_path)
-    assert (loaded.spec, loaded.fingerprint) == (encoder.spec, encoder.fingerprint)
     tokenized = encoder.tokenize_passages(PASSAGES)
-    assert all((a == b).all() for a, b in zip(tokenized[0], loaded.tokenize_passages(PASSAGES)[0]))
-    assert (encoder.embed_passages(tokenized).views_PVD == loaded.embed_passages(tokenized).views_PVD).all()
-    assert (encoder.embed_queries(["the river"]) == loaded.embed_queries(["the river"])).all()
+    whole = DualEncoder.load(tmp_path)
+    for only_embeds in (False, True):
+        loaded = DualEncoder.load(tmp_path, only_embeds) if only_embeds else whole
+        is_stored = isinstance(loaded.passage_tower.backbone, StoredBackbone)
+        assert is_stored == (only_embeds and kind in PACKED_KINDS)  # else it was opened by transformers
+        assert (loaded.spec, loaded.fingerprint) == (encoder.spec, encoder.fingerprint)
+        assert loaded.layout == whole.layout
+        assert all((a == b).all() for a, b in zip(tokenized[0], loaded.tokenize_passages(PASSAGES)[0]))
+        assert (encoder.embed_passages(tokenized).views_PVD == loaded.embed_passages(tokenized).views_PVD).all()
+        assert (encoder.embed_queries(["the river"]) == loaded.embed_queries(["the river"])).all()
 
 
 def test_saving_twice_writes_the_same_bytes_and_no_path_of_this_machine(tiny, tmp_path):
@@ -150,10 +157,11 @@ def test_the_fingerprint_changes_with_one_weight(snapshot):
 def test_changed_files_are_told_by_both_fingerprints(snapshot):
     was = DualEncoder.load(snapshot).fingerprint
     edit(snapshot, lambda data: data["spec"].update(use_title=False))
-    with pytest.raises(FingerprintError) as caught:
-        DualEncoder.load(snapshot)
-    assert str(caught.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
-    assert str(caught.value).endswith(": its files have changed; copy or make it again")
+    for only_embeds in (False, True):
+        with pytest.raises(FingerprintError) as caught:
+            DualEncoder.load(snapshot, only_embeds)
+        assert str(caught.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
+        assert str(caught.value).endswith(": its files have changed; copy or make it again")
 
 
 def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(tiny, tmp_path):
@@ -173,11 +181,12 @@ def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(
         values = json.loads(whole) if file.suffix == ".json" else {}
         if isinstance(values, dict):
             damages += [json.dumps({**values, key: value}).encode() for key in values for value in (None, [], "x")]
-        for damage in damages:
+        for at, damage in enumerate(damages):
             shutil.copytree(tmp_path / "whole", tmp_path / "copy", dirs_exist_ok=True)
             (tmp_path / "copy" / file).write_bytes(damage)
             with suppress(EncoderError):  # what changes no embedding is no damage
-                assert DualEncoder.load(tmp_path / "copy").fingerprint == encoder.fingerprint
+                loaded = DualEncoder.load(tmp_path / "copy", only_embeds=at % 2 == 1)  # a way each, for time
+                assert loaded.fingerprint == encoder.fingerprint
 
 
 BROKEN = [
@@ -193,7 +202,8 @@ BROKEN = [
     ),
     (
         lambda folder: edit(folder, lambda data: data.update(format_version=9)),
-        "encoder snapshot {0} has format 9, this mvr_ray reads 1; make it again with this mvr_ray",
+        "{0}/encoder.json has format version 9, this program reads 1; use the program that wrote it, or make the "
+        "encoder snapshot again",
     ),
     (
         lambda folder: edit(folder, lambda data: data["spec"].update(colour="red")),

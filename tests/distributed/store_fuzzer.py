@@ -11,7 +11,6 @@ peak of memory.
 import json
 import os
 import random
-import resource
 import shutil
 import sys
 import traceback
@@ -20,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from peak_memory import peak_kb
 
 from mvr_ray.config import PrepareConfig, RunConfig
 from mvr_ray.distributed.router import open_router
@@ -64,7 +66,7 @@ def main(fixture: Path, folder: Path, seed: int, cases: int) -> None:
             expected[subject] = look(whole)
         say({**case, **outcome(store, file, look, expected[subject])})
         shutil.rmtree(store)
-    say({"kinds": sorted(kinds), "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
+    say({"kinds": sorted(kinds), "peak_bytes": 1024 * peak_kb()})
 
 
 def say(line: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ PASSAGES = "60"
 SCRIPTS = {
     "quickstart": "Tower of Pisa",
     "filters": "filter: None",
+    "hybrid": "  hybrid rrf: ",
     "changing_corpus": "version 2: 1 encoded, 60 kept",
     "refine_from_feedback": "after, unseen: top-1 ",
     "train_an_encoder": "trained: encoder ",

@@ -6,6 +6,8 @@ import bm25s
 import numpy as np
 import pytest
 import Stemmer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.lexical import (
@@ -72,6 +74,13 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
             np.testing.assert_array_equal(score_P, expected_P[[row_of[passage.id] for passage in own]])
             num_scored += int((score_P > 0).sum())
     assert num_scored > 10_000
+
+
+@given(st.lists(st.text() | st.sampled_from(["The rivers' RIVER ran into it", "Straße, naïve; _x_ 42nd a1 ΣΑΣ"])))
+def test_texts_are_cut_into_the_words_of_bm25s(texts):
+    stemmer = Stemmer.Stemmer("english")
+    words = bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+    assert tokenize(texts) == words
 
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):

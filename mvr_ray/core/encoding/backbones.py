@@ -1,32 +1,23 @@
-"""Load pretrained backbones, and wrap each in a tower with its tokenizer, its viewers and what follows pooling.
+"""Load pretrained backbones by transformers, and wrap text encoders in towers.
 
 A backbone is any text encoder that transformers loads without code of the model's own; of an encoder-decoder it is the
-encoder. A tower is a backbone, its tokenizer, the pooling and heads of its sentence-transformers folder and, where the
-strategy has viewers, their embeddings. The ids of viewers begin after the vocabulary's: `num_words` is the query's,
-`num_words + 1 + i` that of view i.
+encoder.
 
-Shapes: B texts in a batch, T tokens, D dimension.
+Importing this module takes seconds, for transformers: what only embeds with a stored BERT does without it
+(`stored_backbone`).
 """
 
-import hashlib
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 import torch
+import transformers
 from huggingface_hub import constants as hub
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from safetensors.torch import load_file, save_file
-from tokenizers import normalizers
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -34,283 +25,16 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
 )
-from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
-from transformers.utils import logging as transformers_logging
 
-from mvr_ray.core.encoding.model_folder import SentenceModules, read_modules
-from mvr_ray.core.encoding.pooling import Heads, Pooling
+from mvr_ray.core.encoding.model_folder import read_modules
+from mvr_ray.core.encoding.stored_model import first_line, refuse_damage
+from mvr_ray.core.encoding.tower import KINDS, LoadedModel, Tower, quiet_transformers
 from mvr_ray.errors import EncoderError, MvrRayError
-
-VIEWERS_FILE = "viewers.safetensors"
-VIEWER_STD = 0.02
-"""Spread of random viewer embeddings."""
 
 _HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_ARCHITECTURE = (
-    "model_type",
-    "hidden_act",
-    "activation",
-    "layer_norm_eps",
-    "num_attention_heads",
-    "n_heads",
-    "num_hidden_layers",
-    "n_layers",
-    "max_position_embeddings",
-    "pad_token_id",
-    "relative_attention_num_buckets",
-)
-"""Settings of a backbone that change its output without changing its weights."""
-_ARCHITECTURE_OF_OTHERS = (
-    *_ARCHITECTURE,
-    "hidden_act_fn",
-    "hidden_activation",
-    "feed_forward_proj",
-    "classifier_activation",
-    "norm_eps",
-    "norm_bias",
-    "rms_norm_eps",
-    "layer_norm_epsilon",
-    "num_heads",
-    "num_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "local_attention",
-    "sliding_window",
-    "layer_types",
-    "global_attn_every_n_layers",
-    "use_bidirectional_attention",
-    "is_causal",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "relative_attention",
-    "relative_attention_max_distance",
-    "max_relative_positions",
-    "position_buckets",
-    "position_biased_input",
-    "pos_att_type",
-    "norm_rel_ebd",
-    "share_att_key",
-)
-"""The same of model types that are not in `KINDS`."""
-_TOKENIZER = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
-"""The parts of a tokenizer that bear on ids and offsets."""
-
-
-@dataclass(frozen=True)
-class BackboneKind:
-    """How one model type counts positions, which it is always told.
-
-    `offset`: the table's first rows that no token uses. `separators`: how many stand between the two texts of a pair.
-    `relative`: attention has a bias by the distance between two tokens, beside the table.
-    """
-
-    offset: bool = False
-    separators: int = 1
-    relative: bool = False
-
-
-KINDS = {
-    "bert": BackboneKind(),
-    "distilbert": BackboneKind(),
-    "mpnet": BackboneKind(offset=True, separators=2, relative=True),
-    "roberta": BackboneKind(offset=True, separators=2),
-    "xlm-roberta": BackboneKind(offset=True, separators=2),
-}
-"""Other model types count positions themselves, unless viewers have positions of their own (`Tower.tell_positions`)."""
-MAX_TOKENS = 8192
-"""Tokens that a model is given at once, whatever its own limit."""
-
-
-class TextFrame(NamedTuple):
-    """Ids of the special tokens before and behind a text, and of those between a title and its text."""
-
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    separator: tuple[int, ...]
-
-
-class Tower(nn.Module):
-    """One transformer with its tokenizer, viewers, pooling and heads."""
-
-    def __init__(self, backbone: nn.Module, tokenizer: Any, modules: SentenceModules) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.viewers: nn.Embedding | None = None
-        self.tokenizer = tokenizer
-        config: Any = backbone.config
-        self.model_type = str(config.model_type)
-        self.kind = KINDS.get(self.model_type)
-        self.tells_positions = self.kind is not None
-        self.dimension = int(config.hidden_size)
-        self.num_words = int(self._words.num_embeddings)
-        padding_row, num_rows = _position_table(backbone)
-        self.first_position = padding_row + 1 if self.kind and self.kind.offset else 0
-        self.num_positions = num_rows - padding_row - 1
-        self.max_tokens = min(self.num_positions, modules.max_tokens or int(tokenizer.model_max_length), MAX_TOKENS)
-        self.prompts = modules.query_prompt, modules.passage_prompt
-        self.pooling = modules.pooling or Pooling(("lasttoken",) if _generates_text(config) else ("mean",))
-        self.heads = modules.heads or Heads()
-        backend = tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        if modules.lowercase:
-            others = [] if backend.normalizer is None else [backend.normalizer]
-            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
-        self.frame = _text_frame(tokenizer, self.kind)
-
-    @property
-    def _words(self) -> nn.Embedding:
-        return self.backbone.get_input_embeddings()  # type: ignore[operator]
-
-    @property
-    def pad_id(self) -> int:
-        """Id of the token behind shorter texts; attention never sees it."""
-        own = self.tokenizer.pad_token_id
-        return 0 if own is None else int(own)
-
-    def vector_size(self, pools: bool) -> int:
-        """Dimension of a vector: of the model's own pooling, or else of one state, through the heads."""
-        return self.heads.out_size(self.dimension * (len(self.pooling.modes) if pools else 1))
-
-    @cached_property
-    def is_causal(self) -> bool:
-        """Whether a token's state depends on the tokens before it alone, as the model itself shows."""
-        ids_1T = self._probe_ids()
-        return torch.allclose(
-            self._probe(ids_1T)[:, 0], self._probe(torch.cat([ids_1T[:, :-1], ids_1T[:, :1]], 1))[:, 0]
-        )
-
-    def tell_positions(self) -> None:
-        """Give the backbone position ids from now on, which viewers at one position need.
-
-        Raises EncoderError where tokens are not ordered by position ids alone: a model that counts distances by place,
-        or reads from left to right, takes no notice of them.
-        """
-        if self.tells_positions:
-            return
-        ids_1T = self._probe_ids()
-        places_T = torch.arange(ids_1T.shape[1])
-        states_1TD = self._probe(ids_1T)
-        allowed = float((self._probe(ids_1T.flip(1)).flip(1) - states_1TD).abs().max()) / 100
-        self.tells_positions = True
-        for first in dict.fromkeys((0, _position_table(self.backbone)[0] + 1)):
-            with suppress(TypeError):
-                ordered_1TD = self._probe(ids_1T, first + places_T)
-                turned_1TD = self._probe(ids_1T.flip(1), first + places_T.flip(0)).flip(1)
-                if max(float((told - states_1TD).abs().max()) for told in (ordered_1TD, turned_1TD)) <= allowed:
-                    self.first_position = first
-                    return
-        self.tells_positions = False
-        raise EncoderError(
-            f"strategy 'viewers' puts viewers at one position, and in a backbone of model type {self.model_type!r} "
-            f"position ids alone do not order the tokens; use a bert, distilbert, mpnet, roberta, xlm-roberta or "
-            f"modernbert backbone, or strategy snippets (for models that read both ways) or snippet_means (for all)"
-        )
-
-    def _probe_ids(self) -> Tensor:
-        return torch.tensor([[id for id in range(self.num_words - 1, 0, -1) if id != self.pad_id][:6]])
-
-    @torch.no_grad()
-    def _probe(self, ids_1T: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Run a few tokens without dropout."""
-        training = self.training
-        self.eval()
-        try:
-            device = self._words.weight.device
-            positions_T = torch.arange(ids_1T.shape[1]) if positions_T is None else positions_T
-            inputs = ids_1T.to(device), positions_T[None].to(device), torch.ones_like(ids_1T, device=device).bool()
-            return self(*inputs).float().cpu()
-        finally:
-            self.train(training)
-
-    def add_viewers(self, num_views: int, init: str, seed: int) -> None:
-        """Give the query and each of `num_views` views a viewer: random, or noisy copies of [CLS].
-
-        The query's viewer is always a copy of [CLS]: there is one, so it has nothing to become equal to. Where a model
-        has no [CLS], the first of its special tokens stands for it.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1 + num_views, self._words.embedding_dim, generator=generator) * VIEWER_STD
-        first = torch.tensor((*self.frame.prefix, *self.frame.suffix, 0)[:1], device=self._words.weight.device)
-        cls_D = self._words(first)[0].detach().cpu()
-        copies = slice(None) if init == "cls" else slice(0, 1)
-        weight[copies] += cls_D
-        weight[0] = cls_D
-        self.viewers = nn.Embedding.from_pretrained(weight, freeze=False)
-
-    def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: Any) -> Tensor:
-        """Compute token states_BTD. `real_BT` is false on padding; `options` go to the backbone's attention."""
-        return self._run(ids_BT, positions_BT, real_BT, **options).last_hidden_state
-
-    def attentions(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Sequence[Tensor]:
-        """Compute attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
-        return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
-
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape in the tables of words and viewers; the result has one dimension more."""
-        words = self._words
-        if self.viewers is None:
-            return words(ids)
-        viewers = self.viewers((ids - self.num_words).clamp(min=0))
-        return torch.where((ids >= self.num_words)[..., None], viewers, words(ids.clamp(max=self.num_words - 1)))
-
-    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
-        inputs: dict[str, Tensor] = {"position_ids": positions_BT} if self.tells_positions else {}
-        if self.kind or self.viewers is not None:
-            inputs["inputs_embeds"] = self.embed_ids(ids_BT)
-        else:
-            inputs["input_ids"] = ids_BT
-        is_relative = self.kind is not None and self.kind.relative
-        mask = self._moved_bias(positions_BT, real_BT) if is_relative else real_BT.long()
-        return self.backbone(**inputs, attention_mask=mask, **options)
-
-    def _moved_bias(self, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
-        """Correct MPNet's own attention bias, [B, heads, T, T], so that distances are those of the position ids.
-
-        transformers counts distances by place in the row, where each viewer at position 0 has a place of its own. The
-        correction is 0 where ids run with the row; keys on padding get the least number.
-        """
-        encoder: Any = self.backbone.encoder
-        places_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
-
-        def bias(ids: Tensor) -> Tensor:
-            distances = ids[..., None, :] - ids[..., :, None]
-            return encoder.relative_attention_bias(encoder.relative_position_bucket(distances))
-
-        moved_BHTT = (bias(positions_BT) - bias(places_T)).permute(0, 3, 1, 2)
-        return moved_BHTT.masked_fill(~real_BT[:, None, None, :].bool(), torch.finfo(moved_BHTT.dtype).min)
-
-    def save(self, folder: Path) -> None:
-        """Write the backbone, its tokenizer and the viewers."""
-        save_model(self.backbone, self.tokenizer, folder)
-        if self.viewers is not None:
-            save_file({"weight": self.viewers.weight.detach().float().cpu().contiguous()}, folder / VIEWERS_FILE)
-
-    def load_viewers(self, folder: Path) -> None:
-        if (folder / VIEWERS_FILE).is_file():
-            self.viewers = nn.Embedding.from_pretrained(load_file(folder / VIEWERS_FILE)["weight"], freeze=False)
-
-    def digest(self) -> bytes:
-        """Digest weights, tokenizer and architecture; the digest is the same on every machine and after every load."""
-        names = _ARCHITECTURE if self.kind else _ARCHITECTURE_OF_OTHERS
-        digest = digest_of(self.backbone.config, self.tokenizer, self.state_dict(), names)
-        layers = self.heads.description()
-        return digest + json.dumps(layers, sort_keys=True).encode() if layers else digest
-
-
-class LoadedModel(NamedTuple):
-    """A transformer and its fast tokenizer. `missing` names the weights that the folder lacked: they are random."""
-
-    model: Any
-    tokenizer: Any
-    missing: list[str]
 
 
 def open_tower(folder: str) -> Tower:
@@ -344,11 +68,11 @@ def _encoder_config(folder: str, model_type: str | None, subfolder: str) -> Any:
     what = f"backbone {folder}"
     if model_type not in CONFIG_MAPPING:
         raise EncoderError(
-            f"{what} is of model type {model_type!r}, which transformers {transformers_version} does not have; if the "
-            f"model brings code of its own, mvr_ray does not run it: take a model whose type transformers knows"
+            f"{what} is of model type {model_type!r}, which transformers {transformers.__version__} does not have; if "
+            f"the model brings code of its own, mvr_ray does not run it: take a model whose type transformers knows"
         )
     path, options = _place(folder, subfolder)
-    with _quiet(), refuse_damage(what, "take a whole config.json", EncoderError):
+    with quiet_transformers(), refuse_damage(what, "take a whole config.json", EncoderError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
     if type(config) not in MODEL_MAPPING or not hasattr(config, "hidden_size"):
         raise EncoderError(f"{what} is of model type {model_type!r}, which is no text encoder of transformers")
@@ -370,47 +94,13 @@ def _encoder_factory(config: Any) -> tuple[Any, Any]:
     return AutoModel, MODEL_MAPPING
 
 
-def _generates_text(config: Any) -> bool:
-    """Whether a plain model was trained to generate text, which sentence-transformers then pools by the last token."""
-    names = getattr(config, "architectures", None) or [""]
-    return names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
-
-
-def _position_table(backbone: nn.Module) -> tuple[int, int]:
-    """The row of padding in a backbone's table of positions, -1 without one, and the number of rows; where there is no
-    table, as many as the configuration says."""
-    config: Any = backbone.config
-    for name, module in backbone.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return (-1 if module.padding_idx is None else module.padding_idx), module.num_embeddings
-    rows = getattr(config, "max_position_embeddings", 0) or 0
-    return -1, rows if rows > 0 else MAX_TOKENS
-
-
-def _text_frame(tokenizer: Any, kind: BackboneKind | None) -> TextFrame:
-    """What the tokenizer puts around a text; where it puts nothing, [CLS] and [SEP] if it has them."""
-    encoding = tokenizer.backend_tokenizer.encode("a")
-    words = [at for at, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
-    prefix, suffix = encoding.ids[: words[0]], encoding.ids[words[-1] + 1 :]
-    cls_id, sep_id = tokenizer.cls_token_id, tokenizer.sep_token_id
-    if not prefix and not suffix and None not in (cls_id, sep_id):
-        prefix, suffix = [cls_id], [sep_id]
-    if sep_id is not None:
-        separator = [sep_id] * (kind.separators if kind else 1)
-    else:  # models that generate text part a title from its text by a new line
-        separator = tokenizer.backend_tokenizer.encode("\n", add_special_tokens=False).ids
-        if tokenizer.unk_token_id in separator:
-            separator = []
-    return TextFrame(tuple(prefix), tuple(suffix), tuple(separator or suffix[:1]))
-
-
-def open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
-    """Load a model of transformers' `factory`, or a backbone that is to become one. Weights become float32.
+def open_task_model(folder: str, what: str, factory: str, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
+    """Load a model by a class of transformers, or a backbone that is to become one. Weights become float32.
 
     Only the head may be missing. Raises `refusal` naming the folder and what is wrong with it.
     """
     model_type = _model_type(folder, what, refusal)
-    weights = _load(folder, what, factory, refusal, **options)
+    weights = _load(folder, what, getattr(transformers, factory), refusal, **options)
     body = f"{weights.model.base_model_prefix}."
     inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
     if inside:
@@ -421,32 +111,8 @@ def open_task_model(folder: str, what: str, factory: Any, refusal: type[MvrRayEr
 def read_config(folder: str, what: str, refusal: type[MvrRayError]) -> Any:
     """The settings of a model, without its weights. Raises `refusal` where there are none."""
     _model_type(folder, what, refusal)
-    with _quiet(), refuse_damage(f"{what} {folder}", "take a whole config.json", refusal):
+    with quiet_transformers(), refuse_damage(f"{what} {folder}", "take a whole config.json", refusal):
         return AutoConfig.from_pretrained(folder)
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a Hugging Face folder: config, weights as safetensors, tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with _quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def digest_of(
-    config: Any, tokenizer: Any, weights: Mapping[str, Tensor], names: Sequence[str] = _ARCHITECTURE
-) -> bytes:
-    """Return the digest of a model: its weights, its tokenizer, and the settings of these names."""
-    hasher = hashlib.blake2b(digest_size=32)
-    architecture = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    hasher.update(json.dumps(architecture, sort_keys=True, default=str).encode())
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    hasher.update(json.dumps({name: parts[name] for name in _TOKENIZER}, sort_keys=True).encode())
-    for name, tensor in sorted(weights.items()):
-        plain = tensor.detach().cpu().contiguous()
-        hasher.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-        hasher.update(plain.view(torch.uint8).reshape(-1).numpy().data)
-    return hasher.digest()
 
 
 def _require_model(folder: str, what: str, refusal: type[MvrRayError]) -> None:
@@ -468,7 +134,7 @@ def _model_type(folder: str, what: str, refusal: type[MvrRayError], subfolder: s
         with refuse_damage(f"{what} {folder}", "take a whole config.json", refusal, OSError):
             config = PreTrainedConfig.get_config_dict(path, **options)[0]
     except OSError as error:
-        raise refusal(f"{what} {folder} has no readable config.json: {_first_line(error)}") from None
+        raise refusal(f"{what} {folder} has no readable config.json: {first_line(error)}") from None
     if not config:
         raise refusal(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
     model_type = config.get("model_type")
@@ -487,9 +153,9 @@ def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None
     except HfHubHTTPError as error:
         if error.response.status_code == 429 or error.response.status_code >= 500:
             return
-        reason = _first_line(error)
+        reason = first_line(error)
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     else:
         return
     raise refusal(
@@ -510,7 +176,10 @@ def _load(
     folder: str, what: str, factory: Any, refusal: type[MvrRayError], subfolder: str = "", **options: Any
 ) -> LoadedModel:
     path, place = _place(folder, subfolder)
-    with _quiet(), refuse_damage(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", refusal):
+    with (
+        quiet_transformers(),
+        refuse_damage(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", refusal),
+    ):
         model, info = factory.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **place, **options
         )
@@ -520,61 +189,8 @@ def _load(
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 
-@contextmanager
-def refuse_damage(what: str, advice: str, refusal: type[MvrRayError], *others: type[Exception]) -> Iterator[None]:
-    """Raise `refusal`, which names `what`, for whatever a library raises over damaged files; `others` pass.
-
-    The libraries have no error in common: tokenizers raise `Exception` itself.
-    """
-    try:
-        yield
-    except (MvrRayError, MemoryError, *others):
-        raise
-    except Exception as error:  # noqa: BLE001
-        raise refusal(f"{what} cannot be loaded: {_first_line(error)}; {advice}") from None
-
-
 def _lacking(what: str, model_type: str | None, missing: list[str]) -> str:
     return (
         f"{what} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
         f"they would be random, so take a complete checkpoint"
     )
-
-
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    own: tuple[str, Callable[[str], bool], float],
-    lr: float,
-    weight_decay: float,
-) -> list[dict[str, Any]]:
-    """Make the parameter groups for AdamW: matrices, vectors (biases and norms, never decayed), and one with its `own`
-    learning rate. `own` is that group's name, a test for the names in it, and its factor of `lr`. Empty groups are left
-    out."""
-    special, belongs, factor = own
-    groups: dict[str, dict[str, Any]] = {
-        "matrices": {"lr": lr, "weight_decay": weight_decay},
-        "vectors": {"lr": lr, "weight_decay": 0.0},
-        special: {"lr": lr * factor, "weight_decay": 0.0},
-    }
-    for name, parameter in parameters:
-        group = special if belongs(name) else "matrices" if parameter.ndim > 1 else "vectors"
-        groups[group].setdefault("params", []).append(parameter)
-    return [{"name": name, **group} for name, group in groups.items() if "params" in group]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Stop transformers from drawing bars and printing loading reports; callers check what these report."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.backbones import Tower, open_tower, parameter_groups, refuse_damage
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
@@ -41,7 +40,8 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, refuse_damage
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, Prompts, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
@@ -115,6 +115,8 @@ class DualEncoder(StoredModel):
                 "encoder.sentences is corpus, but no Punkt parameters were given; "
                 "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
             )
+        from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
+
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
         spec = complete_spec(spec, towers[0])
         for tower in towers:
@@ -127,10 +129,18 @@ class DualEncoder(StoredModel):
         return encoder.eval()
 
     @classmethod
-    def load(cls, folder: str | Path) -> "DualEncoder":
-        """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved."""
+    def load(cls, folder: str | Path, only_embeds: bool = False) -> "DualEncoder":
+        """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved.
+
+        `only_embeds`: without transformers, whose import takes seconds, where the backbone has a forward pass of our
+        own. It embeds to the same bytes, and can be neither trained nor saved nor moved to a GPU.
+        """
         description = cls.read_description(Path(folder))
         with refuse_damage(f"{cls.what} {folder}", "copy or make it again", cls.refusal):
+            if only_embeds and description.get("precision") != "openvino":
+                encoder = cls(*read_parts(Path(folder), description, only_embeds)).eval()
+                if encoder.fingerprint == description["fingerprint"]:
+                    return encoder
             encoder = cls(*read_parts(Path(folder), description)).eval()
         encoder.check_fingerprint(folder, description)
         return encoder
@@ -179,8 +189,9 @@ class DualEncoder(StoredModel):
         """16 hex digits over all that changes an embedding. Reads every weight (about a second a gigabyte): keep it."""
         hasher = hashlib.blake2b(digest_size=8)
         hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
-        for tower in (self.question_tower, self.passage_tower):
-            hasher.update(tower.digest())
+        digests = {name: _tower(tower).digest() for name, tower in self.towers.items()}
+        hasher.update(digests.get("question") or digests["shared"])
+        hasher.update(digests.get("passage") or digests["shared"])
         if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
         hasher.update(self.precision.digest())

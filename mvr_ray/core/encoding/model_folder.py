@@ -16,10 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.utils import cached_file
 
 from mvr_ray.core.encoding.pooling import Dense, Heads, Normalize, Pooling, Truncation
 from mvr_ray.errors import EncoderError
@@ -196,6 +194,9 @@ def _file(folder: str, name: str) -> Path | None:
     """A file of a local folder, or of a hub model, fetched or from the cache; None where the model has none."""
     if Path(folder).is_dir():
         return Path(folder) / name if (Path(folder) / name).is_file() else None
+    from huggingface_hub import constants as hub
+    from transformers.utils import cached_file
+
     # A file that cannot be asked for is no file that is absent: without its pooling a model would be read wrongly.
     strict = not hub.HF_HUB_OFFLINE
     file = cached_file(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.backbones import Tower
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError

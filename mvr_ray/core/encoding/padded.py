@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means
 from mvr_ray.core.encoding.views import TokenizedPassage
 

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.backbones import Tower
 from mvr_ray.core.encoding.openvino_cpu import OpenVinoTower
 from mvr_ray.core.encoding.padded import PaddedTower
 from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, get_args
 
 from safetensors.numpy import load_file, save_file
 
-from mvr_ray.core.encoding.backbones import Tower, open_tower
 from mvr_ray.core.encoding.model_folder import SentenceModules, write_modules
 from mvr_ray.core.encoding.pooling import Heads, Normalize, Pooling
 from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
 from mvr_ray.core.encoding.quantized import Scales
 from mvr_ray.core.encoding.snippets import PunktParams
+from mvr_ray.core.encoding.stored_backbone import open_stored_tower
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.errors import EncoderError
 
@@ -114,8 +115,9 @@ def _write_tower(folder: Path, spec: EncoderSpec, tower: Tower, name: str) -> No
     write_modules(folder, SentenceModules("", pooling, heads, *prompts, max_tokens), tower.dimension)
 
 
-def read_parts(folder: Path, description: Mapping[str, Any]) -> Snapshot:
-    """Open the files that an encoder.json of these fields describes. Raises EncoderError naming what is wrong."""
+def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool = False) -> Snapshot:
+    """Open the files that an encoder.json of these fields describes; `only_embeds`: without transformers where that can
+    be. Raises EncoderError naming what is wrong."""
     settings = description.get("spec", {})
     differing = {field.name for field in fields(EncoderSpec)} ^ set(settings)
     if wrong := sorted(differing - (set(_LATER_SETTINGS) - set(settings))):
@@ -126,7 +128,11 @@ def read_parts(folder: Path, description: Mapping[str, Any]) -> Snapshot:
     spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
     towers = []
     for name in tower_names(spec):
-        tower = open_tower(str(folder / name))
+        tower = open_stored_tower(folder / name) if only_embeds else None
+        if tower is None:
+            from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
+
+            tower = open_tower(str(folder / name))
         tower.load_viewers(folder / name)
         towers.append(tower)
     if not (folder / PUNKT_FILE).is_file():

@@ -5,7 +5,7 @@ A folder holds the model's files and, written last, one JSON file that names the
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,15 +83,20 @@ class StoredModel(nn.Module, ABC):
             description = parse_json(file.read_bytes(), str(file))
         except OSError as error:
             raise cls.refusal(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
-        version = description.get("format_version") if isinstance(description, dict) else None
-        if version != FORMAT_VERSION:
-            raise cls.refusal(
-                f"{cls.what} {folder} has format {version}, this mvr_ray reads {FORMAT_VERSION}; "
-                f"make it again with this mvr_ray"
-            )
+        cls.require_format(description, str(file))
         if "fingerprint" not in description:
             raise cls.refusal(f"{file} lacks the fingerprint; make the {cls.what} again")
         return description
+
+    @classmethod
+    def require_format(cls, description: Mapping[str, Any], where: str) -> None:
+        """Raise `refusal` for a description of another format, as a newer program writes."""
+        version = description.get("format_version")
+        if version != FORMAT_VERSION:
+            raise cls.refusal(
+                f"{where} has format version {version}, this program reads {FORMAT_VERSION}; "
+                f"use the program that wrote it, or make the {cls.what} again"
+            )
 
     def check_fingerprint(self, folder: str | Path, description: Mapping[str, Any]) -> None:
         """Raise FingerprintError unless the model is the one that was described."""
@@ -100,3 +105,43 @@ class StoredModel(nn.Module, ABC):
                 f"{self.what} {folder} was saved as {description['fingerprint']} but loads as {self.fingerprint}: "
                 f"its files have changed; copy or make it again"
             )
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    own: tuple[str, Callable[[str], bool], float],
+    lr: float,
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Make the parameter groups for AdamW: matrices, vectors (biases and norms, never decayed), and one with its `own`
+    learning rate. `own` is that group's name, a test for the names in it, and its factor of `lr`. Empty groups are left
+    out."""
+    special, belongs, factor = own
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"lr": lr, "weight_decay": weight_decay},
+        "vectors": {"lr": lr, "weight_decay": 0.0},
+        special: {"lr": lr * factor, "weight_decay": 0.0},
+    }
+    for name, parameter in parameters:
+        group = special if belongs(name) else "matrices" if parameter.ndim > 1 else "vectors"
+        groups[group].setdefault("params", []).append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if "params" in group]
+
+
+@contextmanager
+def refuse_damage(what: str, advice: str, refusal: type[MvrRayError], *others: type[Exception]) -> Iterator[None]:
+    """Raise `refusal`, which names `what`, for whatever a library raises over damaged files; `others` pass.
+
+    The libraries have no error in common: tokenizers raise `Exception` itself.
+    """
+    try:
+        yield
+    except (MvrRayError, MemoryError, *others):
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise refusal(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.backbones import Tower
+from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.views import TokenizedPassage
 
 BLOCK_TOKENS = 1024
@@ -115,7 +115,7 @@ class UnpaddedCpuBackbone:
         self.types_D = table.token_type_embeddings.weight.detach()
         self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
         self.norm = _affine(table.LayerNorm)
-        self.eps = float(table.LayerNorm.eps)
+        self.eps = float(backbone.config.layer_norm_eps)
         self.dtype = dtype
         self.with_filling = with_filling
         self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
@@ -288,8 +288,9 @@ def supports_unpadded_cpu(backbone: nn.Module) -> bool:
 
 
 def layer_weights(backbone: Any) -> list[LayerWeights]:
-    weights = []
-    for layer in backbone.encoder.layer:
+    weights, config = [], backbone.config
+    for at in range(config.num_hidden_layers):
+        layer: Any = backbone.get_submodule(f"encoder.layer.{at}")
         own = layer.attention.self
         parts = [_affine(part) for part in (own.query, own.key, own.value)]
         qkv = Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
@@ -301,8 +302,8 @@ def layer_weights(backbone: Any) -> list[LayerWeights]:
                 up=_affine(layer.intermediate.dense),
                 down=_affine(layer.output.dense),
                 last_norm=_affine(layer.output.LayerNorm),
-                eps=float(layer.output.LayerNorm.eps),
-                heads=int(own.num_attention_heads),
+                eps=float(config.layer_norm_eps),
+                heads=int(config.num_attention_heads),
             )
         )
     return weights

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from mvr_ray.core.encoding.backbones import KINDS, Tower
+from mvr_ray.core.encoding.tower import KINDS, Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import IntArray

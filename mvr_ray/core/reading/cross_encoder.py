@@ -19,9 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
-from mvr_ray.core.encoding.backbones import LoadedModel, open_task_model, read_config
+from mvr_ray.core.encoding.tower import LoadedModel
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.errors import CrossEncoderError
@@ -50,7 +49,7 @@ class CrossEncoder(TaskModel):
     description_file: ClassVar[str] = "cross_encoder.json"
     head: ClassVar[str] = "scoring pairs"
     refusal: ClassVar = CrossEncoderError
-    factory: ClassVar = AutoModelForSequenceClassification
+    factory: ClassVar = "AutoModelForSequenceClassification"
     default_spec: ClassVar = PairSpec()
 
     def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
@@ -64,6 +63,8 @@ class CrossEncoder(TaskModel):
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
         """Load any model that scores a pair of texts by one logit, or by two, no and yes."""
+        from mvr_ray.core.encoding.backbones import open_task_model, read_config  # imports transformers
+
         config = read_config(folder, cls.what, cls.refusal)
         if not any("SequenceClassification" in name for name in config.architectures or ()):
             return open_task_model(folder, cls.what, cls.factory, cls.refusal, num_labels=1)

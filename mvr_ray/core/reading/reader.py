@@ -17,9 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForQuestionAnswering
 
-from mvr_ray.core.encoding.backbones import LoadedModel
+from mvr_ray.core.encoding.tower import LoadedModel
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.spans import best_spans, log_shares
 from mvr_ray.core.reading.task_model import TaskModel
@@ -72,7 +71,7 @@ class Reader(TaskModel):
     description_file: ClassVar[str] = "reader.json"
     head: ClassVar[str] = "extractive question answering"
     refusal: ClassVar = ReaderError
-    factory: ClassVar = AutoModelForQuestionAnswering
+    factory: ClassVar = "AutoModelForQuestionAnswering"
     default_spec: ClassVar = ReaderSpec()
 
     def __init__(self, weights: LoadedModel, spec: ReaderSpec | None, name: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mvr_ray.core.encoding.backbones import LoadedModel, digest_of, open_task_model, parameter_groups, save_model
 from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups
+from mvr_ray.core.encoding.tower import LoadedModel, digest_of, save_model
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks, supports_unpadded_cpu
 
 HEAD_STD = 0.02
@@ -28,7 +28,7 @@ class TaskModel(StoredModel):
     """The `train.task` that makes one."""
     head: ClassVar[str]
     """The head's task, for the message about a folder without one."""
-    factory: ClassVar[Any]
+    factory: ClassVar[str]
     """The class of transformers that opens one."""
     default_spec: ClassVar[Any]
 
@@ -48,6 +48,8 @@ class TaskModel(StoredModel):
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
         """Load a model with the task's head; `missing` names weights of the head that the folder lacks."""
+        from mvr_ray.core.encoding.backbones import open_task_model  # imports transformers
+
         return open_task_model(folder, cls.what, cls.factory, cls.refusal)
 
     @classmethod

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from mvr_ray.core.searching.merging import merge, overlay_hits, uncertain_queries
 from mvr_ray.distributed.searching.messages import ShardResult
+from mvr_ray.store.embeddings import arrow_rows
 from mvr_ray.store.manifest import ShardEntry
 from mvr_ray.types import Hit, IntArray
 
@@ -29,7 +30,7 @@ class MergedResults:
         self._results = sorted(results, key=lambda result: start_of[result.shard])
         self._starts = [start_of[result.shard] for result in self._results]
         self._numbers_R = np.concatenate([np.empty(0, np.int64), *map(np.add, self._rows(), self._starts)])
-        self._ids_R = pa.concat_arrays([pa.array([], pa.string()), *(result.ids_R for result in self._results)])
+        self._ids_R = pa.concat_arrays([pa.nulls(0, pa.string()), *(result.ids_R for result in self._results)])
         self._lists = [(start, result.hits) for start, result in zip(self._starts, self._results)]
         self._merged = merge(self._lists, k, self._ids_of)
 
@@ -54,7 +55,7 @@ class MergedResults:
         return [result.rows_R for result in self._results]
 
     def _ids_of(self, passages: IntArray) -> list[str]:
-        return self._ids_R.take(pa.array(np.searchsorted(self._numbers_R, passages))).to_pylist()
+        return self._ids_R.take(arrow_rows(np.searchsorted(self._numbers_R, passages))).to_pylist()
 
 
 def overlay_results(first: ShardResult, second: ShardResult, queries: IntArray) -> ShardResult:
@@ -62,5 +63,5 @@ def overlay_results(first: ShardResult, second: ShardResult, queries: IntArray) 
     rescored_Q = np.array(first.rescored_Q)
     rescored_Q[queries] += second.rescored_Q
     rows_R, first_R = np.unique(np.concatenate([first.rows_R, second.rows_R]), return_index=True)
-    ids_R = pa.concat_arrays([first.ids_R, second.ids_R]).take(pa.array(first_R))
+    ids_R = pa.concat_arrays([first.ids_R, second.ids_R]).take(arrow_rows(first_R))
     return ShardResult(first.shard, overlay_hits(first.hits, second.hits, queries), rescored_Q, rows_R, ids_R)

@@ -34,7 +34,7 @@ from mvr_ray.index.kinds import open_index
 from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import CountedHits, FloatArray, HybridQueries, HybridWeight, IntArray, ShardHits
@@ -408,11 +408,11 @@ class ShardSearcher:
                 f"Roll back, or index again"
             )
         if not embedded.num_passages:
-            return OpenShard(None, embedded, pa.array([], pa.string()), entry.num_bytes, files)
+            return OpenShard(None, embedded, pa.nulls(0, pa.string()), entry.num_bytes, files)
         params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
         index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
-        ids = pa.concat_arrays([pa.array(block.ids, pa.string()) for block in blocks])
+        ids = pa.concat_arrays(embedded.arrow_ids().chunks)
         return OpenShard(index, embedded, ids, entry.num_bytes, files, BlockTable(blocks))
 
 
@@ -567,4 +567,4 @@ def _as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardRes
     hits, rescored_Q = counted_hits
     rows = distinct(hits.rows_QK)
     rows_R = rows[np.searchsorted(rows, 0) :]
-    return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(pa.array(rows_R)))
+    return ShardResult(shard, hits, rescored_Q, rows_R, ids.take(arrow_rows(rows_R)))

@@ -1,0 +1,79 @@
+"""Open the tower of a snapshot without transformers, whose import takes seconds, to embed with it on a CPU.
+
+Weights have transformers' names, so a tower has the same digest whichever way it was opened; the forward pass is that
+of `unpadded_cpu`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from mvr_ray.core.encoding.model_folder import read_modules
+from mvr_ray.core.encoding.tower import KINDS, MAX_TOKENS, Tower
+from mvr_ray.core.encoding.unpadded_cpu import PACKED_KINDS, supports_unpadded_cpu
+
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+class StoredBackbone(nn.Module):
+    """Settings and weights of a backbone of `PACKED_KINDS`; it has no forward pass."""
+
+    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**settings)
+        for name, weight in weights.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path[:-1]:
+                module.add_module(part, module._modules.get(part) or nn.Module())
+                module = module.get_submodule(part)
+            if path[-1].endswith("_embeddings"):
+                offset = path[-1] == "position_embeddings" and KINDS[self.config.model_type].offset
+                padding = self.config.pad_token_id if offset else None
+                module.add_module(path[-1], nn.Embedding.from_pretrained(weight.float(), False, padding))
+            else:
+                module.add_module(path[-1], module._modules.get(path[-1]) or nn.Module())
+                module.get_submodule(path[-1]).register_parameter(last, nn.Parameter(weight.float()))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.get_submodule("embeddings.word_embeddings")
+
+
+class StoredTokenizer(NamedTuple):
+    """A fast tokenizer, with what a tower asks of transformers' own."""
+
+    backend_tokenizer: Tokenizer
+    model_max_length: int
+    cls_token_id: int | None
+    sep_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
+
+
+def open_stored_tower(folder: Path) -> Tower | None:
+    """Open a tower that `Tower.save` wrote; None where only transformers has its forward pass."""
+    if not all((folder / name).is_file() for name in _FILES):
+        return None
+    settings, tokens = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_FILES[0], _FILES[3]))
+    if settings.get("model_type") not in PACKED_KINDS:
+        return None
+    backbone = StoredBackbone(settings, load_file(folder / _FILES[1]))
+    if not supports_unpadded_cpu(backbone):
+        return None
+    backend = Tokenizer.from_file(str(folder / _FILES[2]))
+    ids = [_token_id(backend, tokens.get(f"{name}_token")) for name in ("cls", "sep", "pad", "unk")]
+    if None in ids[:3]:
+        return None
+    tokenizer = StoredTokenizer(backend, int(tokens.get("model_max_length", MAX_TOKENS)), *ids)
+    return Tower(backbone, tokenizer, read_modules(str(folder)))
+
+
+def _token_id(backend: Tokenizer, token: Any) -> int | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return None if text is None else backend.token_to_id(text)
