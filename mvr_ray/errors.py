@@ -15,6 +15,7 @@ MvrRayError
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
 │   ├── DigestError          a file's content is not what its manifest says
+│   ├── FormatError          a file has a format that this program does not read, as of a newer program
 │   └── StagingError         unfinished work was damaged and is removed, so that it is made again
 ├── ResourceError        the machine or cluster cannot place what was asked for
 │   └── InsufficientMemoryError            a version's shards do not fit beside those that are open
@@ -90,6 +91,10 @@ class PublishConflictError(ManifestError):
 
 class DigestError(StorageError):
     """A file's content is not what its manifest says."""
+
+
+class FormatError(StorageError):
+    """A file has a format that this program does not read, as a newer program writes."""
 
 
 class StagingError(StorageError):

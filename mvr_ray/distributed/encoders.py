@@ -104,6 +104,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
         )
     try:
         metadata = parse_json(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"), paths.ENCODER_JSON)
+        DualEncoder.require_format(metadata, f"{store.where(path)}/{paths.ENCODER_JSON}")
         _ = metadata["fingerprint"], metadata["spec"]["normalize"], metadata["num_views"], metadata["dimension"]
     except (StorageError, KeyError, TypeError) as error:
         raise EncoderError(

@@ -307,8 +307,9 @@ def _open(path: Path, types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
-        if (reader.schema.metadata or {}).get(b"format") != _FORMAT or batch.schema.names != list(types):
-            raise pa.ArrowInvalid("it is of another format")
+        own = (reader.schema.metadata or {}).get(b"format", b"none")
+        if own != _FORMAT or batch.schema.names != list(types):
+            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {_FORMAT.decode()}")
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardIndexError(
             f"{path} holds no words of a shard that this program reads ({error}); index again: mvr-ray index CONFIG"

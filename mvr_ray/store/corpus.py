@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.errors import DataError, DigestError, FormatError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, sha256_of
@@ -152,9 +152,9 @@ class CorpusInfo:
         fields = _parse_json(data, where)
         try:
             if fields["format_version"] != FORMAT_VERSION:
-                raise StorageError(
+                raise FormatError(
                     f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
-                    f"{_CURE}"
+                    f"use the program that wrote it, or set prepare.corpus to another name and prepare again"
                 )
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
@@ -176,7 +176,10 @@ class EmbeddingShard:
         schema = reader.schema
         metadata = schema.metadata or {}
         if metadata.get(b"format") not in (_FORMAT, _FORMAT_WITH_DELETIONS):
-            raise StorageError(f"{path} is not an embeddings file of this version ({_FORMAT.decode()})")
+            raise FormatError(
+                f"{path} has format {metadata.get(b'format', b'none').decode()}, this program reads {_FORMAT.decode()} "
+                f"and {_FORMAT_WITH_DELETIONS.decode()}; use the program that wrote it, or roll back"
+            )
         self.path = path
         inner = schema.field("vector").type.value_type
         self.dimension: int = inner.list_size

@@ -165,7 +165,7 @@ class Manifest:
     def from_json(cls, data: bytes, where: str) -> Self:
         try:
             fields = json.loads(data)
-            format_version, digest = fields["format_version"], fields.pop("digest")
+            format_version, digest = fields["format_version"], fields.pop("digest", None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
         if format_version != FORMAT_VERSION:

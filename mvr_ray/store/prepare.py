@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, RowsLostError, StorageError
+from mvr_ray.errors import (
+    ConfigError,
+    DataError,
+    FormatError,
+    MissingInputError,
+    PublishConflictError,
+    RowsLostError,
+    StorageError,
+)
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
@@ -94,6 +102,7 @@ def prepare(
         cfg = cfg.model_copy(update={"sources": [], "splits": []})
     else:
         _check(cfg)
+    _require_readable(cfg, store)
     bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
         rows = _read(cfg, folder / "read", bad, progress, records)
@@ -387,6 +396,17 @@ def _publish(corpus: Corpus) -> None:
             return corpus.publish(after)
         except PublishConflictError as error:
             log.info("published once more: %s", error)
+
+
+def _require_readable(cfg: PrepareConfig, store: Store) -> None:
+    """Raise FormatError where a newer program made the last corpus: its next one would lack what this one cannot say.
+    A damaged one is made again."""
+    try:
+        Corpus.open(store, cfg.corpus)
+    except FormatError:
+        raise
+    except (MissingInputError, StorageError):
+        return
 
 
 def _keep_before(cfg: PrepareConfig, store: Store) -> None:

@@ -296,7 +296,7 @@ def test_a_stored_reader_is_the_one_that_was_saved(pair_backbone, tmp_path):
     with pytest.raises(FingerprintError, match=f"was saved as {reader.fingerprint} but loads as"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").write_text(json.dumps({"format_version": 9, "fingerprint": "x"}))
-    with pytest.raises(ReaderError, match="has format 9, this mvr_ray reads 1"):
+    with pytest.raises(ReaderError, match=r"reader\.json has format version 9, this program reads 1"):
         Reader.load(tmp_path / "stored", SMALL)
     (tmp_path / "stored" / "reader.json").unlink()
     with pytest.raises(ReaderError, match=r"holds no reader: reader\.json cannot be read"):

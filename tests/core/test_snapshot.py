@@ -202,7 +202,8 @@ BROKEN = [
     ),
     (
         lambda folder: edit(folder, lambda data: data.update(format_version=9)),
-        "encoder snapshot {0} has format 9, this mvr_ray reads 1; make it again with this mvr_ray",
+        "{0}/encoder.json has format version 9, this program reads 1; use the program that wrote it, or make the "
+        "encoder snapshot again",
     ),
     (
         lambda folder: edit(folder, lambda data: data["spec"].update(colour="red")),

@@ -83,15 +83,20 @@ class StoredModel(nn.Module, ABC):
             description = parse_json(file.read_bytes(), str(file))
         except OSError as error:
             raise cls.refusal(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
-        version = description.get("format_version") if isinstance(description, dict) else None
-        if version != FORMAT_VERSION:
-            raise cls.refusal(
-                f"{cls.what} {folder} has format {version}, this mvr_ray reads {FORMAT_VERSION}; "
-                f"make it again with this mvr_ray"
-            )
+        cls.require_format(description, str(file))
         if "fingerprint" not in description:
             raise cls.refusal(f"{file} lacks the fingerprint; make the {cls.what} again")
         return description
+
+    @classmethod
+    def require_format(cls, description: Mapping[str, Any], where: str) -> None:
+        """Raise `refusal` for a description of another format, as a newer program writes."""
+        version = description.get("format_version")
+        if version != FORMAT_VERSION:
+            raise cls.refusal(
+                f"{where} has format version {version}, this program reads {FORMAT_VERSION}; "
+                f"use the program that wrote it, or make the {cls.what} again"
+            )
 
     def check_fingerprint(self, folder: str | Path, description: Mapping[str, Any]) -> None:
         """Raise FingerprintError unless the model is the one that was described."""
