@@ -64,8 +64,17 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     """Encode the corpus, build every shard and publish the version; the live one where nothing would change.
 
     Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
-    PublishConflictError. After any of them the live version is as it was, and the same command continues.
+    PublishConflictError. After any of them the live version is as it was, and the same command continues. Staged work
+    that is damaged is made again, once.
     """
+    try:
+        return _index(run, progress)
+    except StagingError as error:
+        log.warning("staged work is made again: index=%s (%s)", run.index.name, error)
+        return _index(run, progress)
+
+
+def _index(run: RunConfig, progress: Progress) -> Manifest:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
@@ -162,20 +171,12 @@ def _make_shards(
     progress: Progress,
 ) -> list[BuiltShard]:
     """All shards, in order: those kept of an earlier version, those that an earlier try of this command built, and the
-    others now. Staged work that is damaged is made again, once."""
+    others now."""
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
-
-    def make() -> list[BuiltShard]:
-        missing = _not_built(store, task, draft, others)
-        carry_over(task, corpus, missing, progress)
-        encode_corpus(task, corpus, missing, run.resources, progress)
-        return _build(task, draft, corpus, reusable, run.index, progress)
-
-    try:
-        return make()
-    except StagingError as error:
-        log.warning("staged work is made again: index=%s (%s)", draft.index, error)
-        return make()
+    missing = _not_built(store, task, draft, others)
+    carry_over(task, corpus, missing, progress)
+    encode_corpus(task, corpus, missing, run.resources, progress)
+    return _build(task, draft, corpus, reusable, run.index, progress)
 
 
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
