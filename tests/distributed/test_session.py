@@ -281,7 +281,9 @@ def test_every_process_of_a_private_cluster_listens_on_the_loopback_alone(tmp_pa
 @pytest.mark.chaos("a private cluster's temporary folder has no room", "an error that says so, within a minute")
 def test_a_private_cluster_that_cannot_start_is_an_error_of_ours():
     folder = tempfile.mkdtemp(prefix="m", dir="/tmp")  # Ray's sockets need a short path
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=4", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("no file system can be mounted here")
     program = """
 import sys
