@@ -29,9 +29,9 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker
 test: $(STAMP) check
 	$(PYTEST) $(ARGS)
 
-# Commands that are killed, trainings that are interrupted, whole chains, jobs on a cluster.
+# What needs a Ray cluster, and what takes long: commands that are killed, trainings that are interrupted, whole chains.
 test-slow: $(STAMP)
-	$(PYTEST) -m 'slow and not nodes' $(ARGS)
+	$(PYTEST) -m '(slow or ray) and not nodes' $(ARGS)
 
 # Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
 chaos: $(STAMP)
