@@ -164,7 +164,6 @@ def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) ->
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.nodes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_follows_until_it_is_told_to_end_and_says_so(run: RunConfig, source: Path, tmp_path: Path, number):
     write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})

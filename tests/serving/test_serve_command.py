@@ -100,7 +100,6 @@ def turned_away(port: int, case: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.nodes
 @pytest.mark.data
 @pytest.mark.ray
 def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_word_too_many(
@@ -168,7 +167,6 @@ def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.nodes
 @pytest.mark.data
 @pytest.mark.ray
 @pytest.mark.chaos(
