@@ -142,8 +142,12 @@ def test_the_image_s_install_gives_the_command_and_its_compiled_loops(tmp_path: 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(["bash", "-e", "-c", offline], cwd=copied, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    program = "import mvr_ray; from mvr_ray.core.searching import _scan; print(mvr_ray.__file__, _scan.__file__)"
-    done = subprocess.run([python, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    program = """
+import mvr_ray
+from mvr_ray.core.searching import native
+print(mvr_ray.__file__, native.load_library(native.LIBRARY, native.INTERFACE)._name)
+"""
+    done = subprocess.run([python, "-c", program], cwd=site, env=environment, capture_output=True, text=True)
     assert done.stdout.count(str(copied)) == 2, done.stdout + done.stderr
     version = subprocess.run([python.with_name("mvr-ray"), "version"], env=environment, capture_output=True, text=True)
     assert version.stdout.startswith("mvr_ray "), version.stderr
