@@ -303,6 +303,6 @@ except ResourceError as error:
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
         Path(folder).rmdir()
-    message = r"a private Ray cluster of 2 logical CPUs could not start in /tmp/m.*: .+; `mvr-ray doctor`"
+    message = rf"a private Ray cluster of 2 logical CPUs could not start in {re.escape(folder)}.*: .+; `mvr-ray doctor`"
     assert re.match(message, done.stdout)
     assert done.returncode == 0 and "Traceback" not in done.stderr
