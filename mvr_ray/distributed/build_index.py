@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,28 @@ from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
 from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
-from mvr_ray.distributed.encode import EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.encode import BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
+    EMBEDDING_FILES,
     BuiltShard,
     build_shard,
+    folder_recall,
     index_params,
     mean_over_passages,
     read_note,
+    recall_metrics,
     shard_collapse,
     shard_folder,
     shard_recall,
+    update_shard_index,
     write_note,
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import check_params, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -285,16 +290,21 @@ def build_one(
     store = Store(task.store)
     if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
         return built
-    entry = reusable
+    entry, is_updated, least_recall = reusable, None, None
     if entry is None:
         with shard_folder(store) as folder:
-            known_files = _write_embeddings(store, task, shard, folder, cfg)
+            known_files = _write_embeddings(store, task, draft, shard, folder, cfg)
+            if draft.index_params["kind"] != "flat" and not known_files.keys() - EMBEDDING_FILES:
+                is_updated = (folder / LABELS_FILE).exists()
             entry = build_shard(store, draft, shard, folder, known_files)
+        if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
+            least_recall = base.least_recall
     recall = shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
-    built = BuiltShard(entry, recall, views.mean_pair_cosine, views.lv, **pruned)
+    cosine, lv = views.mean_pair_cosine, views.lv
+    built = BuiltShard(entry, recall, cosine, lv, **pruned, is_updated=is_updated, least_recall=least_recall)
     if reusable is None:
         write_note(store, _note_path(draft, task.key, shard), built)
     return built
@@ -305,32 +315,51 @@ def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> Built
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig
+    store: Store, task: EncodeTask, draft: Manifest, shard: int, folder: Path, cfg: IndexConfig
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
     Each passage is checked against the ids that the corpus has there. Returns files whose digests are known. With
-    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to.
+    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to. The
+    approximate index of an earlier shard by the same parameters is updated in a copy beside its changes, unless that
+    would find less than the earlier version promises.
     """
     corpus, plan = Corpus.open(store, task.corpus, task.corpus_digest), task.plan(store, shard)
     new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
     else:
-        base_files = plan.base.entry.files
+        base_files, same_params = plan.base.entry.files, plan.base.index_params == draft.index_params
         base = open_embeddings(manifests.open_shard(store, plan.base.index, plan.base.entry), base_files)
         upserts = views_by_id(new_blocks)
         if cfg.prune_views is not None:
             _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
         elif not upserts and not plan.deleted_ids:
-            known_files = {name: base_files[name] for name in (paths.EMBEDDINGS, paths.CHANGES) if name in base_files}
+            known_files = {name: file for name, file in base_files.items() if same_params or name in EMBEDDING_FILES}
             for name in known_files:
                 same_file(base.path.with_name(name), folder / name)
         elif write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
             known_files = {paths.EMBEDDINGS: base_files[paths.EMBEDDINGS]}
+            if same_params and draft.index_params["kind"] != "flat":
+                _update_index(plan.base, base.path.parent, folder, upserts, cfg, shard)
         embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
         _require_ids(corpus.part(shard).ids(), embedded.ids(), f"shard {shard}")
     return known_files
+
+
+def _update_index(
+    base: BaseShard, source: Path, folder: Path, changed_ids: Collection[str], cfg: IndexConfig, shard: int
+) -> None:
+    """Write the approximate index of a base in `source`, with the changes, beside the embeddings in `folder`; none
+    where it is to be built from nothing: much of it is gone, or it finds less than promised."""
+    params = IndexParams(**(base.index_params or {}))
+    files = update_shard_index(params, source, base.entry.files, folder, changed_ids, cfg.compact_share)
+    if files and base.least_recall is not None and cfg.recall_sample:
+        recall = folder_recall(params, folder, cfg.recall_sample, shard)
+        if recall < base.least_recall:
+            log.info("index is built again: shard=%d recall=%.4f promised=%.4f", shard, recall, base.least_recall)
+            for name in files:
+                (folder / name).unlink()
 
 
 def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Path, max_distance: float | None) -> None:
@@ -402,12 +431,12 @@ def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mappi
     """The draft with its shards, how many passages were encoded for it and how many not, and what was measured on the
     shards, averaged over passages."""
     measured = {
-        "recall": mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards]),
         "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
         "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
     }
     metrics: dict[str, int | float] = {name: value for name, value in measured.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
+    metrics |= recall_metrics(shards)
     if draft.operation == "index:refined":
         metrics |= {"unlearned": counts["unlearned"]}
     if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
@@ -425,4 +454,4 @@ def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mappi
             lv,
         )
     entries = tuple(shard.entry for shard in shards)
-    return dataclasses.replace(draft, shards=entries, recall=measured["recall"], metrics=metrics)
+    return dataclasses.replace(draft, shards=entries, recall=metrics.get("recall"), metrics=metrics)

@@ -15,19 +15,20 @@ its own views come first.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.distributed.encode import BaseShard, EncodePlan, EncodeTask, staged_shards
-from mvr_ray.distributed.shards import BUILD_CPUS
+from mvr_ray.distributed.reshard import sources as shards_before
+from mvr_ray.distributed.shards import BUILD_CPUS, promised_recall
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, CorpusPart, difference, shard_of
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, Views, gather_rows
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
@@ -36,13 +37,16 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedCorpus(NamedTuple):
-    """A corpus, and the shards of an index that hold its views; `is_refined` where refinement has changed some."""
+    """A corpus, and the shards of an index that hold its views; `is_refined` where refinement has changed some.
+    `index_params` are those of the version, `least_recall` what it promises."""
 
     index: str
     corpus: str
     corpus_digest: str
     shards: tuple[ShardEntry, ...]
-    is_refined: bool = False
+    index_params: Mapping[str, Any]
+    least_recall: float | None
+    is_refined: bool
 
 
 def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
@@ -91,8 +95,18 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
             is_refined = index == task.index and version.version == task.refined_version
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
-                own = EmbeddedCorpus(index, version.corpus, version.corpus_digest, tuple(version.shards), is_refined)
-                found.setdefault(key, own)
+                found.setdefault(
+                    key,
+                    EmbeddedCorpus(
+                        index=index,
+                        corpus=version.corpus,
+                        corpus_digest=version.corpus_digest,
+                        shards=tuple(version.shards),
+                        index_params=version.index_params,
+                        least_recall=promised_recall(version),
+                        is_refined=is_refined,
+                    ),
+                )
     return sorted(found.values(), key=lambda source: not source.is_refined)
 
 
@@ -125,6 +139,10 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
                 if remaining.pop(passage_id, None) is not None:
                     places.append(BlockRow(passage_id, len(blocks), row))
             blocks.append(block)
+        if source.is_refined and plan.base is None:
+            deleted, replaced = _lost(store, source, corpus, shard, remaining)
+            num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
+            plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
     places.sort()
     if places:
         with store.scratch() as folder:
@@ -155,7 +173,7 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
             continue
         try:
             before = Corpus.open(store, source.corpus, source.corpus_digest)
-            base = _open(store, source, shard)
+            _open(store, source, shard)
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
             changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
         except (MissingInputError, StorageError) as error:
@@ -164,31 +182,46 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
         replaced = [passage.id for passage in _passages(corpus.part(shard), changed_rows)]
         num_unlearned = 0
         if source.is_refined:
-            as_encoded = next(
-                (one for one in sources if len(one.shards) == corpus.num_shards and not one.is_refined), None
-            )
-            num_unlearned = _num_unlearned(store, base, as_encoded, shard, [*replaced, *deleted_ids])
-        own = BaseShard(source.index, source.shards[shard])
+            num_unlearned = _num_unlearned(store, source, sources, [*replaced, *deleted_ids])
+        own = BaseShard(source.index, source.shards[shard], source.index_params, source.least_recall)
         return EncodePlan(changed_rows, own, deleted_ids, len(deleted_ids), num_unlearned)
     return None
 
 
-def _num_unlearned(
-    store: Store, base: EmbeddingShard, as_encoded: EmbeddedCorpus | None, shard: int, ids: Sequence[str]
-) -> int:
-    """How many of these passages have views in `base` that differ from those as encoded, or more than those."""
-    learned = base.find(ids)
-    try:
-        encoded = _open(store, as_encoded, shard).find(ids) if as_encoded else {}
-    except (MissingInputError, StorageError):
-        encoded = {}
+def _lost(
+    store: Store, source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Passages of a source of another division that hash to this shard, but are not in it any more, or are with another
+    content: those that `remaining` holds after the source's were taken."""
+    ids = set(corpus.part(shard).ids())
+    there = [
+        name
+        for number in shards_before(shard, len(source.shards), corpus.num_shards)
+        for name in _open(store, source, number).ids()
+        if shard_of(name, corpus.num_shards) == shard
+    ]
+    return [name for name in there if name not in ids], [name for name in there if name in remaining]
 
-    def differs(name: str, views: Views) -> bool:
-        if bool((views.view_numbers_N >= base.num_views).any()):
-            return True
-        return name in encoded and views.vectors_ND.tobytes() != encoded[name].vectors_ND.tobytes()
 
-    return sum(differs(name, views) for name, views in learned.items())
+def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[EmbeddedCorpus], ids: Iterable[str]) -> int:
+    """How many of these passages have views in a refined source that differ from those as encoded, or more than those,
+    as far as a source of the same division has them as encoded."""
+    as_encoded = next((one for one in sources if len(one.shards) == len(source.shards) and not one.is_refined), None)
+    by_shard: dict[int, list[str]] = {}
+    for name in ids:
+        by_shard.setdefault(shard_of(name, len(source.shards)), []).append(name)
+    num_unlearned = 0
+    for shard, own in by_shard.items():
+        learned = _open(store, source, shard)
+        try:
+            encoded = _open(store, as_encoded, shard).find(own) if as_encoded else {}
+        except (MissingInputError, StorageError):
+            encoded = {}
+        for name, views in learned.find(own).items():
+            is_added = bool((views.view_numbers_N >= learned.num_views).any())
+            is_moved = name in encoded and views.vectors_ND.tobytes() != encoded[name].vectors_ND.tobytes()
+            num_unlearned += is_added or is_moved
+    return num_unlearned
 
 
 def _open(store: Store, source: EmbeddedCorpus, shard: int) -> EmbeddingShard:

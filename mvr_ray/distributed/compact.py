@@ -1,4 +1,5 @@
-"""Write the shards of the live version whole that have changes beside their first file; no view and no index changes.
+"""Write the shards of the live version whole that have changes beside their first file. No view changes, and no index
+but an approximate one that was updated: it is built from nothing, and the version's recall is measured again.
 
 The words of its passages are written whole with them.
 
@@ -12,14 +13,26 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.lexical import compact_lexical, lexical_task
 from mvr_ray.distributed.reshard import require_same_counts
-from mvr_ray.distributed.shards import BUILD_CPUS, BuiltShard, read_note, shard_folder, write_note
+from mvr_ray.distributed.shards import (
+    BUILD_CPUS,
+    EMBEDDING_FILES,
+    RECALL_METRICS,
+    BuiltShard,
+    build_shard,
+    read_note,
+    recall_metrics,
+    shard_folder,
+    shard_recall,
+    write_note,
+)
 from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings, rewrite
 from mvr_ray.store.files import Store, same_file
-from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
 
 
@@ -48,13 +61,11 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     if changed or (lexical and lexical.has_changes):
         with session.connect(run.resources, base.num_passages) as info:
             session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-            written = _write(store, base, changed, progress)
+            new = _write(store, base, changed, run.index.recall_sample, progress)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
-        shards = tuple(written.get(entry.shard, entry) for entry in base.shards)
-        changes = {"operation": "compact", "parent": base.version, "shards": shards, "lexical": lexical}
-        new = dataclasses.replace(base, **changes, dirty_share=0.0)
+        new = dataclasses.replace(new, lexical=lexical)
         require_same_counts(base, new)
         published = manifests.publish(store, new)
         store.delete_dir(paths.staging_dir(base.index, _staging_key(base)))
@@ -70,32 +81,47 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     )
 
 
-def _write(store: Store, base: Manifest, entries: list[ShardEntry], progress: Progress) -> dict[int, ShardEntry]:
-    calls = [(store.address, base, entry) for entry in entries]
-    written: dict[int, ShardEntry] = {}
-    for entry in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
-        written[entry.shard] = entry
-        progress("compact", len(written), len(entries))
-    return written
+def _write(store: Store, base: Manifest, changed: list[ShardEntry], sample: int, progress: Progress) -> Manifest:
+    """The manifest with these shards written whole. Where an index of theirs is built, all shards are measured."""
+    is_rebuilt = any(LABELS_FILE in entry.files for entry in changed)
+    calls = [(store.address, base, entry, sample * is_rebuilt) for entry in (base.shards if is_rebuilt else changed)]
+    written: dict[int, BuiltShard] = {}
+    for built in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
+        written[built.entry.shard] = built
+        progress("compact", len(written), len(calls))
+    shards = tuple(written[entry.shard].entry if entry.shard in written else entry for entry in base.shards)
+    new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
+    if not is_rebuilt:
+        return new
+    measured = recall_metrics(list(written.values()))
+    metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
+    return dataclasses.replace(new, recall=measured.get("recall"), metrics={**metrics, **measured})
 
 
-def compact_one(address: str, base: Manifest, entry: ShardEntry) -> ShardEntry:
-    """One shard written whole, or as it is noted already. Its index files are the ones that it has."""
+def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
+    """One shard written whole, or as it is noted already, or as it is where it has no changes; its recall is measured
+    by `sample` queries."""
     store = Store(address)
+    if paths.CHANGES not in entry.files:
+        return BuiltShard(entry, shard_recall(store, base, entry, sample), None, None)
     note = paths.staged_shard(base.index, _staging_key(base), "compact", entry.shard)
     if noted := read_note(store, base.index, note):
-        return noted.entry
+        return noted
     before = manifests.open_shard(store, base.index, entry)
     embedded = open_embeddings(before, entry.files)
     with shard_folder(store) as folder:
         rewrite(embedded, folder / paths.EMBEDDINGS, {})
-        index_files = {n: file for n, file in entry.files.items() if n not in (paths.EMBEDDINGS, paths.CHANGES)}
+        is_rebuilt, kept = LABELS_FILE in entry.files, {*entry.files} - EMBEDDING_FILES
+        if is_rebuilt:
+            kept &= {paths.PRUNED_JSON}
+        index_files = {name: file for name, file in entry.files.items() if name in kept}
         for name in index_files:
             same_file(before / name, folder / name)
-        meta = ShardMeta(entry.shard, embedded.num_passages, embedded.num_vectors)
-        written = manifests.add_shard(store, base.index, folder, meta, index_files)
-    write_note(store, note, BuiltShard(written, None, None, None))
-    return written
+        written = build_shard(store, base, entry.shard, folder, index_files)
+    recall = shard_recall(store, base, written, sample)
+    built = BuiltShard(written, recall, None, None, is_updated=False if is_rebuilt else None)
+    write_note(store, note, built)
+    return built
 
 
 def _staging_key(base: Manifest) -> str:

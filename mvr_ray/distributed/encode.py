@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
 from threading import Lock
@@ -67,10 +67,13 @@ class ChunkRange(NamedTuple):
 
 
 class BaseShard(NamedTuple):
-    """An earlier shard that holds the passages of a part as they are, but for the changes of a plan."""
+    """An earlier shard that holds the passages of a part as they are, but for the changes of a plan. `index_params` are
+    those of its version, `least_recall` what that promises."""
 
     index: str
     entry: ShardEntry
+    index_params: Mapping[str, Any] | None = None
+    least_recall: float | None = None
 
 
 class EncodePlan(NamedTuple):
@@ -90,14 +93,14 @@ class EncodePlan(NamedTuple):
     is_carried: bool = False
 
     def to_json(self) -> bytes:
-        base = self.base and {"index": self.base.index, "entry": asdict(self.base.entry)}
+        base = self.base and {**self.base._asdict(), "entry": asdict(self.base.entry)}
         return json.dumps({**self._asdict(), "base": base, "deleted_ids": list(self.deleted_ids)}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         fields = json.loads(data)
         if base := fields.pop("base"):
-            base = BaseShard(base["index"], ShardEntry(**base["entry"]))
+            base = BaseShard(**{**base, "entry": ShardEntry(**base["entry"])})
         return cls(**fields, base=base)
 
 

@@ -63,7 +63,8 @@ def _refine(
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages) as info:
         session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
-        task = RefinerTask(store.address, base, journal.folder, run.resources.torch_threads)
+        threads, compact_share = run.resources.torch_threads, run.index.compact_share
+        task = RefinerTask(store.address, base, journal.folder, threads, compact_share=compact_share)
         with RefinerPool(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
             keep_length = run.refine.keep_length
             if keep_length is None:

@@ -20,10 +20,11 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.lexical import build_lexical, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
+    RECALL_METRICS,
     BuiltShard,
     build_shard,
-    mean_over_passages,
     read_note,
+    recall_metrics,
     shard_folder,
     shard_recall,
     write_note,
@@ -143,22 +144,24 @@ def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
             for start in range(0, len(rows), BATCH_PASSAGES):
                 writer.write(gather_rows(blocks, rows[start : start + BATCH_PASSAGES]))
         entry = build_shard(store, base, shard, folder)
-    built = BuiltShard(entry, shard_recall(store, base, entry, task.recall_sample), None, None)
+    recall = shard_recall(store, base, entry, task.recall_sample)
+    is_updated = None if base.index_params["kind"] == "flat" else False
+    built = BuiltShard(entry, recall, None, None, is_updated=is_updated)
     write_note(store, note, built)
     return built
 
 
 def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
     """The manifest of the version over its new shards; what was measured on views holds as before."""
-    recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
-    metrics = {name: value for name, value in base.metrics.items() if name != "recall"}
+    metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
+    measured = recall_metrics(shards)
     return dataclasses.replace(
         base,
         operation="reshard",
         parent=base.version,
         shards=tuple(shard.entry for shard in shards),
-        recall=recall,
-        metrics=metrics if recall is None else {**metrics, "recall": recall},
+        recall=measured.get("recall"),
+        metrics={**metrics, **measured},
         dirty_share=0.0,
     )
 

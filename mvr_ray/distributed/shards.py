@@ -6,7 +6,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from mvr_ray.config import IndexConfig
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
-from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
+from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.kinds import build_index, open_index, searches_embeddings, update_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
@@ -29,15 +30,22 @@ from mvr_ray.types import EmbeddingBlock, FloatArray
 
 log = logging.getLogger(__name__)
 
+EMBEDDING_FILES = {paths.EMBEDDINGS, paths.CHANGES}
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 BUILD_CPUS = 1.0
+RECALL_SLACK = 0.01
+"""A version promises so much less recall than it measured when its indexes were built: shards and samples differ."""
+RECALL_METRICS = ("recall", "recall_least", "shards_updated", "shards_rebuilt")
 
 
 class BuiltShard(NamedTuple):
     """A shard at rest and what was measured on it; None where there is nothing to measure.
 
     `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`pruning`).
+    `is_updated` tells an approximate index that is a copy of an earlier one with changes (True) from one that was built
+    from nothing; None where it is an earlier one, or exact. `least_recall` is what the version of the earlier one
+    promises: such a copy finds as much, or is built from nothing.
     """
 
     entry: ShardEntry
@@ -46,6 +54,8 @@ class BuiltShard(NamedTuple):
     lv: float | None
     dropped: int = 0
     worst: float = 0.0
+    is_updated: bool | None = None
+    least_recall: float | None = None
 
 
 def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:
@@ -58,17 +68,35 @@ def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> In
 def build_shard(
     store: Store, manifest: Manifest, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
-    """Index the embeddings that stand in `folder`, and move the folder to the name that its content gives it.
+    """Index the embeddings that stand in `folder`, unless it holds index files, and move the folder to the name that
+    its content gives it.
 
     `manifest` says which index it belongs to and how it is indexed; it need not be published. `files` describes files
     that were found whole before and are not read again.
     """
     params = IndexParams(**manifest.index_params)
-    embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
-    if embedded.num_passages and not searches_embeddings(params):
+    names = {file.name for file in folder.iterdir()}
+    embedded = open_embeddings(folder, names)
+    is_indexed = bool(names - EMBEDDING_FILES - {paths.PRUNED_JSON})
+    if embedded.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
     return manifests.add_shard(store, manifest.index, folder, meta, files)
+
+
+def update_shard_index(
+    params: IndexParams,
+    base: Path,
+    base_files: Collection[str],
+    folder: Path,
+    changed_ids: Collection[str],
+    most_share: float,
+) -> list[str]:
+    """Write to `folder`, which holds changed embeddings, the approximate index of the shard in `base` with the changes,
+    and return the names of its files; none where more than `most_share` of its vectors would be gone ones."""
+    before = open_embeddings(base, base_files).blocks()
+    blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
+    return update_index(params, before, blocks, changed_ids, base, folder, most_share)
 
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:
@@ -112,6 +140,29 @@ def mean_over_passages(pairs: Sequence[tuple[float | None, int]]) -> float | Non
     return sum(value * weight for value, weight in known) / total if total else None
 
 
+def promised_recall(manifest: Manifest) -> float | None:
+    """What an updated index of a shard of the version must find; None where nothing was measured."""
+    if manifest.recall is None:
+        return None
+    return float(manifest.metrics.get("recall_least", manifest.recall - RECALL_SLACK))
+
+
+def recall_metrics(shards: Sequence[BuiltShard]) -> dict[str, int | float]:
+    """What a manifest says of the approximate indexes of all its shards: the measured recall, the least that holds for
+    each updated one, and how many of them are new, updated or built from nothing."""
+    metrics: dict[str, int | float] = {}
+    recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
+    if recall is not None:
+        updated = (shard for shard in shards if LABELS_FILE in shard.entry.files)
+        promised = [one.recall if one.least_recall is None else one.least_recall for one in updated]
+        least = min((one for one in promised if one is not None), default=recall - RECALL_SLACK)
+        metrics |= {"recall": recall, "recall_least": least}
+    if any(shard.is_updated is not None for shard in shards):
+        metrics |= {"shards_updated": sum(shard.is_updated is True for shard in shards)}
+        metrics |= {"shards_rebuilt": sum(shard.is_updated is False for shard in shards)}
+    return metrics
+
+
 def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: int) -> float | None:
     """Share of exact search's best passages that the shard's own index finds; None for an exact one.
 
@@ -121,8 +172,13 @@ def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: in
     if params.kind == "flat" or not sample or not entry.num_passages:
         return None
     folder = manifests.open_shard(store, manifest.index, entry)
-    blocks = open_embeddings(folder, entry.files).blocks()
-    queries_QD = sample_views(blocks, sample, entry.shard)
+    return folder_recall(params, folder, sample, entry.shard)
+
+
+def folder_recall(params: IndexParams, folder: Path, sample: int, seed: int) -> float:
+    """Measure the recall of the approximate index in a folder against its embeddings, by `sample` of its views."""
+    blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
+    queries_QD = sample_views(blocks, sample, seed)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
     return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)
 

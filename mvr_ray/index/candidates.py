@@ -9,12 +9,19 @@ Under a filter the vectors of passages that fail it are dropped as they come, an
 the share that passes says. Where few pass, or scanning their vectors costs no more than fetching so many, those that
 pass are scanned: that is exact.
 
-Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, D dimension.
+An index that was updated in a copy of its file knows vectors by labels: those of the first build are vector numbers,
+later vectors have the next ones, and a label whose vector is gone leads nowhere. A file beside the index has the vector
+number of each label; without it they are the same. So what is gone is dropped before it is a candidate, whatever kind
+of index finds it.
+
+Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, L labels, D dimension.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +33,9 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 VECTORS_AT_ONCE = 16384
+LABELS_FILE = "labels.npy"
+NOTHING, GONE = -1, -2
+"""In place of a vector number: the index finds no more; the vector of this label is gone."""
 SCAN_SHARE = 0.05
 """Where fewer of the passages pass a filter, they are scanned."""
 SCAN_VECTORS = 100
@@ -45,19 +55,35 @@ class ApproximateIndex(ABC):
     beam_passages = 0
     """Distinct passages to find and score for a query, where these are more than k."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock], *, threads: int | None = None) -> None:
+    def __init__(self, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None) -> None:
+        """`folder` holds the index file, and beside it the vector numbers of its labels where it was updated."""
         self.scan = Scan(blocks, make_kernel(threads=threads))
         table = self.scan.table
         self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
         counts = [np.diff(block.row_ptr) for block in table.blocks]
         self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
+        self.number_L = read_labels(folder)
+        if self.number_L is not None and int((self.number_L >= 0).sum()) != self.num_vectors:
+            raise ShardIndexError(
+                f"{folder / LABELS_FILE} knows {int((self.number_L >= 0).sum())} vectors, the embeddings are "
+                f"{self.num_vectors}; build the index again"
+            )
+        self.num_labels = self.num_vectors if self.number_L is None else len(self.number_L)
 
     @abstractmethod
+    def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+        """Find the labels of about the nearest vectors [Q, fetch], -1 where the index finds no more."""
+
     def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
-        """Find the numbers of about the nearest vectors [Q, fetch], -1 where the index finds no more."""
+        """Find the numbers of about the nearest vectors [Q, fetch], NOTHING where the index finds no more, GONE in the
+        place of one that the shard does not have any more."""
+        label_QF = self.nearest_labels(queries_QD, fetch)
+        if self.number_L is None:
+            return label_QF
+        return np.where(label_QF >= 0, self.number_L[label_QF], NOTHING)
 
     def max_fetch(self) -> int:
-        """The most vectors that `nearest` can return."""
+        """The most labels that `nearest` can ask for."""
         return self.num_vectors
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
@@ -105,7 +131,7 @@ class ApproximateIndex(ABC):
                 query_M, row_M = query_M[mask_P[row_M]], row_M[mask_P[row_M]]
             query_M, row_M = np.divmod(distinct(query_M * self.num_passages + row_M), self.num_passages)
             found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
-            dry_Q = ~real_QF.all(axis=1) | (fetch >= self.max_fetch())
+            dry_Q = (number_QF == NOTHING).any(axis=1) | (fetch >= self.max_fetch())
             complete = np.zeros(len(queries_QD), bool)
             complete[asked_Q] = (found_Q >= k) & (dry_Q | (found_Q >= self.beam_passages))
             query_parts.append(query_M[complete[query_M]])
@@ -139,3 +165,65 @@ def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.flo
 
 def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
     return BlockTable(blocks).num_vectors
+
+
+class LabelUpdate(NamedTuple):
+    """The vector number of each label of an updated index, GONE where there is none; labels from `first_new` on are of
+    vectors to add, in order of their numbers."""
+
+    number_L: NDArray[np.int32]
+    first_new: int
+
+    def write(self, folder: Path) -> list[str]:
+        np.save(folder / LABELS_FILE, self.number_L, allow_pickle=False)
+        return [LABELS_FILE]
+
+    def new_vectors(self, blocks: Sequence[EmbeddingBlock]) -> FloatArray:
+        """Copy the vectors to add, as float32."""
+        numbers, first, parts = self.number_L[self.first_new :], 0, []
+        for vectors_ND in float32_vectors(blocks):
+            low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
+            parts.append(vectors_ND[numbers[low:high] - first])
+            first += len(vectors_ND)
+        return np.concatenate(parts)
+
+
+def read_labels(folder: Path) -> NDArray[np.int32] | None:
+    """Read the vector numbers of an index's labels; None where they are the labels."""
+    path = folder / LABELS_FILE
+    try:
+        return np.load(path, allow_pickle=False) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ShardIndexError(f"{path} cannot be read ({error}); build the index again") from error
+
+
+def update_labels(
+    before: Sequence[EmbeddingBlock], blocks: Sequence[EmbeddingBlock], changed_ids: Collection[str], folder: Path
+) -> LabelUpdate:
+    """Label the vectors of `blocks` for an update of the index in `folder`, which is of `before`.
+
+    Passages of `changed_ids`, and those that only one of the two has, lose the labels that they had and get new ones.
+    """
+    starts = dict(_passage_starts(blocks))
+    unchanged = {name: start for name, start in starts.items() if name not in changed_ids}
+    after_N = np.full(count_vectors(before), GONE, np.int32)
+    added_N = np.ones(count_vectors(blocks), bool)
+    for block, first in zip(before, _first_numbers(before)):
+        low = int(block.row_ptr[0])
+        for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist()):
+            if (at := unchanged.get(name)) is not None:
+                after_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
+                added_N[at : at + stop - start] = False
+    labels = read_labels(folder)
+    old_L = after_N if labels is None else np.where(labels >= 0, after_N[labels], np.int32(GONE))
+    return LabelUpdate(np.concatenate([old_L, np.flatnonzero(added_N).astype(np.int32)]), len(old_L))
+
+
+def _first_numbers(blocks: Sequence[EmbeddingBlock]) -> list[int]:
+    return np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)]).tolist()
+
+
+def _passage_starts(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, int]]:
+    """Each passage with the number of its first vector."""
+    for block, first in zip(blocks, _first_numbers(blocks)):
+        yield from zip(block.ids, (block.row_ptr[:-1] - block.row_ptr[0] + first).tolist())

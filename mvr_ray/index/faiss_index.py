@@ -18,7 +18,7 @@ import numpy as np
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import ApproximateIndex, count_vectors, float32_vectors
+from mvr_ray.index.candidates import ApproximateIndex, LabelUpdate, count_vectors, float32_vectors
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 FAISS_FILE = "index.faiss"
@@ -61,6 +61,24 @@ def build_faiss(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
     return [FAISS_FILE]
 
 
+def update_faiss(params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
+    """Write a copy of the index file of `source` with new vectors; what is gone stays in it, and its labels lead
+    nowhere. Lists, codes and transforms are those of the first build."""
+    with _one_thread():
+        try:
+            index = faiss.read_index(str(source / FAISS_FILE))
+            if isinstance(searchable := _searchable(index), faiss.IndexHNSW):
+                searchable.hnsw.efConstruction = params.hnsw_ef_construction
+            if len(new_ND):
+                index.add(new_ND)
+            faiss.write_index(index, str(folder / FAISS_FILE))
+        except RuntimeError as error:
+            raise ShardIndexError(
+                f"Faiss cannot add {len(new_ND)} vectors to {source / FAISS_FILE}: {_reason(error)}"
+            ) from error
+    return [FAISS_FILE, *update.write(folder)]
+
+
 class FaissIndex(ApproximateIndex):
     """An index file, mapped; on a GPU, copied there."""
 
@@ -75,7 +93,7 @@ class FaissIndex(ApproximateIndex):
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        super().__init__(blocks, threads=threads)
+        super().__init__(blocks, folder, threads=threads)
         if threads is not None:
             faiss.omp_set_num_threads(threads)
         self.on_gpu = device != "cpu"
@@ -90,9 +108,9 @@ class FaissIndex(ApproximateIndex):
             index = faiss.read_index(str(path), 0 if self.on_gpu else faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
             raise ShardIndexError(f"Faiss cannot read {path}: {_reason(error)}; build the index again") from error
-        if (index.d, index.ntotal) != (self.dimension, self.num_vectors):
+        if (index.d, index.ntotal) != (self.dimension, self.num_labels):
             raise ShardIndexError(
-                f"{path} holds {index.ntotal} vectors of dimension {index.d}, the embeddings are {self.num_vectors} of "
+                f"{path} holds {index.ntotal} vectors of dimension {index.d}, the embeddings are {self.num_labels} of "
                 f"{self.dimension}; build the index again"
             )
         searchable = _searchable(index)
@@ -103,9 +121,9 @@ class FaissIndex(ApproximateIndex):
         return index
 
     def max_fetch(self) -> int:
-        return min(MAX_GPU_FETCH, self.num_vectors) if self.on_gpu else self.num_vectors
+        return min(MAX_GPU_FETCH, self.num_labels) if self.on_gpu else self.num_labels
 
-    def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+    def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         assert self.index is not None, "a shard without vectors is never asked for its nearest"
         return self.index.search(queries_QD, fetch)[1]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import ApproximateIndex, count_vectors, float32_vectors
+from mvr_ray.index.candidates import GONE, ApproximateIndex, LabelUpdate, count_vectors, float32_vectors, read_labels
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 HNSW_FILE = "index.hnsw"
@@ -53,6 +53,25 @@ def build_hnsw(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Pa
     return [HNSW_FILE]
 
 
+def update_hnsw(update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
+    """Write a copy of the graph of `source` with new vectors, in which what is gone is marked as deleted."""
+    graph = hnswlib.Index(space="ip", dim=int(new_ND.shape[1]))
+    before = read_labels(source)
+    gone_L = update.number_L[: update.first_new] == GONE
+    if before is not None:
+        gone_L &= before != GONE
+    try:
+        graph.load_index(str(source / HNSW_FILE), max_elements=len(update.number_L))
+        for label in np.flatnonzero(gone_L).tolist():
+            graph.mark_deleted(label)
+        if len(new_ND):
+            graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
+        graph.save_index(str(folder / HNSW_FILE))
+    except RuntimeError as error:
+        raise ShardIndexError(f"hnswlib cannot add {len(new_ND)} vectors to {source / HNSW_FILE}: {error}") from error
+    return [HNSW_FILE, *update.write(folder)]
+
+
 class HnswIndex(ApproximateIndex):
     """An index file, loaded into memory."""
 
@@ -61,7 +80,7 @@ class HnswIndex(ApproximateIndex):
     def __init__(
         self, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None
     ) -> None:
-        super().__init__(blocks, threads=threads)
+        super().__init__(blocks, folder, threads=threads)
         self.ef_search = self.breadth = params.hnsw_ef_search
         self.lock = threading.Lock()  # the breadth of a search is a field of the graph
         if not self.num_vectors:
@@ -74,15 +93,15 @@ class HnswIndex(ApproximateIndex):
             self.graph.load_index(str(path))
         except RuntimeError as error:
             raise ShardIndexError(f"hnswlib cannot read {path}: {error}; build the index again") from error
-        if self.graph.get_current_count() != self.num_vectors:
+        if self.graph.get_current_count() != self.num_labels:
             raise ShardIndexError(
-                f"{path} holds {self.graph.get_current_count()} vectors, the embeddings are {self.num_vectors}; "
+                f"{path} holds {self.graph.get_current_count()} vectors, the embeddings are {self.num_labels}; "
                 f"build the index again"
             )
         if threads is not None:
             self.graph.set_num_threads(threads)
 
-    def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
+    def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         with self.lock:
             self.graph.set_ef(max(self.ef_search, fetch))
             try:

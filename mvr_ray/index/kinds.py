@@ -9,11 +9,12 @@ An approximate index finds candidates; each is then scored exactly with all its 
 true one. What may be missing is a passage, never a digit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.candidates import GONE, update_labels
 from mvr_ray.types import EmbeddingBlock
 
 KINDS = ("flat", "faiss", "hnsw")
@@ -54,6 +55,38 @@ def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
 
         return build_codes(blocks, folder)
     return []
+
+
+def update_index(
+    params: IndexParams,
+    before: Sequence[EmbeddingBlock],
+    blocks: Sequence[EmbeddingBlock],
+    changed_ids: Collection[str],
+    source: Path,
+    folder: Path,
+    most_share: float,
+) -> list[str]:
+    """Write to `folder` the index of `blocks` as a copy of the approximate one of `before` in `source`, with what is
+    new added and what is gone left out of every search, and return the names of its files.
+
+    Passages of `changed_ids` may have other vectors than before, all others that both have are the same. The bytes
+    depend on these arguments alone, so on the history of the index. Empty where there is nothing to copy, or where
+    more than `most_share` of what the index knows would be gone.
+    """
+    num_before, num_after = (sum(len(block.ids) for block in some) for some in (before, blocks))
+    if params.kind == "flat" or not num_before or not num_after:
+        return []
+    update = update_labels(before, blocks, changed_ids, source)
+    if (update.number_L == GONE).mean() > most_share:
+        return []
+    new_ND = update.new_vectors(blocks)
+    if params.kind == "faiss":
+        from mvr_ray.index.faiss_index import update_faiss
+
+        return update_faiss(params, update, new_ND, source, folder)
+    from mvr_ray.index.hnsw_index import update_hnsw
+
+    return update_hnsw(update, new_ND, source, folder)
 
 
 def searches_embeddings(params: IndexParams) -> bool:

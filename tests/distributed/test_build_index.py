@@ -13,13 +13,14 @@ from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed import build_index, encode
+from mvr_ray.distributed import build_index, compact, encode, shards
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths, prepare
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -253,13 +254,14 @@ def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable
     return manifest.publish(store, refined)
 
 
-def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path):
+@pytest.mark.parametrize("num_shards", [3, 2])
+def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path, num_shards):
     store = Store(str(own_index))
     first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
     learned = give_feedback_view(store, first, [old[0].id, old[1].id, old[2].id])
     assert build_index.index(run_over(own_index)).version == learned.version, "nothing changed"
     changed = old[1]._replace(text=f"{old[1].text} It was changed.")
-    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], 3)
+    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], num_shards)
     made = build_index.index(run_over(own_index))
     counts = {name: made.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
     assert (made.operation, counts) == (
@@ -352,6 +354,80 @@ def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_i
         for name, views in mine.items():
             assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
             np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
+
+
+@pytest.mark.parametrize("index", [{"kind": "hnsw"}, {"kind": "faiss", "factory": "IVF2,SQ8"}], ids=["hnsw", "ivf"])
+def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifest_says_which(
+    own_index, run_over, tmp_path, index
+):
+    store, run = Store(str(own_index)), run_over(own_index, index=index)
+    old = list(Corpus.open(store, "corpus"))
+
+    def change(row: int) -> manifest.Manifest:
+        line = old[row]._replace(text=f"Words of change {row}.")._asdict()
+        (tmp_path / "c.jsonl").write_text(json.dumps({name: line[name] for name in ("id", "title", "text")}))
+        update(run.prepare, store, str(tmp_path / "c.jsonl"))
+        return build_index.index(run)
+
+    def counts(version: manifest.Manifest) -> tuple[int | float, ...]:
+        return tuple(version.metrics[name] for name in ("encoded", "shards_updated", "shards_rebuilt"))
+
+    def updated_shards(version: manifest.Manifest) -> set[int]:
+        return {entry.shard for entry in version.shards if LABELS_FILE in entry.files}
+
+    first = build_index.index(run)
+    assert counts(first) == (0, 0, 3)
+    made = change(0)
+    assert counts(made) == (1, 1, 0)
+    assert updated_shards(made) == {shard_of(old[0].id, 3)}
+    task = SearcherTask(str(own_index), made, (0, 1, 2))
+    before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, made)[old[0].id]
+    queries_QD = np.concatenate([before.vectors_ND, after.vectors_ND]).astype(np.float32)
+    for hits, query_D in zip(Router(store, made, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):
+        assert len({hit.passage_id for hit in hits}) == 60
+        [own] = [hit for hit in hits if hit.passage_id == old[0].id]
+        assert own.score == pytest.approx((after.vectors_ND.astype(np.float32) @ query_D).max(), abs=1e-3)
+    promised = made.metrics["recall_least"]
+    assert promised == first.metrics["recall_least"] == pytest.approx(first.recall - 0.01)
+    recalls = [shard_recall(store, made, entry, 100) for entry in made.shards if LABELS_FILE in entry.files]
+    assert recalls and min(recalls) >= promised
+    unreachable = dataclasses.replace(made, parent=made.version, metrics={**made.metrics, "recall_least": 1.5})
+    manifest.publish(store, unreachable)
+    again = change(1)
+    assert counts(again) == (1, 0, 1)
+    assert updated_shards(again) == {shard_of(old[0].id, 3)} - {shard_of(old[1].id, 3)}
+    compact.compact(run)
+    live = manifest.read(store, "index")
+    assert updated_shards(live) == set() and live.recall == 1.0
+    assert manifest.verify(store, live).problems == []
+
+
+def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_or_is_built_from_nothing(
+    own_index, run_over, tmp_path, monkeypatch
+):
+    """Deep searches of few passages are scans, which find all: recall is measured at depth 2, and by every view."""
+    monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
+    index = {"kind": "faiss", "factory": "IVF8,Flat", "nprobe": 1, "compact_share": 0.9, "recall_sample": 400}
+    store, run = Store(str(own_index)), run_over(own_index, index=index, resources={"local_passages": 10_000})
+    old, rng = list(Corpus.open(store, "corpus")), np.random.default_rng(3)
+    made, counts = build_index.index(run), []
+    for step in range(6):
+        rows = [old[row]._asdict() | {"text": old[row - 1].text[step:]} for row in rng.choice(len(old), 8)]
+        changes = {row["id"]: {name: row[name] for name in ("id", "title", "text")} for row in rows}
+        (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changes.values()))
+        update(run.prepare, store, str(tmp_path / "c.jsonl"))
+        before, made = made, build_index.index(run)
+        counts.append((made.metrics["shards_updated"], made.metrics["shards_rebuilt"]))
+        new = [entry for entry in made.shards if entry not in before.shards]
+        assert sum(counts[-1]) == len(new)
+        assert counts[-1][0] == sum(LABELS_FILE in entry.files for entry in new)
+        recalls = [shard_recall(store, made, entry, 400) for entry in made.shards]
+        updated = [recall for recall, entry in zip(recalls, made.shards) if LABELS_FILE in entry.files]
+        assert all(one >= made.metrics["recall_least"] for one in updated)
+        assert made.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
+        weights = [entry.num_passages for entry in made.shards]
+        assert made.recall == made.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
+    assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):

@@ -15,8 +15,9 @@ from mvr_ray.distributed.compact import compact_one
 from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
-from mvr_ray.distributed.shards import build_shard
+from mvr_ray.distributed.shards import build_shard, update_shard_index
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.store import embeddings, manifest, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
@@ -43,14 +44,18 @@ def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[
             with store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                write_changed(embedded, folder, own, [name for name in here if name in deletions])
+                files = entry.files
+                if write_changed(embedded, folder, own, [name for name in here if name in deletions]):
+                    base_folder = embedded.path.parent
+                    update_shard_index(IndexParams(**base.index_params), base_folder, files, folder, own, 0.25)
                 shards[entry.shard] = build_shard(store, base, entry.shard, folder)
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
 
 def publish_compaction(store: Store, base: Manifest) -> Manifest:
     shards = [
-        compact_one(store.address, base, entry) if paths.CHANGES in entry.files else entry for entry in base.shards
+        compact_one(store.address, base, entry).entry if paths.CHANGES in entry.files else entry
+        for entry in base.shards
     ]
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
@@ -104,6 +109,47 @@ def test_after_any_history_the_answers_are_those_of_brute_force(tmp_path_factory
             assert answers(root, version, queries_QD, k) == [brute_force(there, query_D, k) for query_D in queries_QD]
         assert manifest.verify(store, version).problems == []
         assert version.num_passages == len(there)
+
+
+APPROXIMATE = [
+    IndexParams(kind="faiss", factory="IVF1,SQ8"),
+    IndexParams(kind="faiss", factory="HNSW8"),
+    IndexParams(kind="hnsw", hnsw_m=8),
+]
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(40, 90), STEPS, st.integers(1, 3), st.sampled_from(APPROXIMATE), st.integers(0, 999))
+def test_after_any_history_an_approximate_index_finds_only_what_is_there_with_its_true_score(
+    tmp_path_factory, count, steps, shards, params, seed
+):
+    """Its file is updated in a copy: what was deleted or replaced is never a hit, and the score is that of the best
+    view as it is now. A search for all passages finds all of them."""
+    root = tmp_path_factory.mktemp("history")
+    store, rng = Store(str(root)), np.random.default_rng(seed)
+    views = random_views(count, seed)
+    version = publish_random_index(root, views, shards, params)
+    queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
+    history = [(version, dict(views))]
+    for step in steps:
+        if step[0] == "update":
+            fresh = random_views(80, int(rng.integers(1 << 30)))
+            upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
+            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
+            version = publish_update(store, version, upserts, deleted)
+        elif step[0] == "compact":
+            version = publish_compaction(store, version)
+        else:
+            version = publish_reshard(store, version, step[1])
+        history.append((version, dict(views)))
+        event(f"updated indexes: {sum(LABELS_FILE in entry.files for entry in version.shards)}")
+    for version, there in history:
+        for k in (1, 5, len(there)):
+            for hits, query_D in zip(answers(root, version, queries_QD, k), queries_QD):
+                true = {name: (score, view) for name, score, view in brute_force(there, query_D, len(there))}
+                assert len(hits) == k and {name: (score, view) for name, score, view in hits}.items() <= true.items()
+        assert manifest.verify(store, version).problems == []
 
 
 @pytest.mark.ray

@@ -12,6 +12,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy
 from mvr_ray.distributed.refinement.state import StateId
+from mvr_ray.distributed.shards import RECALL_METRICS, BuiltShard, promised_recall, recall_metrics
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -30,14 +31,28 @@ def describe(
     """The manifest of the version as it stands at a state, its changed shards written, and how many changed."""
     written = refiners.write(at, run.index.recall_sample)
     dirty = sum(shard.dirty_passages for shard in written)
-    recalls = [(shard.recall, shard.entry.num_passages) for shard in written if shard.recall is not None]
+    is_approximate, least = base.index_params["kind"] != "flat", promised_recall(base)
+    measured = recall_metrics(
+        [
+            BuiltShard(
+                shard.entry,
+                shard.recall,
+                None,
+                None,
+                is_updated=False if is_approximate and shard.dirty_passages else None,
+                least_recall=least,
+            )
+            for shard in written
+        ]
+    )
+    kept = {name: value for name, value in base.metrics.items() if "/" not in name and name not in RECALL_METRICS}
     refined = dataclasses.replace(
         base,
         operation=f"refine:{run.refine.method}",
         parent=base.version,
         shards=tuple(shard.entry for shard in written),
-        recall=sum(recall * num for recall, num in recalls) / sum(num for _, num in recalls) if recalls else None,
-        metrics={**{name: value for name, value in base.metrics.items() if "/" not in name}, **as_metrics(accuracy)},
+        recall=measured.get("recall"),
+        metrics={**kept, **measured, **as_metrics(accuracy)},
         config_digest=run.digest("refine"),
         dirty_share=dirty / max(base.num_passages, 1),
         refinement=dict(settings),

@@ -29,7 +29,7 @@ from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index, searches_embeddings
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import MOST_SHARE, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
@@ -43,7 +43,8 @@ QUESTIONS_KEPT = 1 << 18
 @dataclass(frozen=True)
 class RefinerTask:
     """What an actor is built from. `staging` is the folder of the states, relative to the store; `starts` are the
-    numbers of the shards' first passages, through the whole index."""
+    numbers of the shards' first passages, through the whole index. A shard of which more than `compact_share` changed
+    is written whole."""
 
     store: str
     manifest: Manifest
@@ -51,6 +52,7 @@ class RefinerTask:
     threads: int = 1
     shards: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    compact_share: float = MOST_SHARE
 
     def holding(self, start_of: Mapping[int, int]) -> "RefinerTask":
         """With these shards, each with its first passage's number."""
@@ -275,7 +277,7 @@ class ShardRefiner:
                 known = {}
                 if not searches_embeddings(IndexParams(**self.manifest.index_params)):
                     rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
-                elif write_changed(self.stored[shard], folder, changes):
+                elif write_changed(self.stored[shard], folder, changes, most_share=self.task.compact_share):
                     known[paths.EMBEDDINGS] = entry.files[paths.EMBEDDINGS]
                 entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
