@@ -353,7 +353,7 @@ class Index:
             with file.open("w", encoding="utf-8") as lines:
                 for row in changes:
                     lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-            update(self.run.prepare, self._store, str(file), progress)
+            update(self.run.prepare, self._store, str(file), progress, index=live.index)
         encoder = {"name": live.encoder_name}
         published = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
         self._follow()

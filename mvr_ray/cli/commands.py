@@ -324,7 +324,7 @@ def update(
         from mvr_ray.store import update as stage
         from mvr_ray.store.files import Store
 
-        return stage.update(run.prepare, Store(run.store.path), words["changes"], progress)
+        return stage.update(run.prepare, Store(run.store.path), words["changes"], progress, index=run.index.name)
 
     mode = OutputMode(print_config, as_json, verbose)
     _run_command("update", config, section_overrides(overrides), work, mode, words)

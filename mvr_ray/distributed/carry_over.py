@@ -1,9 +1,9 @@
 """Takes embeddings that earlier versions have, so that no passage is encoded twice by the same encoder.
 
 A passage's embedding depends on its title, its text and the encoder. Where a version that still stands was made by the
-same encoder, in whatever index of the store, a passage of the same id and the same content has its embedding there. A
-task a shard compares its part with the parts of earlier versions, newest first, and leaves a plan in the staging
-folder: a try that continues finds the same plan.
+same encoder, in whatever index of the store, a passage of the same content has its embedding there: the one of the same
+id, or another, as where a passage was renamed. A task a shard compares its part with the parts of earlier versions,
+newest first, and leaves a plan in the staging folder: a try that continues finds the same plan.
 
     base            an earlier shard of the same division, whose file stays as it is; changes will lie beside it
     carried over    embeddings from other shards: of other indexes, or of a version over another number of shards
@@ -26,7 +26,7 @@ from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusPart, difference, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusPart, difference, find_contents, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
@@ -143,6 +143,13 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
             deleted, replaced = _lost(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
             plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
+    for source in sources:
+        if remaining and not source.is_refined:
+            for own in _places_of_same_content(store, source, remaining):
+                places += [BlockRow(passage_id, len(blocks), row) for passage_id, row in own.rows]
+                blocks.append(own.block)
+                for passage_id, _ in own.rows:
+                    del remaining[passage_id]
     places.sort()
     if places:
         with store.scratch() as folder:
@@ -257,8 +264,13 @@ def _blocks_of_unchanged(
     except (MissingInputError, StorageError) as error:
         _pass_over(source, error)
         return
+    yield from _blocks_with(store, source, unchanged)
+
+
+def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
+    """Blocks of these passages of a source, as far as its shards are whole."""
     by_shard: dict[int, set[str]] = {}
-    for passage_id in unchanged:
+    for passage_id in passage_ids:
         by_shard.setdefault(shard_of(passage_id, len(source.shards)), set()).add(passage_id)
     for number, ids in sorted(by_shard.items()):
         try:
@@ -270,3 +282,29 @@ def _blocks_of_unchanged(
             here = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
             if here:
                 yield gather_rows([block], here)
+
+
+class SameContent(NamedTuple):
+    """Passages of a block, and which passages, of other ids, have the content of each: (their id, row of the block)."""
+
+    block: EmbeddingBlock
+    rows: list[tuple[str, int]]
+
+
+def _places_of_same_content(
+    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage]
+) -> Iterator[SameContent]:
+    """Passages of a source that have the content of some of `passages`, whatever their ids."""
+    ids_of: dict[tuple[str, str], list[str]] = {}
+    for passage in passages.values():
+        ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
+    found: dict[str, list[str]] = {}
+    try:
+        before = Corpus.open(store, source.corpus, source.corpus_digest)
+        for number in range(before.num_shards):
+            names = find_contents(before.part(number), ids_of)
+            found |= {name: ids_of.pop(content) for content, name in names.items()}
+    except (MissingInputError, StorageError) as error:
+        _pass_over(source, error)
+    for block in _blocks_with(store, source, found):
+        yield SameContent(block, [(own, row) for row, name in enumerate(block.ids) for own in found[name]])

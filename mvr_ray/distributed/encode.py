@@ -100,7 +100,8 @@ class EncodePlan(NamedTuple):
     def from_json(cls, data: bytes) -> Self:
         fields = json.loads(data)
         if base := fields.pop("base"):
-            base = BaseShard(**{**base, "entry": ShardEntry(**base["entry"])})
+            entry = ShardEntry(**base["entry"])
+            base = BaseShard(base["index"], entry, base.get("index_params"), base.get("least_recall"))
         return cls(**fields, base=base)
 
 

@@ -14,7 +14,7 @@ import bisect
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -271,6 +271,24 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
     rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
     return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
+
+
+def find_contents(part: CorpusPart, contents: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Find the first passage of each of these contents, title and text, in a part; contents that it lacks are left out.
+
+    Texts are read only where one has the length of a text that is looked for.
+    """
+    compute: Any = pc
+    texts = pa.array(sorted({text for _, text in contents}), pa.string())
+    table = part.table(("id", "title", "text"))
+    lengths = compute.binary_length(table.column("text"))
+    table = table.filter(compute.is_in(lengths, value_set=compute.unique(compute.binary_length(texts))))
+    table = table.filter(compute.is_in(table.column("text"), value_set=texts))
+    names: dict[tuple[str, str], str] = {}
+    for name, title, text in zip(*(column.to_pylist() for column in table.columns)):
+        if (title, text) in contents:
+            names.setdefault((title, text), name)
+    return names
 
 
 def publications(store: Store, name: str) -> list[int]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import chunk
 from mvr_ray.store.corpus import (
@@ -94,8 +95,12 @@ class UpdateReport:
     """Questions of the corpus's sets that have lost every gold passage."""
 
 
-def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = no_progress) -> UpdateReport:
+def update(
+    cfg: PrepareConfig, store: Store, changes: str, progress: Progress = no_progress, *, index: str = ""
+) -> UpdateReport:
     """Make the next corpus of `prepare.corpus` from the last one and a file of changes.
+
+    Where the last one was rolled back from in `index`, it is made from the corpus of that index's live version.
 
     A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of chunks that were
@@ -107,7 +112,7 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
         raise MissingInputError(
             f"update: {file} does not exist or is not a file; give changes=FILE, a file of JSON lines"
         )
-    parent = Corpus.open(store, cfg.corpus)
+    parent = parent_corpus(store, cfg.corpus, index)
     try:
         asked = read_changes(file, parent, cfg)
     except DataError as error:
@@ -117,6 +122,23 @@ def update(cfg: PrepareConfig, store: Store, changes: str, progress: Progress = 
     source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
     described = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
     return apply_changes(parent, in_chunks(parent, asked, cfg.chunk_words), described, progress)
+
+
+def parent_corpus(store: Store, name: str, index: str) -> Corpus:
+    """Open the corpus that the next change of a name is made to: the last one, or the one of the index's live version,
+    where the last one is, or came from, the corpus of another version: that one was rolled back from."""
+    last = Corpus.open(store, name)
+    if not index or not manifests.latest_version(store, index):
+        return last
+    live = manifests.read(store, index)
+    numbers = manifests.list_versions(store, index)
+    indexed = {(one.corpus, one.corpus_digest) for one in (manifests.read(store, index, number) for number in numbers)}
+    digest = last.digest
+    while digest and (name, digest) not in indexed and store.exists(paths.corpus_version(name, digest)):
+        digest = Corpus.open(store, name, digest).info.parent
+    if live.corpus != name or digest == live.corpus_digest or (name, digest) not in indexed:
+        return last
+    return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
 
 
 def require_all_chunks(cfg: PrepareConfig) -> None:
