@@ -13,7 +13,7 @@ from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed import build_index, compact, encode, shards
+from mvr_ray.distributed import build_index, compact, encode
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -400,34 +400,6 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
     live = manifest.read(store, "index")
     assert updated_shards(live) == set() and live.recall == 1.0
     assert manifest.verify(store, live).problems == []
-
-
-def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_or_is_built_from_nothing(
-    own_index, run_over, tmp_path, monkeypatch
-):
-    """Deep searches of few passages are scans, which find all: recall is measured at depth 2, and by every view."""
-    monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
-    index = {"kind": "faiss", "factory": "IVF8,Flat", "nprobe": 1, "compact_share": 0.9, "recall_sample": 400}
-    store, run = Store(str(own_index)), run_over(own_index, index=index, resources={"local_passages": 10_000})
-    old, rng = list(Corpus.open(store, "corpus")), np.random.default_rng(3)
-    made, counts = build_index.index(run), []
-    for step in range(6):
-        rows = [old[row]._asdict() | {"text": old[row - 1].text[step:]} for row in rng.choice(len(old), 8)]
-        changes = {row["id"]: {name: row[name] for name in ("id", "title", "text")} for row in rows}
-        (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changes.values()))
-        update(run.prepare, store, str(tmp_path / "c.jsonl"))
-        before, made = made, build_index.index(run)
-        counts.append((made.metrics["shards_updated"], made.metrics["shards_rebuilt"]))
-        new = [entry for entry in made.shards if entry not in before.shards]
-        assert sum(counts[-1]) == len(new)
-        assert counts[-1][0] == sum(LABELS_FILE in entry.files for entry in new)
-        recalls = [shard_recall(store, made, entry, 400) for entry in made.shards]
-        updated = [recall for recall, entry in zip(recalls, made.shards) if LABELS_FILE in entry.files]
-        assert all(one >= made.metrics["recall_least"] for one in updated)
-        assert made.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
-        weights = [entry.num_passages for entry in made.shards]
-        assert made.recall == made.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
-    assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):

@@ -1,0 +1,250 @@
+"""Holds changes to a corpus to their laws, through the stages themselves: what is encoded, what stays, what answers."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import build_index, compact, reshard, shards
+from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import build_shard, shard_recall
+from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
+from mvr_ray.store.embeddings import Views
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.versions import rollback
+
+pytestmark = pytest.mark.data
+
+NUM_IDS, NUM_TEXTS = 30, 60
+IDS = st.integers(0, NUM_IDS - 1)
+UPSERTS = st.dictionaries(IDS, st.integers(0, NUM_TEXTS - 1), max_size=5)
+STEPS = st.lists(
+    st.tuples(st.just("update"), UPSERTS, st.sets(IDS, max_size=3))
+    | st.tuples(st.just("refine"), st.sets(IDS, min_size=1, max_size=3))
+    | st.tuples(st.just("reshard"), st.integers(1, 8))
+    | st.tuples(st.just("compact"))
+    | st.tuples(st.just("rollback"), st.integers(0, 9)),
+    min_size=2,
+    max_size=6,
+)
+Contents = dict[str, int]
+"""The number of the text of each passage."""
+
+
+def text_of(number: int) -> str:
+    return f"Passage number {number} says {'little ' * (number % 7)}about {number * 37 % 101} rivers. It ends here."
+
+
+def write_rows(file: Path, contents: Mapping[str, int], deleted: set[str] = frozenset()) -> str:
+    rows: list[dict] = [
+        {"id": name, "title": "T", "text": text_of(number), "year": 1900 + number} for name, number in contents.items()
+    ]
+    rows += [{"id": name, "delete": True} for name in sorted(deleted)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def stored_views(store: Store, version: Manifest) -> dict[str, Views]:
+    views: dict[str, Views] = {}
+    for entry in version.shards:
+        folder = manifest.open_shard(store, version.index, entry)
+        views |= views_by_id(open_embeddings(folder, entry.files).blocks())
+    return views
+
+
+def add_views(store: Store, version: Manifest, names: set[str]) -> Manifest:
+    """Publish a refinement: each of these passages gets one view more, or another one in its place."""
+    entries = list(version.shards)
+    for name in sorted(names):
+        entry = entries[shard_of(name, len(entries))]
+        embedded = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
+        own = embedded.find([name])[name]
+        is_own_N = own.view_numbers_N < embedded.num_views
+        numbers_N = np.append(own.view_numbers_N[is_own_N], np.int16(embedded.num_views))
+        learned = Views(numbers_N, np.vstack([own.vectors_ND[is_own_N], -own.vectors_ND[:1]]))
+        with store.scratch() as scratch:
+            folder = scratch / "shard"
+            folder.mkdir()
+            write_changed(embedded, folder, {name: learned})
+            entries[entry.shard] = build_shard(store, version, entry.shard, folder)
+    refined = dataclasses.replace(
+        version, parent=version.version, operation="refine:feedback_views", shards=tuple(entries)
+    )
+    return manifest.publish(store, refined)
+
+
+def require_true_answers(root: Path, version: Manifest, views: Mapping[str, Views], contents: Contents) -> None:
+    """Hits equal those of brute force over these views, with and without a filter, ties by id."""
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    router = Router(Store(str(root)), version, LocalFleet(task))
+    queries_QD = np.stack([own.vectors_ND[0] for own in list(views.values())[:3]]).astype(np.float32)
+    for year in (1900, 1930):
+        passing = [name for name, number in contents.items() if 1900 + number >= year]
+        answer = router.search(queries_QD, 7, filter={"year": {"gte": year}})
+        assert answer.exact.certified and answer.coverage_share == 1
+        for hits, query_D in zip(answer.hits, queries_QD):
+            true = {name: float((views[name].vectors_ND.astype(np.float32) @ query_D).max()) for name in passing}
+            best = sorted(passing, key=lambda name: (-true[name], name))[:7]
+            assert [hit.score for hit in hits] == pytest.approx([true[name] for name in best], abs=1e-4)
+            assert all(hit.score == pytest.approx(true[hit.passage_id], abs=1e-4) for hit in hits)
+            assert len({hit.passage_id for hit in hits}) == len(best)
+
+
+@pytest.fixture(scope="module")
+def first_store(run_over, tmp_path_factory) -> Path:
+    """A store with its encoder; no test changes it."""
+    root = tmp_path_factory.mktemp("first") / "store"
+    run = own_run(run_over, root, 3)
+    write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
+    prepare(run.prepare, Store(str(root)))
+    build_index.index(run)
+    return root
+
+
+def own_run(run_over, root: Path, num_shards: int, **index) -> RunConfig:
+    source = {"path": str(root.parent / "passages.jsonl")}
+    own = {"num_shards": num_shards, "sources": [source], "fields": {"year": "int"}}
+    return run_over(root, prepare=own, index=index, resources={"local_passages": 10_000})
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS, st.sampled_from([{"dtype": "fp32"}, {"dtype": "fp16"}, {"scan": "int8"}]), st.integers(1, 8))
+def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
+    first_store, run_over, tmp_path_factory, steps, way, num_shards
+):
+    """The oracle keeps the content and the learned views of every passage at every version."""
+    root = tmp_path_factory.mktemp("history") / "store"
+    shutil.copytree(first_store / "encoders", root / "encoders")
+    store, run = Store(str(root)), own_run(run_over, root, num_shards, **way)
+    contents: Contents = {f"p{number:02d}": number for number in range(0, NUM_IDS, 2)}
+    write_rows(root.parent / "passages.jsonl", contents)
+    prepare(run.prepare, store)
+    live = build_index.index(run)
+    encoded_views = {contents[name]: own for name, own in stored_views(store, live).items()}
+    learned: set[str] = set()
+    history = {live.version: (dict(contents), set(learned))}
+    for kind, *words in steps:
+        if kind == "update":
+            upserts = {f"p{at:02d}": number for at, number in words[0].items()}
+            deleted = {f"p{at:02d}" for at in words[1]} - set(upserts)
+            before = dict(contents)
+            contents = {name: own for name, own in (contents | upserts).items() if name not in deleted}
+            if not contents:
+                break
+            update(run.prepare, store, write_rows(root.parent / "changes.jsonl", upserts, deleted), index="index")
+            new = {name for name, number in contents.items() if number not in encoded_views}
+            published, live = live, build_index.index(run)
+            learned = {name for name in learned if contents.get(name) == before[name]}
+            if live.version != published.version:
+                assert live.metrics["encoded"] == len(new)
+                assert live.metrics["carried_over"] == len(contents) - len(new)
+            else:
+                assert contents == before
+            views = stored_views(store, live)
+            for name in sorted(new):
+                encoded_views.setdefault(contents[name], views[name])
+            event(f"contents under another id: {len(upserts) > len(new)}")
+        elif kind == "refine":
+            names = {f"p{at:02d}" for at in words[0]} & set(contents)
+            if names:
+                live, learned = add_views(store, live, names), learned | names
+        elif kind == "reshard":
+            reshard.reshard(run, words[0])
+            live = manifest.read(store, "index")
+        elif kind == "compact":
+            compact.compact(run)
+            live = manifest.read(store, "index")
+        else:
+            to = sorted(history)[words[0] % len(history)]
+            rollback(store, "index", to)
+            live = manifest.read(store, "index")
+            contents, learned = dict(history[to][0]), set(history[to][1])
+        history[live.version] = dict(contents), set(learned)
+    for number, (there, is_learned) in history.items():  # every version of the history still answers for itself
+        version = manifest.read(store, "index", number)
+        views = stored_views(store, version)
+        assert sorted(views) == sorted(there)
+        for name, own in views.items():
+            true = encoded_views[there[name]]
+            as_encoded = own.vectors_ND[own.view_numbers_N < version.num_views]
+            assert as_encoded.tobytes() == true.vectors_ND.tobytes()
+            assert (len(own.vectors_ND) > len(as_encoded)) == (name in is_learned)
+        require_true_answers(root, version, views, there)
+        assert manifest.verify(store, version).problems == []
+
+
+def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_or_is_built_from_nothing(
+    first_store, run_over, tmp_path, monkeypatch
+):
+    """Deep searches of few passages are scans, which find all: recall is measured at depth 2, and by every view."""
+    monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
+    root = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent
+    index = {"kind": "faiss", "factory": "IVF8,Flat", "nprobe": 1, "compact_share": 0.9, "recall_sample": 400}
+    store, run, rng = Store(str(root)), own_run(run_over, root, 3, **index), np.random.default_rng(3)
+    write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(60)})
+    prepare(run.prepare, store)
+    made, counts = build_index.index(run), []
+    for step in range(6):
+        upserts = {f"p{at:02d}": 100 * (step + 1) + at for at in rng.choice(60, 8, replace=False).tolist()}
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", upserts), index="index")
+        before, made = made, build_index.index(run)
+        counts.append((made.metrics["shards_updated"], made.metrics["shards_rebuilt"]))
+        new = [entry for entry in made.shards if entry not in before.shards]
+        assert sum(counts[-1]) == len(new)
+        assert counts[-1][0] == sum(LABELS_FILE in entry.files for entry in new)
+        recalls = [shard_recall(store, made, entry, 400) for entry in made.shards]
+        updated = [recall for recall, entry in zip(recalls, made.shards) if LABELS_FILE in entry.files]
+        assert all(one >= made.metrics["recall_least"] for one in updated)
+        assert made.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
+        weights = [entry.num_passages for entry in made.shards]
+        assert made.recall == made.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
+    assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
+
+
+def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    first = manifest.read(store, "index")
+    write_rows(tmp_path / "passages.jsonl", {f"renamed {number}": number for number in range(20)} | {"new": 50})
+    prepare(run.prepare, store)
+    reports: list[tuple] = []
+    made = build_index.index(run, lambda *report: reports.append(report))
+    assert [made.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [1, 20, 20]
+    before, after = stored_views(store, first), stored_views(store, made)
+    for number in range(20):
+        assert after[f"renamed {number}"].vectors_ND.tobytes() == before[f"p{number:02d}"].vectors_ND.tobytes()
+
+
+def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+
+    def change(contents: Mapping[str, int], deleted: set[str] = frozenset(), is_indexed: bool = True) -> list[str]:
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", contents, deleted), index="index")
+        if is_indexed:
+            build_index.index(run)
+        return sorted(passage.id for passage in Corpus.open(store, "corpus"))
+
+    first = sorted(stored_views(store, manifest.read(store, "index")))
+    assert change({"wrong": 51}, {"p00"}) == sorted({*first, "wrong"} - {"p00"})
+    rollback(store, "index", 1)
+    compact.compact(run)
+    assert change({"right": 52}, is_indexed=False) == sorted([*first, "right"])
+    assert change({"later": 53}) == sorted([*first, "right", "later"]), "a change that waits for `index` stays"
+    assert sorted(stored_views(store, manifest.read(store, "index"))) == sorted([*first, "right", "later"])
+    assert change({"last": 54}) == sorted([*first, "right", "later", "last"])
+    assert paths.CHANGES in {name for entry in manifest.read(store, "index").shards for name in entry.files}
