@@ -140,7 +140,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
                     places.append(BlockRow(passage_id, len(blocks), row))
             blocks.append(block)
         if source.is_refined and plan.base is None:
-            deleted, replaced = _lost(store, source, corpus, shard, remaining)
+            deleted, replaced = _gone_or_replaced(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
             plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
     for source in sources:
@@ -195,7 +195,7 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
     return None
 
 
-def _lost(
+def _gone_or_replaced(
     store: Store, source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Passages of a source of another division that hash to this shard, but are not in it any more, or are with another

@@ -1,7 +1,7 @@
-"""Write the shards of the live version whole that have changes beside their first file. No view changes, and no index
-but an approximate one that was updated: it is built from nothing, and the version's recall is measured again.
+"""Write the shards of the live version whole that have changes beside their first file.
 
-The words of its passages are written whole with them.
+No view changes, and no index but an approximate one that was updated: it is built from nothing, and the version's
+recall is measured again. The words of its passages are written whole with them.
 
 A shard that is written is noted in the staging folder, so the same command continues after any crash.
 """
@@ -81,10 +81,10 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     )
 
 
-def _write(store: Store, base: Manifest, changed: list[ShardEntry], sample: int, progress: Progress) -> Manifest:
+def _write(store: Store, base: Manifest, entries: list[ShardEntry], sample: int, progress: Progress) -> Manifest:
     """The manifest with these shards written whole. Where an index of theirs is built, all shards are measured."""
-    is_rebuilt = any(LABELS_FILE in entry.files for entry in changed)
-    calls = [(store.address, base, entry, sample * is_rebuilt) for entry in (base.shards if is_rebuilt else changed)]
+    is_rebuilt = any(LABELS_FILE in entry.files for entry in entries)
+    calls = [(store.address, base, entry, sample * is_rebuilt) for entry in (base.shards if is_rebuilt else entries)]
     written: dict[int, BuiltShard] = {}
     for built in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
         written[built.entry.shard] = built

@@ -1,12 +1,16 @@
 """Checks the answers of versions after any history of updates, compactions and reshards against brute force."""
 
 import dataclasses
+import itertools
+import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from kill_at_call import run_and_kill
 from random_index import D, Views, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
@@ -174,3 +178,40 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     )
     assert made.shards == whole.shards, "the bytes are those of a build from nothing"
     assert compact.compact(run).version == 3
+
+
+@pytest.mark.chaos(
+    "compact killed at each call that writes, syncs, names or renames",
+    "the live version is whole: the old one or the new one; the same command ends with the undisturbed bytes",
+)
+@pytest.mark.parametrize("params", [IndexParams(scan="int8"), IndexParams(kind="hnsw", hnsw_m=4)], ids=["int8", "hnsw"])
+def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
+    tmp_path, params, record_property
+):
+    views, before = random_views(60, 5), Store(str(tmp_path / "before"))
+    publish_update(before, publish_random_index(Path(before.root), views, 3, params), random_views(2, 9), {"p007"})
+
+    def compact_in(store: Store) -> None:
+        sections = {"store": {"path": str(store.root)}, "resources": {"local_passages": 1000}}
+        compact.compact(RunConfig.model_validate({**sections, "index": {"name": "random", "recall_sample": 5}}))
+
+    whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
+    compact_in(whole)
+    old, new = manifest.read(before, "random"), manifest.read(whole, "random")
+    lived: list[bool] = []
+    for at in itertools.count(1):
+        store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
+        if (calls := run_and_kill(partial(compact_in, store), at)) is None:
+            break
+        assert len(calls) == at
+        live = manifest.read(store, "random")
+        assert live.content_digest() in (old.content_digest(), new.content_digest())
+        assert manifest.verify(store, live).problems == []
+        lived.append(live.version == new.version)
+        compact_in(store)
+        live = manifest.read(store, "random")
+        assert (live.version, live.shards, live.content_digest()) == (new.version, new.shards, new.content_digest())
+        assert manifest.verify(store, live).problems == [] == manifest.verify(store, old).problems
+        shutil.rmtree(store.root)
+    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
+    record_property("figures", f"killed {len(lived)} times; the new one was live after {sum(lived)}")

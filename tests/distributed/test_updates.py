@@ -49,11 +49,11 @@ def text_of(number: int) -> str:
     return f"Passage number {number} says {'little ' * (number % 7)}about {number * 37 % 101} rivers. It ends here."
 
 
-def write_rows(file: Path, contents: Mapping[str, int], deleted: set[str] = frozenset()) -> str:
+def write_rows(file: Path, contents: Mapping[str, int], deletions: set[str] = frozenset()) -> str:
     rows: list[dict] = [
         {"id": name, "title": "T", "text": text_of(number), "year": 1900 + number} for name, number in contents.items()
     ]
-    rows += [{"id": name, "delete": True} for name in sorted(deleted)]
+    rows += [{"id": name, "delete": True} for name in sorted(deletions)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
@@ -121,7 +121,7 @@ def own_run(run_over, root: Path, num_shards: int, **index) -> RunConfig:
     return run_over(root, prepare=own, index=index, resources={"local_passages": 10_000})
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.sampled_from([{"dtype": "fp32"}, {"dtype": "fp16"}, {"scan": "int8"}]), st.integers(1, 8))
 def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
     first_store, run_over, tmp_path_factory, steps, way, num_shards
@@ -215,6 +215,29 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
     assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
+@pytest.mark.parametrize("kind", ["flat", "hnsw", "faiss"])
+def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(first_store, run_over, tmp_path, kind):
+    stores: dict[str, Manifest] = {}
+    for moment in ("", "look for embeddings", "encode", "build shards"):
+        root = shutil.copytree(first_store, tmp_path / (moment or "whole") / "store")
+        store, run = Store(str(root)), own_run(run_over, root, 3, kind=kind, factory="IVF2,Flat", hnsw_m=4)
+        write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
+        build_index.index(run)
+        update(run.prepare, store, write_rows(root.parent / "changes.jsonl", {"p03": 50, "new": 51}, {"p04"}))
+
+        def interrupt(stage: str, num: int, total: int, moment: str = moment) -> None:
+            if moment and stage.startswith(moment):
+                raise KeyboardInterrupt
+
+        if moment:
+            with pytest.raises(KeyboardInterrupt):
+                build_index.index(run, interrupt)
+        stores[moment] = build_index.index(run)
+        assert manifest.verify(store, stores[moment]).problems == []
+    assert len({version.content_digest() for version in stores.values()}) == 1
+    assert any(LABELS_FILE in entry.files for entry in stores[""].shards) == (kind != "flat")
+
+
 def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, tmp_path):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)
@@ -233,8 +256,8 @@ def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(fir
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)
 
-    def change(contents: Mapping[str, int], deleted: set[str] = frozenset(), is_indexed: bool = True) -> list[str]:
-        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", contents, deleted), index="index")
+    def change(contents: Mapping[str, int], deletions: set[str] = frozenset(), is_indexed: bool = True) -> list[str]:
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", contents, deletions), index="index")
         if is_indexed:
             build_index.index(run)
         return sorted(passage.id for passage in Corpus.open(store, "corpus"))

@@ -226,7 +226,7 @@ def test_a_follower_killed_at_any_call_applies_each_file_once(tmp_path: Path, re
     states: list[bool] = []
     for at in itertools.count(1):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        command = [sys.executable, "-c", FOLLOWER, str(Path(__file__).parent), store.root, source.root, str(at)]
+        command = [sys.executable, "-c", FOLLOWER, str(Path(__file__).parents[1]), store.root, source.root, str(at)]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode == 0:
             break

@@ -5,6 +5,7 @@ S3         it is killed before the server does what a request asks for, and when
 """
 
 import itertools
+import json
 import resource
 import shutil
 import signal
@@ -14,16 +15,23 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from drafts import describe, finish_shard
+from kill_at_call import run_and_kill
 
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import StorageError
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus, read_questions, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
+from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
+from mvr_ray.types import Question
 
 FIRST = replace(describe([]), config_digest="old")
 
@@ -41,6 +49,7 @@ def publish_shard(store: Store, folder: Path) -> Manifest:
 PUBLISHER = """
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from kill_at_call import kill_at_call
@@ -58,7 +67,7 @@ manifest.publish(store, replace(live, shards=(entry,), parent=live.version, conf
 
 def publisher(store: Store, folder: Path, at: int = -1) -> subprocess.Popen:
     """The work as a process; it kills itself at call number `at` of those that change the disk, and names them all."""
-    command = [sys.executable, "-c", PUBLISHER, store.root, folder, str(at), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", PUBLISHER, store.root, folder, str(at), str(Path(__file__).parents[1])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -108,6 +117,54 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
     assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
     counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(said.splitlines()).items()))
     record_property("figures", f"killed {len(lived)} times ({counts}); the new one was live after {sum(lived)}")
+
+
+@pytest.mark.chaos(
+    "update killed at each call that writes, syncs, names or renames",
+    "the last corpus is whole: the old one or the new one; the same command ends with the undisturbed bytes",
+)
+def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_same_bytes(
+    tmp_path: Path, record_property
+):
+    rows, changes = tmp_path / "rows.jsonl", tmp_path / "changes.jsonl"
+    rows.write_text("".join(json.dumps(row(f"p{at:02d}", f"text {at}")) + "\n" for at in range(40)))
+    changed = [row("p01", "other words"), row("new", "new words"), {"id": "p02", "delete": True}]
+    changes.write_text("".join(json.dumps(one) + "\n" for one in changed))
+    cfg = PrepareConfig(corpus="corpus", num_shards=3, sources=[SourceConfig(path=str(rows))])
+    before = Store(tmp_path / "before")
+    prepare(cfg, before)
+    old = Corpus.open(before, "corpus")
+    write_questions(
+        old, "dev", [Question("q1", "who?", (), ("p03",), (), (), ()), Question("q2", "a", (), ("p02",), (), (), ())]
+    )
+    whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
+    update(cfg, whole, str(changes))
+    new = Corpus.open(whole, "corpus")
+    lived: list[bool] = []
+    for at in itertools.count(1):
+        store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
+        if (calls := run_and_kill(partial(update, cfg, store, str(changes)), at)) is None:
+            break
+        assert len(calls) == at
+        last = Corpus.open(store, "corpus")
+        assert last.digest in (old.digest, new.digest) and last.find_damage() == []
+        assert Corpus.open(store, "corpus", old.digest).find_damage() == []
+        lived.append(last.digest == new.digest)
+        update(cfg, store, str(changes))
+        again = Corpus.open(store, "corpus")
+        assert (again.info.parts, again.number) == (new.info.parts, new.number)
+        assert list(again) == list(new) and again.find_damage() == []
+        assert read_questions(again, "dev") == read_questions(new, "dev")
+        assert {file.name: file.num_bytes for file in store.stored_files(paths.corpus_dir("corpus"))}.items() >= {
+            file.name: file.num_bytes for file in whole.stored_files(paths.corpus_dir("corpus"))
+        }.items()
+        shutil.rmtree(store.root)
+    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is published, new from then on"
+    record_property("figures", f"killed {len(lived)} times; the new one was published after {sum(lived)}")
+
+
+def row(name: str, text: str) -> dict:
+    return {"id": name, "title": "t", "text": text}
 
 
 def add(store: Store, folder: Path) -> ShardEntry:

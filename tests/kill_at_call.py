@@ -4,6 +4,8 @@ import builtins
 import io
 import os
 import signal
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 CALLS = (
@@ -58,3 +60,27 @@ def kill_at_call(at: int) -> None:
     for name in CALLS:
         setattr(os, name, with_step(name))
     io.open = builtins.open = open_in_halves
+
+
+def run_and_kill(work: Callable[[], object], at: int) -> list[str] | None:
+    """Do some work in a fork of this process that kills itself at call number `at`; the names of its calls until then,
+    None where the work ended before. The work may use no threads that this process has."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.dup2(writer, 1)
+            kill_at_call(at)
+            work()
+            code = 0
+        finally:  # whatever was raised: the fork never returns into the test
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as names:
+        calls = names.read().split("\n")[:-1]
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the work failed with {code} after {len(calls)} calls"
+    return calls if code else None
