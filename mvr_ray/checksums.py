@@ -42,13 +42,12 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
-def require_format(fields: Mapping[str, Any], known: int, where: str, cure: str) -> None:
-    """Raise FormatError for a file of another format than `known`, as a newer program writes."""
+def require_format(fields: Mapping[str, Any], own: int, where: str, cure: str) -> None:
+    """Raise FormatError for a file of another format than this program's own, as a newer program writes."""
     version = fields.get(FORMAT_VERSION, 1)
-    if version != known:
+    if version != own:
         raise FormatError(
-            f"{where} has format version {version}, this program reads {known}; "
-            f"use the program that wrote it, or {cure}"
+            f"{where} has format version {version}, this program reads {own}; use the program that wrote it, or {cure}"
         )
 
 
