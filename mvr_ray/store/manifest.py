@@ -23,7 +23,7 @@ from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,8 @@ def add_shard(
 
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
-    """Return a local folder with the shard's files. Reads each, and raises DigestError where it has another digest."""
+    """Return a local folder with the shard's files. Reads each that has changed since this process read it, and raises
+    DigestError where one has another digest."""
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     for name, file in entry.files.items():
@@ -274,7 +275,7 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
 
 
 def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
-    """Return local files of words. Reads them, and raises DigestError where one has another digest."""
+    """Return local files of words, looked at as by `open_shard`."""
     return [_open_lexical_file(store, index, entry) for entry in files]
 
 
@@ -484,7 +485,7 @@ def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Prob
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+    return path.is_file() and path.stat().st_size == file.num_bytes and known_sha256_of(path) == file.sha256
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:
