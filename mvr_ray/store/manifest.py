@@ -25,7 +25,7 @@ from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -244,8 +244,8 @@ def add_shard(
 
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
-    """Return a local folder with the shard's files. Reads each, and raises DigestError where it has another digest,
-    FormatError where a newer program described the shard."""
+    """Return a local folder with the shard's files. Reads each that has changed since this process read it, and raises
+    DigestError where one has another digest, FormatError where a newer program described the shard."""
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     if (description := folder / paths.SHARD_JSON).is_file():
@@ -282,7 +282,7 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
 
 
 def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
-    """Return local files of words. Reads them, and raises DigestError where one has another digest."""
+    """Return local files of words, looked at as by `open_shard`."""
     return [_open_lexical_file(store, index, entry) for entry in files]
 
 
@@ -503,7 +503,7 @@ def _described_digest(shard_json: bytes, where: str) -> str:
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+    return path.is_file() and path.stat().st_size == file.num_bytes and known_sha256_of(path) == file.sha256
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:
