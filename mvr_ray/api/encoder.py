@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from mvr_ray.api.rows import passage_records
-from mvr_ray.config import OWN_LENGTHS, parse_run, resolve_model
+from mvr_ray.config import parse_run, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews, EncoderSpec
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import DataError
@@ -28,10 +28,9 @@ class Encoder:
 
     def __init__(self, model: str = "all-MiniLM-L6-v2", **settings: Any) -> None:
         """`model` is a folder, a Hugging Face name or `package:NAME/path`; `settings` are those of the run file's
-        `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`; where no length is given it is
-        the model's own. Raises ConfigError, EncoderError.
+        `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`. Raises ConfigError, EncoderError.
         """
-        chosen = parse_run({"encoder": {**OWN_LENGTHS, **settings, "backbone": model}}, "Encoder").encoder
+        chosen = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder").encoder
         values = chosen.model_dump()
         spec = EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
         self._encoder = DualEncoder.from_backbone(resolve_model(chosen.backbone), spec)

@@ -21,7 +21,7 @@ import yaml
 from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
-from mvr_ray.config import OWN_LENGTHS, RunConfig, load_run, parse_run
+from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
@@ -77,8 +77,7 @@ class Index:
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
         table, a Hugging Face dataset, or a path of a file or folder in any format of docs/formats.md. Rows are
         streamed. What a row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
-        name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`;
-        where they say no length, texts are read to the model's own.
+        name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
 
         An index that is there already gets a new version over these passages alone; what is unchanged is not embedded
         again, and a build that was interrupted continues. Raises ConfigError, DataError, EncoderError, ResourceError.
@@ -86,7 +85,7 @@ class Index:
         sources = rows.sources_of(passages)
         own = {name: dict(values) for name, values in (settings or {}).items()}
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
-        own["encoder"] = {**OWN_LENGTHS, **own.get("encoder", {}), "backbone": model}
+        own["encoder"] = {**own.get("encoder", {}), "backbone": model}
         given = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **given}
         run = parse_run(own, "Index.build")

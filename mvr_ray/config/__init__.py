@@ -2,7 +2,6 @@
 
 from mvr_ray.config.loader import resolve_model as resolve_model
 from mvr_ray.config.loader import resolve_path as resolve_path
-from mvr_ray.config.run import OWN_LENGTHS as OWN_LENGTHS
 from mvr_ray.config.run import AnalyzeConfig as AnalyzeConfig
 from mvr_ray.config.run import EncoderConfig as EncoderConfig
 from mvr_ray.config.run import EvaluateConfig as EvaluateConfig

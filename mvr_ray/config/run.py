@@ -188,9 +188,9 @@ class EncoderConfig(Section):
     """Text before every question, such as `query: `; null: the model's own, which an empty one turns off."""
     passage_prompt: str | None = None
     """The same before every passage, or before its title."""
-    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] | None = 64
+    max_query_tokens: Annotated[int, Field(ge=4, le=8192)] | None = None
     """Special tokens and prompt count; null: as many as the model's folder says, 8192 at most."""
-    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] | None = 256
+    max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] | None = None
     """The same of a passage. A longer passage is cut, or read in windows (`overlap_tokens`)."""
     overlap_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
     """For `snippet_means`: read a passage of more than max_passage_tokens in windows that share so many; 0: cut it."""
@@ -205,10 +205,6 @@ class EncoderConfig(Section):
     """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus."""
     seed: int = 0
     """Seeds the initial viewer embeddings."""
-
-
-OWN_LENGTHS = {"max_query_tokens": None, "max_passage_tokens": None}
-"""Settings by which a model is given texts of its own length, as the Python API does unless told otherwise."""
 
 
 class IndexConfig(Section):

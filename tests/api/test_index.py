@@ -35,6 +35,7 @@ ROWS = [
     }
     for n in range(24)
 ]
+TRANSFORMER = "sentence_transformers.models.Transformer"
 SMALL = {"prepare": {"num_shards": 3}, "encoder": {"num_views": 3, "max_passage_tokens": 64}}
 
 
@@ -139,7 +140,7 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     sections = {
         "store": {"path": str(store)},
         "prepare": {**SMALL["prepare"], "fields": {"opened": "date", "year": "int"}, "sources": [str(source)]},
-        "encoder": {"max_query_tokens": None, **SMALL["encoder"], "backbone": str(tiny_backbone)},
+        "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
     }
     run_file.write_text(json.dumps(sections))
     for stage in ("prepare", "index"):
@@ -156,6 +157,30 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     for index in (own, other):
         hits = index.search("who built tower 7?", k=3)
         assert [(hit.id, hit.score, hit.view) for hit in hits] == [(h["id"], h["score"], h["view"]) for h in shown]
+
+
+def test_a_run_file_and_python_read_as_much_of_a_text_as_the_model_says_and_leave_the_same_bytes(
+    tiny_backbone: Path, tmp_path: Path
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_backbone, model)
+    (model / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}]))
+    (model / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 300}))
+    source = tmp_path / "long.jsonl"
+    texts = [f"The tower of town {n} leans. " * 100 for n in range(4)]
+    source.write_text("".join(json.dumps({"id": f"p{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
+    run_file = tmp_path / "run.yaml"
+    sections = {"store": {"path": str(tmp_path / "commands")}, "prepare": {"sources": [str(source)]}}
+    run_file.write_text(json.dumps({**sections, "encoder": {"backbone": str(model)}}))
+    for stage in ("prepare", "index"):
+        with pytest.raises(SystemExit) as ended:
+            main([stage, str(run_file)])
+        assert not ended.value.code
+    own, other = Index.build(source, str(model), tmp_path / "python"), Index.open(run_file)
+    assert shard_digests(own) == shard_digests(other)
+    assert own.manifest.encoder_fingerprint == other.manifest.encoder_fingerprint == Encoder(str(model)).fingerprint
+    spec = own.encoder._encoder.spec
+    assert (spec.max_query_tokens, spec.max_passage_tokens) == (300, 300)
 
 
 def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: Index, tiny_backbone: Path):

@@ -65,8 +65,8 @@ class EncoderSpec:
     use_title: bool = True
     query_prompt: str | None = None
     passage_prompt: str | None = None
-    max_query_tokens: int | None = 64
-    max_passage_tokens: int | None = 256
+    max_query_tokens: int | None = None
+    max_passage_tokens: int | None = None
     overlap_tokens: int = 0
     truncate_dim: int | None = None
     normalize: bool = True

@@ -23,6 +23,7 @@ Array = TypeVar("Array")
 
 CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them then costs no memory traffic
 GPU_STEP = 131072
+GATHER_SHARE = 0.15
 
 
 class Candidates(NamedTuple):
@@ -76,6 +77,8 @@ class Kernel(Protocol[Array, Queries]):
     vectors_per_step: int
     threads: int
     """How many of the kernel's calls may run side by side, each for a share of the steps."""
+    gather_share: float
+    """Of a step's passages: where fewer pass a filter, copying theirs together costs less than passing over others."""
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Copy host rows to the device, in their own dtype."""
@@ -127,6 +130,7 @@ class NumpyKernel:
 
     vectors_per_step = CPU_STEP
     threads = 1
+    gather_share = GATHER_SHARE
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
@@ -152,7 +156,16 @@ class NumpyKernel:
         error_Q: FloatArray,
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
-        best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
+        return self.select(queries, self.best_views(queries.queries_QD, ready, counts_P, uniform), error_Q, mask_P)
+
+    def select(
+        self,
+        queries: PlainQueries[FloatArray],
+        best_QP: FloatArray,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
+    ) -> Candidates:
+        """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
         error_Q1 = error_Q[:, None].astype(np.float32)
         upper_QP = best_QP + error_Q1
         inside_QP = upper_QP >= queries.low_QK[:, -1:]
@@ -189,6 +202,7 @@ class TorchKernel:
     """Torch on a CPU or a GPU. It has threads of its own."""
 
     threads = 1
+    gather_share = GATHER_SHARE
 
     def __init__(self, device: str = "cpu") -> None:
         import torch

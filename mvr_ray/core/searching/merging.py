@@ -43,15 +43,13 @@ def merge(per_shard: Sequence[tuple[int, ShardHits]], k: int, ids_of: IdsOf) -> 
     sizes = {len(hits.rows_QK) for _, hits in per_shard}
     if len(sizes) > 1:
         raise ShardIndexError(f"shards answered different numbers of queries, {sorted(sizes)}; ask all the same ones")
-    empty_QK = np.empty((max(sizes, default=0), 0))
-    score_QM = np.concatenate([empty_QK.astype(np.float32), *(hits.scores_QK for _, hits in per_shard)], axis=1)
+    wanting = max(k + 1 - sum(hits.rows_QK.shape[1] for _, hits in per_shard), 0)
+    none_QK = np.full((max(sizes, default=0), wanting), -1, np.int16)
+    scores = (hits.scores_QK for _, hits in per_shard)
+    score_QM = np.concatenate([*scores, np.full(none_QK.shape, -np.inf, np.float32)], axis=1)
     passages = (np.where(hits.rows_QK >= 0, hits.rows_QK + start, -1) for start, hits in per_shard)
-    passage_QM = np.concatenate([empty_QK.astype(np.int64), *passages], axis=1)
-    view_QM = np.concatenate([empty_QK.astype(np.int16), *(hits.views_QK for _, hits in per_shard)], axis=1)
-    if score_QM.shape[1] <= k:
-        wider = ((0, 0), (0, k + 1 - score_QM.shape[1]))
-        score_QM = np.pad(score_QM, wider, constant_values=-np.inf)
-        passage_QM, view_QM = (np.pad(column_QM, wider, constant_values=-1) for column_QM in (passage_QM, view_QM))
+    passage_QM = np.concatenate([*passages, none_QK.astype(np.int64)], axis=1)
+    view_QM = np.concatenate([*(hits.views_QK for _, hits in per_shard), none_QK], axis=1)
     order_QM = np.argsort(-score_QM, axis=1, kind="stable")  # each shard's list is a sorted run: little is left to do
     if len(per_shard) > 1:  # within a shard ties stand in order of id already
         sorted_QM = np.take_along_axis(score_QM, order_QM[:, : k + 1], axis=1)

@@ -46,12 +46,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import Candidates, Coarse, NumpyKernel
+from mvr_ray.core.searching.kernels import GATHER_SHARE, Candidates, Coarse, NumpyKernel, PlainQueries
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 4
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 5
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
@@ -104,9 +104,7 @@ def library() -> ctypes.CDLL | None:
     loops.mvr_max_norm.restype = ctypes.c_float
     loops.mvr_max_residual.argtypes = [whole, at, long, whole]
     loops.mvr_max_residual.restype = ctypes.c_float
-    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
-    loops.mvr_rescore.restype = None
-    return loops
+    return _with_rescore(loops)
 
 
 @functools.cache
@@ -116,10 +114,17 @@ def library_avx2() -> ctypes.CDLL | None:
     if loops is None or not loops.mvr_supported_avx2():
         return None
     whole, long, at = _C_TYPES
-    loops.mvr_best_views.argtypes = [whole, at, at, at, long, whole, at, whole, at]
+    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, whole, at]
     loops.mvr_best_views.restype = None
     loops.mvr_max_norm_avx2.argtypes = [whole, at, at, long, whole]
     loops.mvr_max_norm_avx2.restype = ctypes.c_float
+    return _with_rescore(loops)
+
+
+def _with_rescore(loops: ctypes.CDLL) -> ctypes.CDLL:
+    whole, long, at = _C_TYPES
+    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
+    loops.mvr_rescore.restype = None
     return loops
 
 
@@ -177,6 +182,7 @@ class NativeKernel:
     """Runs the loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     vectors_per_step = STEP
+    gather_share = GATHER_SHARE
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
         """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""
@@ -290,6 +296,7 @@ class Avx2Kernel(NumpyKernel):
     """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
     vectors_per_step = STEP
+    gather_share = 0.0
 
     def __init__(self, threads: int | None = None) -> None:
         loops = library_avx2()
@@ -305,14 +312,41 @@ class Avx2Kernel(NumpyKernel):
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_norm_avx2(kind, _address(ready.rows_ND), _address(ready.scale_N), count, dimension)
 
+    def candidates(
+        self,
+        queries: PlainQueries[FloatArray],
+        ready: NativeRows,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
+    ) -> Candidates:
+        """As of other kernels; vectors outside the mask are not read."""
+        if mask_P is None:
+            return super().candidates(queries, ready, counts_P, uniform, error_Q)
+        passing_M = np.flatnonzero(mask_P)
+        best_QM = self.best_views(queries.queries_QD, ready, counts_P, uniform, passing_M)
+        candidates = self.select(queries, best_QM, error_Q)
+        return candidates._replace(passage_M=passing_M[candidates.passage_M])
+
     def best_views(
-        self, queries_QD: FloatArray, ready: NativeRows, counts_P: IntArray, uniform: int
+        self,
+        queries_QD: FloatArray,
+        ready: NativeRows,
+        counts_P: IntArray,
+        uniform: int,
+        passing_M: IntArray | None = None,
     ) -> NDArray[np.float32]:
+        """Compute best_QP, each passage's best inner product; of the passages at `passing_M` alone, best_QM."""
         counts_P, queries_QD = np.ascontiguousarray(counts_P, np.int64), np.ascontiguousarray(queries_QD, np.float32)
+        first_P = np.cumsum(counts_P) - counts_P
+        if passing_M is not None:
+            first_P, counts_P = first_P[passing_M], counts_P[passing_M]
         best_QP = np.empty((len(queries_QD), len(counts_P)), np.float32)
         self.loops.mvr_best_views(
-            KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N), _address(counts_P),
-            len(counts_P), queries_QD.shape[1], _address(queries_QD), len(queries_QD), _address(best_QP),
+            KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N), _address(first_P),
+            _address(counts_P), len(counts_P), queries_QD.shape[1], _address(queries_QD), len(queries_QD),
+            _address(best_QP),
         )  # fmt: skip
         return best_QP
 
@@ -320,7 +354,9 @@ class Avx2Kernel(NumpyKernel):
 def rescores(block: EmbeddingBlock) -> bool:
     """Whether the compiled loops can score this block's passages."""
     vectors_ND = block.vectors_ND
-    return vectors_ND.dtype in (np.float32, np.float16) and vectors_ND.flags.c_contiguous and library() is not None
+    if vectors_ND.dtype not in (np.float32, np.float16) or not vectors_ND.flags.c_contiguous:
+        return False
+    return (library() or library_avx2()) is not None
 
 
 def rescore(
@@ -332,7 +368,7 @@ def rescore(
     view_M: NDArray[np.int16],
 ) -> None:
     """Fill `score_M` and `view_M` with the scores of `exact`, to the last bit."""
-    loops = library()
+    loops = library() or library_avx2()
     assert loops is not None, "ask `rescores` first"
     dimension, wide = queries_QD.shape[1], np.zeros(queries_QD.size + 8)
     wide[: queries_QD.size] = queries_QD.ravel()

@@ -843,38 +843,18 @@ INLINE float exact_score(const int kind, const void *rows, int64_t start, const 
     return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
 }
 
-/* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
-   passages; the lowest view number wins a tie. Queries are float64, with 8 values to spare; so are `terms`, of D. */
-FAST void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
-                      const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
-                      float *score_M, int16_t *view_M, double *terms) {
-    const unsigned state = _mm_getcsr();
-    _mm_setcsr(PLAIN_STATE);
-    for (int64_t m = 0; m < count; m++) {
-        const double *query = queries_QD + query_M[m] * dimension;
-        const int64_t line = (int64_t)dimension * (kind == FLOAT32 ? 4 : 2);
-        const char *next = (const char *)rows + row_ptr[row_M[m + 1 < count ? m + 1 : m]] * line;
-        float best = -INFINITY;
-        int16_t view = INT16_MAX;
-        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
-            for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-            const float score = kind == FLOAT32 ? exact_score(FLOAT32, rows, n * dimension, query, dimension, terms)
-                                                : exact_score(FLOAT16, rows, n * dimension, query, dimension, terms);
-            if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
-            if (score > best) best = score;
-        }
-        score_M[m] = best;
-        view_M[m] = view;
-    }
-    _mm_setcsr(state);
+FAST static float exact_score_avx512(int kind, const void *rows, int64_t start, const double *query, int dimension,
+                                     double *terms) {
+    return kind == FLOAT32 ? exact_score(FLOAT32, rows, start, query, dimension, terms)
+                           : exact_score(FLOAT16, rows, start, query, dimension, terms);
 }
 
 #define SHORTER __attribute__((target("avx2,fma,f16c")))
 
-/* Whether the two functions below may be called. */
+/* Whether the functions below may be called. */
 int mvr_supported_avx2(void) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 /* Eight values in float32. */
@@ -914,36 +894,36 @@ SHORTER static inline __attribute__((always_inline)) float row_product(const int
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-SHORTER static inline __attribute__((always_inline)) void best_views(const int kind, const char *row,
-                                                                     const float *scale_N, const int64_t *count_P,
-                                                                     int64_t passages, int dimension,
-                                                                     const float *queries_QD, int queries,
-                                                                     float *best_QP) {
+SHORTER static inline __attribute__((always_inline)) void best_views(const int kind, const char *rows,
+                                                                     const float *scale_N, const int64_t *first_P,
+                                                                     const int64_t *count_P, int64_t passages,
+                                                                     int dimension, const float *queries_QD,
+                                                                     int queries, float *best_QP) {
     const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
     for (int64_t p = 0; p < passages; p++) {
+        const char *row = rows + first_P[p] * stride;
         for (int q = 0; q < queries; q++) {
             float best = -INFINITY;
             for (int64_t v = 0; v < count_P[p]; v++) {
                 float score = row_product(kind, row + v * stride, queries_QD + (int64_t)q * dimension, dimension);
-                if (kind == INT8) score *= scale_N[v];
+                if (kind == INT8) score *= scale_N[first_P[p] + v];
                 best = score > best ? score : best;
             }
             best_QP[q * passages + p] = best;
         }
-        row += count_P[p] * stride;
-        if (kind == INT8) scale_N += count_P[p];
     }
 }
 
-/* The best inner product of each passage's rows with each query, in float32. */
-SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *count_P, int64_t passages,
-                            int dimension, const float *queries_QD, int queries, float *best_QP) {
+/* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. */
+SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
+                            const int64_t *count_P, int64_t passages, int dimension, const float *queries_QD,
+                            int queries, float *best_QP) {
     if (kind == FLOAT32)
-        best_views(FLOAT32, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
     else if (kind == FLOAT16)
-        best_views(FLOAT16, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(FLOAT16, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
     else
-        best_views(INT8, rows, scale_N, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
 }
 
 /* The same as `mvr_max_norm`. */
@@ -960,6 +940,54 @@ SHORTER float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N
     }
     return most;
 }
+
+/* As `exact_score`. */
+SHORTER static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
+                                      double *terms) {
+    const char *row = (const char *)rows + start * (kind == FLOAT32 ? 4 : 2);
+    int d = 0;
+    for (; d + 8 <= dimension; d += 8) {
+        const __m256 eight = kind == FLOAT32 ? load_eight(FLOAT32, row + d * 4) : load_eight(FLOAT16, row + d * 2);
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(eight));
+        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(eight, 1));
+        _mm256_storeu_pd(terms + d, _mm256_mul_pd(_mm256_loadu_pd(query + d), low));
+        _mm256_storeu_pd(terms + d + 4, _mm256_mul_pd(_mm256_loadu_pd(query + d + 4), high));
+    }
+    for (; d < dimension; d++)
+        terms[d] = query[d] * (kind == FLOAT32 ? ((const float *)row)[d] : _cvtsh_ss(((const uint16_t *)row)[d]));
+    for (int left = dimension, half; left > 1; left = half) {
+        half = (left + 1) / 2;
+        for (int t = 0; t < left - half; t++) terms[t] += terms[half + t];
+    }
+    return dimension ? (float)(terms[0] + 0.0) : 0;
+}
+
+/* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
+   passages; the lowest view number wins a tie. Queries are float64, with 8 values to spare; so are `terms`, of D. */
+void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
+                 const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M, float *score_M,
+                 int16_t *view_M, double *terms) {
+    const unsigned state = _mm_getcsr();
+    const int wide = mvr_supported();
+    _mm_setcsr(PLAIN_STATE);
+    for (int64_t m = 0; m < count; m++) {
+        const double *query = queries_QD + query_M[m] * dimension;
+        const int64_t line = (int64_t)dimension * (kind == FLOAT32 ? 4 : 2);
+        const char *next = (const char *)rows + row_ptr[row_M[m + 1 < count ? m + 1 : m]] * line;
+        float best = -INFINITY;
+        int16_t view = INT16_MAX;
+        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
+            for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+            const float score = wide ? exact_score_avx512(kind, rows, n * dimension, query, dimension, terms)
+                                     : exact_score_avx2(kind, rows, n * dimension, query, dimension, terms);
+            if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
+            if (score > best) best = score;
+        }
+        score_M[m] = best;
+        view_M[m] = view;
+    }
+    _mm_setcsr(state);
+}
 #else
 int mvr_supported(void) { return 0; }
 int mvr_supported_avx2(void) { return 0; }
@@ -968,4 +996,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
-int mvr_interface(void) { return 4; }
+int mvr_interface(void) { return 5; }

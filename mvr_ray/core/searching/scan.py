@@ -29,8 +29,8 @@ coarse products save: the step is undone, the lower bounds being what they were 
 fine.
 
 **Filters.** A mask says which passages may be found. The others are passed over before a lower bound is raised: L is
-then the k-th largest among those that pass, and the reasoning above holds for them alone. Of a step where few pass,
-their vectors are copied together and these alone are multiplied.
+then the k-th largest among those that pass, and the reasoning above holds for them alone. Where few of a step
+pass, their vectors alone are multiplied: read in place, or copied together first, as the kernel can.
 
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
 of all threads is a lower bound for the whole.
@@ -42,10 +42,12 @@ Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension
 """
 
 import copy
+import functools
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple
 
@@ -61,7 +63,6 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-GATHER_SHARE = 0.15  # of a step's passages: where fewer pass a filter, copying theirs costs less than multiplying all
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
@@ -111,16 +112,17 @@ class StepPart(NamedTuple):
         return len(self.step.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
-def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_]) -> StepPart | None:
-    """What of a step passes a mask over the rows of the shard; None where nothing does."""
+def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_share: float) -> StepPart | None:
+    """What of a step passes a mask over the rows of the shard; None where nothing does. Where less than `gather_share`
+    does, these passages alone."""
     own_P = mask_P[step.row_P]
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
         return StepPart(number, step)
-    if num_passing > GATHER_SHARE * len(own_P):
-        return StepPart(number, step, own_P)
     if not num_passing:
         return None
+    if num_passing > gather_share * len(own_P):
+        return StepPart(number, step, own_P)
     vectors_M = np.flatnonzero(np.repeat(own_P, step.counts_P))
     return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
 
@@ -160,7 +162,7 @@ class Scan(Generic[Array, Queries]):
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
     ) -> None:
-        self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
+        self.table = BlockTable(blocks, use_native=type(kernel) is not NumpyKernel)
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
@@ -209,7 +211,7 @@ class Scan(Generic[Array, Queries]):
             return [StepPart(number, step) for number, step in enumerate(self.steps)]
         if mask_P.shape != (self.table.num_passages,):
             raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.table.num_passages} passages")
-        parts = (passing_part(number, step, mask_P) for number, step in enumerate(self.steps))
+        parts = (passing_part(number, step, mask_P, self.kernel.gather_share) for number, step in enumerate(self.steps))
         return [part for part in parts if part is not None]
 
     def _by_threads(
@@ -223,10 +225,14 @@ class Scan(Generic[Array, Queries]):
         others = min(self.kernel.threads, len(steps)) - 1
         if others < 1:
             return [self._scan(parts, limit, todo)]
-        with ThreadPoolExecutor(others) as pool:
-            helping = [pool.submit(self._scan, parts, limit, todo) for _ in range(others)]
+        helping = [_pool().submit(self._scan, parts, limit, todo) for _ in range(others)]
+        try:
             own = self._scan(parts, limit, todo)
-        return [own, *(other.result() for other in helping)]
+        finally:
+            todo.clear()
+            begun = [other for other in helping if not other.cancel()]
+            wait(begun)
+        return [own, *(other.result() for other in begun)]
 
     def _scan(
         self, parts: Sequence[FloatArray], limit: int, todo: deque[StepPart]
@@ -264,8 +270,7 @@ class Scan(Generic[Array, Queries]):
             return [self.table.rescore(queries_QD, pairs)]
         edges = [part * count // threads for part in range(threads + 1)]
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(lambda part: self.table.rescore(queries_QD, part), parts))
+        return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
 
     def _gather(self, number: int, vectors_M: IntArray) -> tuple[Array, Array | None]:
         """Some vectors of a step, or their codes with scales, on the kernel's device."""
@@ -424,6 +429,15 @@ class QueryBatch(Generic[Array, Queries]):
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
         self.scan_of.kernel.restart(self.queries, low_QK)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """The threads that help with scans, kept for the next ones: to start them takes longer than a small scan."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mvr_ray-scan")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads stay behind
 
 
 def _take(todo: deque[StepPart]) -> Iterator[StepPart]:
