@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import DataError, DigestError, FormatError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import Store, finished_file, known_sha256_of, sha256_of
@@ -33,6 +33,7 @@ from mvr_ray.types import Passage, Question
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
+_OTHER_NAME = "set prepare.corpus to another name and prepare again"
 DELETED_IDS = b"deleted_ids"
 _TITLES_READ = 8192
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
@@ -147,11 +148,7 @@ class CorpusInfo:
     def from_json(cls, data: bytes, where: str) -> Self:
         fields = _parse_json(data, where)
         try:
-            if fields["format_version"] != FORMAT_VERSION:
-                raise FormatError(
-                    f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
-                    f"use the program that wrote it, or set prepare.corpus to another name and prepare again"
-                )
+            require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
             change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
@@ -170,6 +167,7 @@ class SetInfo:
     num_questions: int
     num_bytes: int
     sha256: str
+    format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
         return _to_json(asdict(self))
@@ -177,6 +175,7 @@ class SetInfo:
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
         fields = _parse_json(data, where)
+        require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
         try:
             return cls(**fields)
         except TypeError as error:
