@@ -226,7 +226,8 @@ class History:
         match what:
             case "compact":
                 shards = [
-                    compact_one(store.address, live, one) if paths.CHANGES in one.files else one for one in live.shards
+                    compact_one(store.address, live, one).entry if paths.CHANGES in one.files else one
+                    for one in live.shards
                 ]
                 next_version = dataclasses.replace(live, parent=live.version, shards=tuple(shards))
                 self._acknowledge(manifest.publish(store, next_version))

@@ -145,7 +145,7 @@ class Stingy(ApproximateIndex):
 
     kind, num_known, largest = "stingy", 20, 10**9
 
-    def nearest(self, queries_QD, fetch):
+    def nearest_labels(self, queries_QD, fetch):
         number_F = np.arange(fetch)
         return np.tile(np.where(number_F < self.num_known, number_F, -1), (len(queries_QD), 1))
 
@@ -157,7 +157,7 @@ class Stingy(ApproximateIndex):
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_what_the_index_cannot_find_is_scanned(shard, queries, check_exact, num_known, largest, k, num_queries):
     blocks = shard(6, 40)
-    index = Stingy(blocks)
+    index = Stingy(blocks, Path())
     index.num_known, index.largest = num_known, largest
     hits = index.search(queries(6, num_queries), k)
     reach = min(num_known, largest)
@@ -179,7 +179,7 @@ def test_a_beam_holds_as_many_passages_as_it_shall_or_all_within_reach(
     shard, queries, num_known, largest, k, beam, first_fetch
 ):
     blocks = shard(6, 40)
-    index = Stingy(blocks)
+    index = Stingy(blocks, Path())
     index.num_known, index.largest, index.beam_passages, index.first_fetch = num_known, largest, beam, first_fetch
     pairs, unlucky_Q = index._candidates(queries(6, 2), k)
     reached = int(np.searchsorted(index.ends, min(num_known, largest, index.num_vectors) - 1, side="right")) + 1
