@@ -1,6 +1,7 @@
-"""Add a checksum to what is written, and find damage by it before anything is parsed.
+"""Add a checksum to what is written, and find damage by it before anything is parsed; refuse newer formats.
 
-JSON              its last field `checksum`: the sha256 of all other fields as canonical JSON
+JSON              its last field `checksum`: the sha256 of all other fields as canonical JSON; `format_version`, which
+                  the first programs did not write into every file: a file without it has format 1
 unfinished work   its last 72 bytes: `sha256: `, and the hex digits of the sha256 of all bytes before them
 """
 
@@ -10,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mvr_ray.errors import DigestError, StorageError
+from mvr_ray.errors import DigestError, FormatError, StorageError
 
 CHECKSUM = "checksum"
+FORMAT_VERSION = "format_version"
 _MARK = b"sha256: "
 _TRAILER_BYTES = len(_MARK) + 64
 _READ_BYTES = 1 << 20
@@ -38,6 +40,15 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     if checksum is not None and checksum != _canonical_digest(fields):
         raise DigestError(f"{where} is damaged (its checksum is not {checksum!r})")
     return fields
+
+
+def require_format(fields: Mapping[str, Any], own: int, where: str, cure: str) -> None:
+    """Raise FormatError for a file of another format than this program's own, as a newer program writes."""
+    version = fields.get(FORMAT_VERSION, 1)
+    if version != own:
+        raise FormatError(
+            f"{where} has format version {version}, this program reads {own}; use the program that wrote it, or {cure}"
+        )
 
 
 def with_trailer(data: bytes) -> bytes:

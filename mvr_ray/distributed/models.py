@@ -13,7 +13,7 @@ refuses one that is not what the driver has.
 import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.stored_model import StoredModel
@@ -33,6 +34,8 @@ from mvr_ray.store.files import Store
 
 AnyModel = TypeVar("AnyModel")
 M = TypeVar("M", bound=TaskModel)
+LATEST_FORMAT = 1
+"""The format of `latest.json`."""
 _FULL = f"os error {errno.ENOSPC}"
 """How libraries in Rust say that a disk is full."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -75,15 +78,16 @@ def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddre
     """The model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
     store, what = Store(run.store.path), kind.model.what
     name, _, fingerprint = address.partition("/")
-    newest = latest_fingerprint(store, kind, name) if re.fullmatch(r"[\w.-]+", name) else None
+    is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.room, name))
     kept = []
-    if newest:
+    if is_stored:
         kept = [entry for entry in store.list(paths.models_dir(kind.room, name)) if not entry.endswith(".json")]
-    if newest and (fingerprint or newest) in kept:
-        return ModelAddress(store.address, paths.model_dir(kind.room, name, fingerprint or newest), "")
+        fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))
+    if fingerprint in kept:
+        return ModelAddress(store.address, paths.model_dir(kind.room, name, fingerprint), "")
     if address.startswith("package:") or Path(address).expanduser().is_dir():
         return ModelAddress(store.address, "", str(resolve_path(address).absolute()))
-    if newest:
+    if is_stored:
         raise MissingInputError(
             f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
             f"name one of these in {kind.setting}, or {name} for the newest"
@@ -125,9 +129,25 @@ def open_model(
 
 
 def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | None:
-    """Fingerprint of the model of this name that was trained last, None where none was."""
+    """Fingerprint of the model of this name that was trained last, None where none was.
+
+    Raises FormatError for a record of a newer program, StorageError for a damaged one.
+    """
     path = paths.latest_model(kind.room, name)
-    return json.loads(store.read_bytes(path))["fingerprint"] if store.exists(path) else None
+    if not store.exists(path):
+        return None
+    where = store.where(path)
+    record = parse_json(store.read_bytes(path), where)
+    require_format(record, LATEST_FORMAT, where, f"name one by its fingerprint in {kind.setting}")
+    if "fingerprint" not in record:
+        raise StorageError(f"{where} is damaged (it has no fingerprint); train the {kind.model.what} again")
+    return record["fingerprint"]
+
+
+def record_latest(store: Store, kind: ModelKind[Any], name: str, record: Mapping[str, Any]) -> None:
+    """Name a model the newest of its name; `record` is its fingerprint and what was measured."""
+    fields = json_with_checksum({**record, FORMAT_VERSION: LATEST_FORMAT})
+    store.write_bytes(paths.latest_model(kind.room, name), (json.dumps(fields, indent=1) + "\n").encode())
 
 
 def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel) -> str:

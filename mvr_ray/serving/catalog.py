@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import MissingInputError, MvrRayError, PublishConflictError, StorageError
+from mvr_ray.errors import FormatError, MissingInputError, MvrRayError, PublishConflictError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail, VersionInfo
@@ -222,7 +222,11 @@ class _PublishJob:
             raise _not_whole(field, f"its embeddings have {says.format(*counts)}, not {says.format(*expected)}")
 
     def _check_files(self, part: Manifest, field: str) -> None:
-        for problem in manifests.verify(self.store, part).problems:
+        try:
+            problems = manifests.verify(self.store, part).problems
+        except FormatError as error:
+            raise _not_whole(field, str(error)) from None
+        for problem in problems:
             raise _not_whole(field, f"{problem.path} {problem.reason}")
 
     def _check_sources(self) -> None:

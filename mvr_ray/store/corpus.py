@@ -13,7 +13,6 @@ checksum.
 import bisect
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -24,21 +23,19 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import DataError, DigestError, FormatError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.errors import DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.fields import ARROW_TYPES
-from mvr_ray.store.files import Store, finished_file, sha256_of
+from mvr_ray.store.files import Store, finished_file, known_sha256_of, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
+_OTHER_NAME = "set prepare.corpus to another name and prepare again"
 DELETED_IDS = b"deleted_ids"
 _TITLES_READ = 8192
-_DIGESTS: dict[tuple[str, int, int, int], str] = {}
-"""sha256 of the part files that this process has read: encoding opens a corpus anew for every chunk of a part."""
-_READING = threading.Lock()
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 QUESTION_SCHEMA = pa.schema(
     [
@@ -151,11 +148,7 @@ class CorpusInfo:
     def from_json(cls, data: bytes, where: str) -> Self:
         fields = _parse_json(data, where)
         try:
-            if fields["format_version"] != FORMAT_VERSION:
-                raise FormatError(
-                    f"{where} has format version {fields['format_version']}, this program reads {FORMAT_VERSION}; "
-                    f"use the program that wrote it, or set prepare.corpus to another name and prepare again"
-                )
+            require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
             change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
@@ -174,6 +167,7 @@ class SetInfo:
     num_questions: int
     num_bytes: int
     sha256: str
+    format_version: int = FORMAT_VERSION
 
     def to_json(self) -> bytes:
         return _to_json(asdict(self))
@@ -181,6 +175,7 @@ class SetInfo:
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
         fields = _parse_json(data, where)
+        require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
         try:
             return cls(**fields)
         except TypeError as error:
@@ -487,15 +482,7 @@ CorpusFile = PartInfo | ChangesInfo | SetInfo
 
 
 def _is_whole(path: Path, info: CorpusFile) -> bool:
-    """Whether a file has its digest; a process reads it once, and again when the file has changed."""
-    if not path.is_file():
-        return False
-    stat = path.stat()
-    key = str(path.absolute()), stat.st_ino, stat.st_mtime_ns, stat.st_size
-    with _READING:
-        if key not in _DIGESTS:
-            _DIGESTS[key] = sha256_of(path)
-        return _DIGESTS[key] == info.sha256
+    return path.is_file() and known_sha256_of(path) == info.sha256
 
 
 def passage_schema(fields: Mapping[str, str]) -> pa.Schema:

@@ -23,8 +23,13 @@ from mvr_ray.store.scratch import scratch_folder
 
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
+DIGESTS_KEPT = 1 << 14
+SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
 FIRST_PAUSE_S = 0.1
+
+
+_DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
 class StoredFile(NamedTuple):
@@ -388,6 +393,23 @@ def sha256_of(path: Path) -> str:
         while piece := file.read(HASH_CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def known_sha256_of(path: Path) -> str:
+    """As `sha256_of`, but a process reads a file once, and again where its inode, time or size is another.
+
+    A file that changed a moment ago is read each time: it could change again within one tick of its time.
+    """
+    stat = path.stat()
+    key = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
+    if key in _DIGESTS:
+        return _DIGESTS[key]
+    digest = sha256_of(path)
+    if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+        while len(_DIGESTS) >= DIGESTS_KEPT:
+            _DIGESTS.pop(next(iter(_DIGESTS)), None)
+        _DIGESTS[key] = digest
+    return digest
 
 
 def make_read_only(path: Path) -> None:

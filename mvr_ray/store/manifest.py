@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from mvr_ray.checksums import FORMAT_VERSION as FORMAT_KEY
+from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 DIGEST_HEX = 32
+_ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
 """The operation of a version that has an earlier one's content."""
 
@@ -171,7 +174,7 @@ class Manifest:
         if format_version != FORMAT_VERSION:
             raise ManifestError(
                 f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}; "
-                f"use the program that wrote it, or roll back: mvr-ray versions CONFIG rollback N"
+                f"use the program that wrote it, or {_ROLL_BACK}"
             )
         if digest_of(fields) != digest:
             raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
@@ -215,33 +218,38 @@ def add_shard(
     """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
 
     `entries` describes files that were found whole before and are not read again.
-    A shard there under that name with other bytes is damaged; its files are replaced by the given ones.
+    A shard there under that name with other bytes is damaged; its files are replaced by the given ones. Raises
+    FormatError, and changes nothing, where a newer program described it.
     """
     (folder / paths.SHARD_JSON).unlink(missing_ok=True)
     files_by_name = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {n: (entries or {}).get(n) or FileEntry(p.stat().st_size, sha256_of(p)) for n, p in files_by_name.items()}
     description = {**meta._asdict(), "files": {name: dataclasses.asdict(file) for name, file in files.items()}}
     digest = digest_of(description)[:DIGEST_HEX]
-    shard_json = (json.dumps(description, indent=1) + "\n").encode()
+    shard_json = (json.dumps(json_with_checksum({**description, FORMAT_KEY: FORMAT_VERSION}), indent=1) + "\n").encode()
     entry = ShardEntry(meta.shard, digest, meta.num_passages, meta.num_vectors, files)
     path = paths.shard_dir(index, digest)
     if store.exists(path):
         store.touch(path)
+        is_described = store.exists(f"{path}/{paths.SHARD_JSON}") and not _check_description(store, index, entry)
         for problem in _check_shard(store, index, entry).problems:
             log.warning(
                 "shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, problem.path, problem.reason
             )
             store.put_file(folder / problem.path.removeprefix(f"{path}/"), problem.path)
-        if not store.exists(f"{path}/{paths.SHARD_JSON}") or _check_description(store, index, entry):
+        if not is_described:
             store.write_bytes(f"{path}/{paths.SHARD_JSON}", shard_json)
     store.upload_dir(folder, path, {paths.SHARD_JSON: shard_json})
     return entry
 
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
-    """Return a local folder with the shard's files. Reads each, and raises DigestError where it has another digest."""
+    """Return a local folder with the shard's files. Reads each that has changed since this process read it, and raises
+    DigestError where one has another digest, FormatError where a newer program described the shard."""
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
+    if (description := folder / paths.SHARD_JSON).is_file():
+        _described_digest(description.read_bytes(), str(description))
     for name, file in entry.files.items():
         path = folder / name
         if not store.is_local and path.is_file() and not _equals(path, file):
@@ -274,7 +282,7 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
 
 
 def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
-    """Return local files of words. Reads them, and raises DigestError where one has another digest."""
+    """Return local files of words, looked at as by `open_shard`."""
     return [_open_lexical_file(store, index, entry) for entry in files]
 
 
@@ -474,17 +482,28 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
 
 
 def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Problem]:
-    """Compare the shard's description, where it is there, with the digest that names the shard's folder."""
+    """Compare the shard's description, where it is there, with the digest that names the shard's folder. Raises
+    FormatError where a newer program wrote it."""
     path = f"{paths.shard_dir(index, entry.digest)}/{paths.SHARD_JSON}"
+    if not store.exists(path) or _described_digest(store.read_bytes(path), store.where(path)) == entry.digest:
+        return []
+    return [Problem(entry.shard, path, f"does not describe the shard of digest {entry.digest}")]
+
+
+def _described_digest(shard_json: bytes, where: str) -> str:
+    """The digest of what a shard's description says, without its format: that of the shard's folder. It is empty for a
+    damaged one. Raises FormatError for one of a newer program."""
     try:
-        same = not store.exists(path) or digest_of(json.loads(store.read_bytes(path)))[:DIGEST_HEX] == entry.digest
-    except ValueError:
-        same = False
-    return [] if same else [Problem(entry.shard, path, f"does not describe the shard of digest {entry.digest}")]
+        fields = parse_json(shard_json, where)
+    except StorageError:
+        return ""
+    require_format(fields, FORMAT_VERSION, where, _ROLL_BACK)
+    fields.pop(FORMAT_KEY, None)
+    return digest_of(fields)[:DIGEST_HEX]
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+    return path.is_file() and path.stat().st_size == file.num_bytes and known_sha256_of(path) == file.sha256
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:

@@ -8,6 +8,7 @@ changed is the next publication, which names the parts. Corpora that index versi
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from mvr_ray.store.corpus import (
     corpus_digest,
     publications,
     put_questions,
+    question_set,
     question_sets,
     read_questions,
     write_passages,
@@ -399,10 +401,20 @@ def _publish(corpus: Corpus) -> None:
 
 
 def _require_readable(cfg: PrepareConfig, store: Store) -> None:
-    """Raise FormatError where a newer program made the last corpus: its next one would lack what this one cannot say.
-    A damaged one is made again."""
+    """Raise FormatError where a newer program made the last corpus, or a question set of it: the next ones would lack
+    what this program cannot say. What is damaged is made again."""
+    with _newer_formats_alone():
+        corpus = Corpus.open(store, cfg.corpus)
+        for name in question_sets(corpus):
+            with _newer_formats_alone():
+                question_set(corpus, name)
+
+
+@contextmanager
+def _newer_formats_alone() -> Iterator[None]:
+    """Raise, of the errors of reading the store, those of formats that this program does not read."""
     try:
-        Corpus.open(store, cfg.corpus)
+        yield
     except FormatError:
         raise
     except (MissingInputError, StorageError):

@@ -168,13 +168,13 @@ def apply_changes(
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
     deletions = changes.deletions & set(before)
     touched = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
+    sets = {name: read_questions(parent, name) for name in question_sets(parent)}
     parts = list(parent.info.parts)
     with store.scratch() as folder:
         for done, shard in enumerate(touched, 1):
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
             progress("parts written", done, len(touched))
         corpus = _next_corpus(parent, parts, description)
-        sets = {name: read_questions(parent, name) for name in question_sets(parent)}
         changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
         num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
         if touched or description.change_files != parent.info.change_files:

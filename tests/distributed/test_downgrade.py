@@ -12,19 +12,23 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
 
 from mvr_ray import versions
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.models import ENCODERS, find_model, latest_fingerprint, record_latest
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, question_digest, read_questions, write_questions
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
+from mvr_ray.types import Question
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "store-baa77f8" / "store"
 INDEX, CORPUS = "flat", "corpus"
@@ -51,7 +55,7 @@ def raise_format(store: Store, path: str) -> None:
     """Rewrite a description as of the format after its own, whole by its checksum."""
     fields = json.loads(store.read_bytes(path))
     fields.pop("checksum", None)
-    fields["format_version"] += 1
+    fields["format_version"] = fields.get("format_version", 1) + 1
     store.write_bytes(path, json.dumps(json_with_checksum(fields)).encode())
 
 
@@ -149,3 +153,118 @@ def test_newer_embeddings_are_refused_by_name_and_stay(store: Store, run: RunCon
     )
     removed = collect(store, INDEX, keep=2, grace_s=0)
     assert not [path for path in removed if newer.digest in path]
+
+
+def test_a_newer_description_of_a_shard_is_refused_by_name_and_stays(
+    store: Store, run: RunConfig, tmp_path: Path
+) -> None:
+    live = manifest.read(store, INDEX, 1)
+    entry = live.shards[0]
+    folder = paths.shard_dir(INDEX, entry.digest)
+    shutil.copytree(Path(store.root) / folder, built := tmp_path / "built")
+    meta = manifest.ShardMeta(entry.shard, entry.num_passages, entry.num_vectors)
+    raise_format(store, f"{folder}/{paths.SHARD_JSON}")
+    text = (
+        rf"{folder}/shard\.json has format version 2, this program reads 1; use the program that wrote it, or roll back"
+    )
+    require_refusals(
+        store,
+        FormatError,
+        text,
+        lambda: manifest.open_shard(store, INDEX, entry),
+        lambda: manifest.add_shard(store, INDEX, built, meta),
+        *(lambda action=action: versions.act(run, action, 1) for action in ("verify", "repair", "rollback")),
+    )
+    assert not [path for path in collect(store, INDEX, keep=2, grace_s=0) if entry.digest in path]
+
+
+def test_a_newer_question_set_is_refused_by_name_and_nothing_is_changed_beside_it(
+    store: Store, run: RunConfig, tmp_path: Path
+) -> None:
+    corpus = Corpus.open(store, CORPUS)
+    write_questions(corpus, "asked", [Question("q", "When?")])
+    raise_format(store, path := paths.question_set(CORPUS, corpus.digest, "asked"))
+    (changes := tmp_path / "changes.jsonl").write_text(json.dumps({"id": "p", "title": "", "text": "other"}) + "\n")
+    text = rf"{path} has format version 2, this program reads 1; use the program that wrote it, or set prepare\.corpus"
+    require_refusals(
+        store,
+        FormatError,
+        text,
+        lambda: read_questions(corpus, "asked"),
+        lambda: question_digest(corpus, "asked"),
+        lambda: update(run.prepare, store, str(changes)),
+        lambda: prepare(run.prepare, store),
+    )
+    [(damaged, reason)] = corpus.find_damage()
+    assert damaged == path and "has format version 2, this program reads 1" in reason
+    before = content(store)
+    assert collect_corpus(store, CORPUS, grace_s=0) == [] and content(store) == before
+
+
+def test_a_newer_record_of_the_newest_model_is_refused_by_name_and_models_are_found_by_fingerprint(
+    store: Store, run: RunConfig
+) -> None:
+    live = manifest.read(store, INDEX)
+    record_latest(store, ENCODERS, live.encoder_name, {"fingerprint": live.encoder_fingerprint})
+    assert latest_fingerprint(store, ENCODERS, live.encoder_name) == live.encoder_fingerprint
+    raise_format(store, path := paths.latest_model("encoders", live.encoder_name))
+    text = (
+        rf"{path} has format version 2, this program reads 1; use the program that wrote it, or name one by its "
+        r"fingerprint in index\.encoder"
+    )
+    require_refusals(
+        store,
+        FormatError,
+        text,
+        lambda: latest_fingerprint(store, ENCODERS, live.encoder_name),
+        lambda: find_model(run, ENCODERS, live.encoder_name),
+    )
+    address = find_model(run, ENCODERS, f"{live.encoder_name}/{live.encoder_fingerprint}")
+    assert address.stored == paths.encoder_dir(live.encoder_name, live.encoder_fingerprint)
+
+
+def test_a_newer_checkpoint_is_refused_by_name_and_stays(store: Store) -> None:
+    folder = paths.training_dir("encoder", "key")
+    checkpoints = Checkpoints(store, folder)
+    model = torch.nn.Linear(1, 1)
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainState(step=7))
+    assert checkpoints.latest_step() == 7
+    raise_format(store, path := f"{folder}/latest.json")
+    text = rf"{path} has format version 2, this program reads 1; use the program that wrote it, or delete .*{folder}"
+    require_refusals(store, FormatError, text, checkpoints.latest_step)
+
+
+def test_files_without_a_number_have_format_1(store: Store, run: RunConfig, tmp_path: Path) -> None:
+    """As the first programs wrote them: shards, question sets and the newest model are found, and no byte changes."""
+    corpus, live = Corpus.open(store, CORPUS), manifest.read(store, INDEX)
+    write_questions(corpus, "asked", [Question("q", "When?")])
+    record_latest(store, ENCODERS, live.encoder_name, {"fingerprint": live.encoder_fingerprint})
+    own = [paths.question_set(CORPUS, corpus.digest, "asked"), paths.latest_model("encoders", live.encoder_name)]
+    for path in own:
+        fields = json.loads(store.read_bytes(path))
+        del fields["format_version"], fields["checksum"]
+        store.write_bytes(path, json.dumps(fields).encode())
+    shards = [f"{paths.shard_dir(INDEX, entry.digest)}/{paths.SHARD_JSON}" for entry in live.shards]
+    assert not [path for path in [*own, *shards] if b"format_version" in store.read_bytes(path)]
+    before = content(store)
+    assert [question.id for question in read_questions(corpus, "asked")] == ["q"]
+    assert latest_fingerprint(store, ENCODERS, live.encoder_name) == live.encoder_fingerprint
+    assert versions.act(run, "verify", None).problems == []
+    for number, entry in enumerate(live.shards):
+        built = shutil.copytree(manifest.open_shard(store, INDEX, entry), tmp_path / str(number))
+        meta = manifest.ShardMeta(entry.shard, entry.num_passages, entry.num_vectors)
+        assert manifest.add_shard(store, INDEX, built, meta) == entry
+    assert content(store) == before
+
+
+def test_a_changed_format_number_is_damage_not_a_newer_format(store: Store) -> None:
+    """One digit of a shard's description is damaged: the shard is served, `verify` names the file."""
+    entry = manifest.read(store, INDEX).shards[0]
+    path = f"{paths.shard_dir(INDEX, entry.digest)}/{paths.SHARD_JSON}"
+    fields = json.loads(store.read_bytes(path)) | {"format_version": 1}
+    store.write_bytes(
+        path, json.dumps(json_with_checksum(fields)).replace('"format_version": 1', '"format_version": 3').encode()
+    )
+    assert manifest.open_shard(store, INDEX, entry).is_dir()
+    [problem] = manifest.verify(store, manifest.read(store, INDEX)).problems
+    assert problem.path == path and "does not describe the shard" in problem.reason

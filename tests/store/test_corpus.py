@@ -13,7 +13,7 @@ from prepared_corpus import empty_corpus
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
-from mvr_ray.store import corpus as corpus_module
+from mvr_ray.store import files as files_module
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import (
     BATCH_ROWS,
@@ -257,9 +257,10 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
     def file(path):
         return path, path.stat().st_ino, path.stat().st_mtime_ns
 
-    sha256_of = corpus_module.sha256_of
-    monkeypatch.setattr(corpus_module, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
-    monkeypatch.setattr(corpus_module, "_DIGESTS", {})
+    sha256_of = files_module.sha256_of
+    monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(file(path)), sha256_of(path))[1])
+    monkeypatch.setattr(files_module, "_DIGESTS", {})
+    monkeypatch.setattr(files_module, "SETTLED_NS", -1)
     for _ in range(5):
         opened = Corpus.open(corpus.store, "corpus")
         assert sum(len(opened.part(shard)) for shard in range(3)) == 50

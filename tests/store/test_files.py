@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store.files import Store
+from mvr_ray.store import files as files_module
+from mvr_ray.store.files import Store, known_sha256_of
 
 
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
@@ -199,3 +200,21 @@ def test_the_names_of_all_new_folders_are_synced_before_a_write_returns(tmp_path
         source.write_bytes(b"x")
     getattr(Store(str(root)), put)(*((source, "a/b/c") if put in ("put_file", "upload_dir") else ("a/b/c", b"x")))
     assert {tmp_path, tmp_path / "new", root, root / "a", root / "a" / "b"} <= set(synced)
+
+
+def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_changed(tmp_path: Path, monkeypatch):
+    path, link, read = tmp_path / "file", tmp_path / "link", []
+    sha256_of = files_module.sha256_of
+    monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(path), sha256_of(path))[1])
+    path.write_bytes(b"first")
+    for _ in range(2):
+        assert known_sha256_of(path) == sha256_of(path)
+    assert len(read) == 2, "what changed a moment ago may change again within one tick of its time"
+    os.utime(path, (1, 1))
+    os.link(path, link)
+    for name in (path, link, path):
+        assert known_sha256_of(name) == sha256_of(path)
+    assert len(read) == 3
+    path.write_bytes(b"other")  # of the same size
+    assert known_sha256_of(link) == sha256_of(path)
+    assert len(read) == 4

@@ -2,7 +2,8 @@
 
     <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json
     <store>/training/<name>/<key>/best-00000080/model.safetensors
-    <store>/training/<name>/<key>/latest.json        {step}: written last, so that a checkpoint counts once it is whole
+    <store>/training/<name>/<key>/latest.json        {step, format_version, checksum}: written last, so that a
+                                                     checkpoint counts once it is whole
     <store>/training/<name>/<key>/finished.json      instead of all these once the snapshot is saved: what came out
 
 Dropout, batches and learning rates are functions of (seed, step): no random state has to be kept.
@@ -17,9 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
+from mvr_ray.errors import FormatError, StorageError
 from mvr_ray.store.files import Store
 
 LATEST = "latest.json"
+LATEST_FORMAT = 1
 FINISHED = "finished.json"
 
 
@@ -64,9 +68,22 @@ class Checkpoints:
         self._folder = folder
 
     def latest_step(self) -> int:
-        """Step of the newest whole checkpoint, -1 when there is none."""
+        """Step of the newest whole checkpoint, -1 when there is none.
+
+        Raises FormatError for one of a newer program, StorageError where it is not told.
+        """
         path = f"{self._folder}/{LATEST}"
-        return int(json.loads(self._store.read_bytes(path))["step"]) if self._store.exists(path) else -1
+        if not self._store.exists(path):
+            return -1
+        where, cure = self._store.where(path), f"delete {self._store.where(self._folder)} and train from the start"
+        try:
+            fields = parse_json(self._store.read_bytes(path), where)
+            require_format(fields, LATEST_FORMAT, where, cure)
+            return int(fields["step"])
+        except FormatError:
+            raise
+        except (StorageError, KeyError, TypeError, ValueError) as error:
+            raise StorageError(f"{where} is not readable ({error}); {cure}") from error
 
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
         """Write a checkpoint, point to it, and drop what nothing points to."""
@@ -78,7 +95,8 @@ class Checkpoints:
             _save_tensors(_flat(optimiser), folder / "optimiser.safetensors")
             (folder / "state.json").write_bytes(state.to_json())
             self._put(folder, name)
-        self._store.write_bytes(f"{self._folder}/{LATEST}", json.dumps({"step": state.step}).encode())
+        latest = json_with_checksum({"step": state.step, FORMAT_VERSION: LATEST_FORMAT})
+        self._store.write_bytes(f"{self._folder}/{LATEST}", json.dumps(latest).encode())
         kept = {name, _best_name(state.best_step)}
         for entry in self._store.list(self._folder):
             if entry.startswith(("step-", "best-")) and entry not in kept:

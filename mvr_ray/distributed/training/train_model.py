@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.models import ModelKind, save_model
+from mvr_ray.distributed.models import ModelKind, latest_fingerprint, record_latest, save_model
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.distributed.training.steps import StepLoop
 from mvr_ray.distributed.training.workers import on_workers, own_device, threads
+from mvr_ray.errors import FormatError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.types import Progress
@@ -66,6 +67,7 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
     when the workers cannot be placed or keep dying.
     """
     store, workers, name = Store(run.store.path), run.resources.train_workers, task.name(run)
+    _require_readable(task, store, name)
     with threads(run.resources.torch_threads):
         job = task.open_job(run)
         finished = job.checkpoints.result()
@@ -80,6 +82,16 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
         snapshot = _announce(task, store, name, record)
         job.checkpoints.finish(record)
         return snapshot
+
+
+def _require_readable(task: TrainingTask, store: Store, name: str) -> None:
+    """Raise FormatError where a newer program named the newest model. A damaged record is made again."""
+    try:
+        latest_fingerprint(store, task.kind, name)
+    except FormatError:
+        raise
+    except StorageError:
+        return
 
 
 def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: TrainState) -> bytes:
@@ -105,7 +117,7 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
 def _announce(task: TrainingTask, store: Store, name: str, record: bytes) -> TrainedModel:
     """Name a model the newest one."""
     fields = json.loads(record)
-    store.write_bytes(paths.latest_model(task.kind.room, name), record)
+    record_latest(store, task.kind, name, fields)
     epochs = [task.epoch(**epoch) for epoch in fields["epochs"]]
     folder = paths.model_dir(task.kind.room, name, fields["fingerprint"])
     return TrainedModel(name, fields["fingerprint"], folder, fields["metrics"], epochs)
