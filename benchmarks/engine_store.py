@@ -33,7 +33,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Ours:
-    """An index of kind flat, searched exactly; `int8` scans codes beside vectors of half precision."""
+    """An index of kind flat, searched exactly; `with codes` it scans codes beside the vectors."""
 
     def __init__(self, folder: Path, task: dict[str, Any], precision: str, threads: int) -> None:
         self.folder, self.passages, self.views, self.dimension = (
@@ -53,8 +53,8 @@ class Ours:
                 },
                 "index": {
                     "name": "engines",
-                    "dtype": "fp32" if precision == "fp32" else "fp16",
-                    "scan": "int8" if precision == "int8" else "vectors",
+                    "dtype": precision.split()[0],
+                    "scan": "int8" if "codes" in precision else "vectors",
                 },
                 "resources": {"torch_threads": threads},
             }

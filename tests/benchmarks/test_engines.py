@@ -48,7 +48,7 @@ def test_the_check_of_answers_passes_the_true_best_and_nothing_else(folder: Path
             oracle.check(1, case, wrong, 1e-6)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp32 with codes", "fp16 with codes"])
 def test_our_side_answers_as_brute_force_before_and_after_an_update(folder: Path, precision: str):
     worker, oracle = Worker(folder, "mvr_ray", precision, 2), Oracle(folder, 4)
     worker.build()

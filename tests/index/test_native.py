@@ -110,7 +110,7 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
 
 @avx2
 @given(
-    seed=SEEDS, num_queries=st.sampled_from([1, 7]), dimension=st.sampled_from([1, 4, 65, 768]),
+    seed=SEEDS, num_queries=st.sampled_from([1, 7]), dimension=st.sampled_from([1, 4, 65, 768, 8200]),
     with_codes=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),
 )  # fmt: skip
 @SLOW
@@ -118,13 +118,15 @@ def test_products_for_avx2_err_within_the_bound(queries, palette, seed, num_quer
     vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
     codes, kernel = encode(vectors_ND), native.Avx2Kernel(1)
+    batch = kernel.prepare(asked_QD, 40, with_codes)
     rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if with_codes else kernel.ready(vectors_ND)
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
-    best_QP = kernel.best_views(asked_QD, rows, np.ones(40, np.int64), 1)
+    best_QP = kernel.best_views(batch, rows, np.arange(40), np.ones(40, np.int64))
     norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
     true_QP = asked_QD.astype(np.float64) @ decoded_ND.T
-    assert (np.abs(best_QP - true_QP) <= score_error(norm_Q, norm, dimension, 0.0)[:, None]).all()
+    bound_Q = score_error(norm_Q + batch.rounding_Q, norm, dimension, 0.0) + batch.rounding_Q * norm
+    assert (np.abs(best_QP - true_QP) <= bound_Q[:, None]).all()
 
 
 def misalign(values_ND: np.ndarray, skew: int) -> np.ndarray:

@@ -125,38 +125,17 @@ class Kernel(Protocol[Array, Queries]):
         ...
 
 
-class NumpyKernel:
-    """The kernel of a machine without torch."""
+class HostKernel:
+    """What kernels whose arrays are numpy's have in common: the lower bounds."""
 
-    vectors_per_step = CPU_STEP
     threads = 1
-    gather_share = GATHER_SHARE
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
-        vectors_ND = rows_ND.astype(np.float32, copy=False)
-        return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
-
-    def max_norm(self, ready: Any) -> float:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
-
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PlainQueries[FloatArray]:
         low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
         return PlainQueries(queries_QD, low_QK, np.zeros(len(queries_QD)))
-
-    def candidates(
-        self,
-        queries: PlainQueries[FloatArray],
-        ready: Any,
-        counts_P: IntArray,
-        uniform: int,
-        error_Q: FloatArray,
-        mask_P: NDArray[np.bool_] | None = None,
-    ) -> Candidates:
-        return self.select(queries, self.best_views(queries.queries_QD, ready, counts_P, uniform), error_Q, mask_P)
 
     def select(
         self,
@@ -181,13 +160,6 @@ class NumpyKernel:
         inside = upper_M >= queries.low_QK[query_M, -1]
         return Candidates(query_M[inside], passage_M[inside], upper_M[inside])
 
-    def best_views(self, queries_QD: FloatArray, ready: Any, counts_P: IntArray, uniform: int) -> FloatArray:
-        """Compute best_QP, each passage's best inner product."""
-        scores_QN = queries_QD @ ready.T
-        if uniform:
-            return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
-        return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
-
     def lows(self, queries: PlainQueries[FloatArray]) -> FloatArray:
         return queries.low_QK
 
@@ -196,6 +168,39 @@ class NumpyKernel:
 
     def restart(self, queries: PlainQueries[FloatArray], low_QK: FloatArray) -> None:
         queries.low_QK = low_QK
+
+
+class NumpyKernel(HostKernel):
+    """The kernel of a machine without torch."""
+
+    vectors_per_step = CPU_STEP
+    gather_share = GATHER_SHARE
+
+    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
+        vectors_ND = rows_ND.astype(np.float32, copy=False)
+        return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
+
+    def max_norm(self, ready: Any) -> float:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
+
+    def candidates(
+        self,
+        queries: PlainQueries[FloatArray],
+        ready: Any,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
+    ) -> Candidates:
+        return self.select(queries, self.best_views(queries.queries_QD, ready, counts_P, uniform), error_Q, mask_P)
+
+    def best_views(self, queries_QD: FloatArray, ready: Any, counts_P: IntArray, uniform: int) -> FloatArray:
+        """Compute best_QP, each passage's best inner product."""
+        scores_QN = queries_QD @ ready.T
+        if uniform:
+            return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
+        return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
 
 
 class TorchKernel:

@@ -1,12 +1,11 @@
 """Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI, or with AVX2.
 
 The loops exist where the package was built with a C compiler; without them, or on other processors, the kernels of
-`kernels` give the same answers. With AVX2 alone (`Avx2Kernel`) they multiply in float32, widening half precision and
-codes in registers, and are for a few queries: torch's product of matrices is faster for many.
+`kernels` give the same answers. Vectors are read as they are stored, half precision being widened in registers. With
+AVX2 alone (`Avx2Kernel`) the loops are for a few queries: torch's product of matrices is faster for many. Those for
+AVX-512 take and compare the best view of each passage in registers too, so that scores never reach memory.
 
-What the loops for AVX-512 do otherwise: vectors are read as they are stored, half precision and codes being widened in
-registers; the best view of each passage is taken and compared in registers too, so scores never reach memory; of
-eight-bit codes the products are integers. To that end a query is rounded to sixteen bits,
+Of eight-bit codes the products are integers. To that end a query is rounded to sixteen bits,
 
     q' = t n,  n = rint(q / t) = 256 h + l,  t = max_d |q_d| / 32512,  |h|, |l| <= 128
 
@@ -46,12 +45,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import GATHER_SHARE, Candidates, Coarse, NumpyKernel, PlainQueries
+from mvr_ray.core.searching.kernels import GATHER_SHARE, Candidates, Coarse, HostKernel, PlainQueries
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 5
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 6
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
@@ -114,7 +113,7 @@ def library_avx2() -> ctypes.CDLL | None:
     if loops is None or not loops.mvr_supported_avx2():
         return None
     whole, long, at = _C_TYPES
-    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, whole, at]
+    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, at]
     loops.mvr_best_views.restype = None
     loops.mvr_max_norm_avx2.argtypes = [whole, at, at, long, whole]
     loops.mvr_max_norm_avx2.restype = ctypes.c_float
@@ -292,7 +291,14 @@ class NativeKernel:
         queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
 
 
-class Avx2Kernel(NumpyKernel):
+@dataclass
+class RoundedQueries(PlainQueries[NDArray[Any]]):
+    """Queries in float32, or for codes in sixteen bits, each in its unit."""
+
+    unit_Q: NDArray[np.float32] | None = None
+
+
+class Avx2Kernel(HostKernel):
     """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
     vectors_per_step = STEP
@@ -312,9 +318,16 @@ class Avx2Kernel(NumpyKernel):
         kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
         return self.loops.mvr_max_norm_avx2(kind, _address(ready.rows_ND), _address(ready.scale_N), count, dimension)
 
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
+        plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)
+        if not with_codes:
+            return RoundedQueries(plain.queries_QD, plain.low_QK, plain.rounding_Q)
+        whole_QD, unit_Q, rounding_Q = _round_queries(queries_QD)
+        return RoundedQueries(whole_QD.astype(np.int16, order="C"), plain.low_QK, rounding_Q, unit_Q=unit_Q)
+
     def candidates(
         self,
-        queries: PlainQueries[FloatArray],
+        queries: RoundedQueries,
         ready: NativeRows,
         counts_P: IntArray,
         uniform: int,
@@ -322,31 +335,24 @@ class Avx2Kernel(NumpyKernel):
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
         """As of other kernels; vectors outside the mask are not read."""
+        counts_P = np.ascontiguousarray(counts_P, np.int64)
+        first_P = np.cumsum(counts_P) - counts_P
         if mask_P is None:
-            return super().candidates(queries, ready, counts_P, uniform, error_Q)
+            return self.select(queries, self.best_views(queries, ready, first_P, counts_P), error_Q)
         passing_M = np.flatnonzero(mask_P)
-        best_QM = self.best_views(queries.queries_QD, ready, counts_P, uniform, passing_M)
+        best_QM = self.best_views(queries, ready, first_P[passing_M], counts_P[passing_M])
         candidates = self.select(queries, best_QM, error_Q)
         return candidates._replace(passage_M=passing_M[candidates.passage_M])
 
     def best_views(
-        self,
-        queries_QD: FloatArray,
-        ready: NativeRows,
-        counts_P: IntArray,
-        uniform: int,
-        passing_M: IntArray | None = None,
+        self, queries: RoundedQueries, ready: NativeRows, first_P: IntArray, counts_P: IntArray
     ) -> NDArray[np.float32]:
-        """Compute best_QP, each passage's best inner product; of the passages at `passing_M` alone, best_QM."""
-        counts_P, queries_QD = np.ascontiguousarray(counts_P, np.int64), np.ascontiguousarray(queries_QD, np.float32)
-        first_P = np.cumsum(counts_P) - counts_P
-        if passing_M is not None:
-            first_P, counts_P = first_P[passing_M], counts_P[passing_M]
-        best_QP = np.empty((len(queries_QD), len(counts_P)), np.float32)
+        """Compute best_QP, the best inner product of the `counts_P` vectors from `first_P` on."""
+        best_QP = np.empty((len(queries.queries_QD), len(counts_P)), np.float32)
         self.loops.mvr_best_views(
             KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N), _address(first_P),
-            _address(counts_P), len(counts_P), queries_QD.shape[1], _address(queries_QD), len(queries_QD),
-            _address(best_QP),
+            _address(counts_P), len(counts_P), ready.rows_ND.shape[1], _address(queries.queries_QD),
+            _address(queries.unit_Q), len(best_QP), _address(best_QP),
         )  # fmt: skip
         return best_QP
 
@@ -439,16 +445,28 @@ class _CodeQueries(NamedTuple):
     rounding_Q: FloatArray
 
 
-def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
-    """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
-    num_queries, dimension = queries_QD.shape
-    alone = num_queries == 1 and dimension <= 8192
+class _WholeQueries(NamedTuple):
+    """n, t and |q - q'| of the module's docstring."""
+
+    whole_QD: FloatArray
+    unit_Q: NDArray[np.float32]
+    rounding_Q: FloatArray
+
+
+def _round_queries(queries_QD: FloatArray) -> _WholeQueries:
     wide_QD = queries_QD.astype(np.float64)
     unit_Q = (np.abs(wide_QD).max(axis=1, initial=0.0) / LARGEST_HALF).astype(np.float32)
     divisor_Q1 = np.where(unit_Q > 0, unit_Q, np.inf).astype(np.float64)[:, None]
     whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -LARGEST_HALF, LARGEST_HALF)
     away_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
-    rounding_Q = np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40)
+    return _WholeQueries(whole_QD, unit_Q, np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40))
+
+
+def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
+    """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
+    num_queries, dimension = queries_QD.shape
+    alone = num_queries == 1 and dimension <= 8192
+    whole_QD, unit_Q, rounding_Q = _round_queries(queries_QD)
     width = -(-dimension // 64) * 64
     halves_2QD = np.zeros((2, num_padded, width), np.int32)
     halves_2QD[0, :num_queries, :dimension] = (whole_QD.astype(np.int32) + 128) >> 8

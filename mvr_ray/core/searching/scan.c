@@ -894,19 +894,59 @@ SHORTER static inline __attribute__((always_inline)) float row_product(const int
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
+/* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
+SHORTER static inline double code_product(const int8_t *row, const int16_t *query, int dimension) {
+    __m256d sum = _mm256_setzero_pd();
+    for (int first = 0; first < dimension; first += 4096) { /* of so many products 32 bits hold any lane's sum */
+        const int last = dimension - first > 4096 ? first + 4096 : dimension;
+        __m256i lanes[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+        int d = first;
+        for (; d + 32 <= last; d += 32) {
+            UNROLL for (int i = 0; i < 2; i++) {
+                const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d + 16 * i)));
+                const __m256i asked = _mm256_loadu_si256((const __m256i *)(query + d + 16 * i));
+                lanes[i] = _mm256_add_epi32(lanes[i], _mm256_madd_epi16(codes, asked));
+            }
+        }
+        for (; d < last; d += 16) {
+            int8_t codes[16] = {0};
+            int16_t asked[16] = {0};
+            const int rest = last - d < 16 ? last - d : 16;
+            memcpy(codes, row + d, rest);
+            memcpy(asked, query + d, rest * sizeof(int16_t));
+            lanes[0] = _mm256_add_epi32(
+                lanes[0], _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)),
+                                            _mm256_loadu_si256((const __m256i *)asked)));
+        }
+        UNROLL for (int i = 0; i < 2; i++) {
+            sum = _mm256_add_pd(sum, _mm256_cvtepi32_pd(_mm256_castsi256_si128(lanes[i])));
+            sum = _mm256_add_pd(sum, _mm256_cvtepi32_pd(_mm256_extracti128_si256(lanes[i], 1)));
+        }
+    }
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(sum), _mm256_extractf128_pd(sum, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
 SHORTER static inline __attribute__((always_inline)) void best_views(const int kind, const char *rows,
                                                                      const float *scale_N, const int64_t *first_P,
                                                                      const int64_t *count_P, int64_t passages,
-                                                                     int dimension, const float *queries_QD,
-                                                                     int queries, float *best_QP) {
+                                                                     int dimension, const void *queries_QD,
+                                                                     const float *unit_Q, int queries,
+                                                                     float *best_QP) {
     const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
     for (int64_t p = 0; p < passages; p++) {
         const char *row = rows + first_P[p] * stride;
         for (int q = 0; q < queries; q++) {
+            const int64_t query = (int64_t)q * dimension;
             float best = -INFINITY;
             for (int64_t v = 0; v < count_P[p]; v++) {
-                float score = row_product(kind, row + v * stride, queries_QD + (int64_t)q * dimension, dimension);
-                if (kind == INT8) score *= scale_N[first_P[p] + v];
+                float score;
+                if (kind == INT8) {
+                    const double units = (double)scale_N[first_P[p] + v] * unit_Q[q];
+                    score = (float)(units * code_product((const int8_t *)row + v * stride,
+                                                         (const int16_t *)queries_QD + query, dimension));
+                } else
+                    score = row_product(kind, row + v * stride, (const float *)queries_QD + query, dimension);
                 best = score > best ? score : best;
             }
             best_QP[q * passages + p] = best;
@@ -914,16 +954,17 @@ SHORTER static inline __attribute__((always_inline)) void best_views(const int k
     }
 }
 
-/* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. */
+/* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. Queries
+   are float32; for codes int16, each in its unit. */
 SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                            const int64_t *count_P, int64_t passages, int dimension, const float *queries_QD,
-                            int queries, float *best_QP) {
+                            const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
+                            const float *unit_Q, int queries, float *best_QP) {
     if (kind == FLOAT32)
-        best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
     else if (kind == FLOAT16)
-        best_views(FLOAT16, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(FLOAT16, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
     else
-        best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, queries, best_QP);
+        best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
 }
 
 /* The same as `mvr_max_norm`. */
@@ -996,4 +1037,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
-int mvr_interface(void) { return 5; }
+int mvr_interface(void) { return 6; }

@@ -162,7 +162,7 @@ class Scan(Generic[Array, Queries]):
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
     ) -> None:
-        self.table = BlockTable(blocks, use_native=type(kernel) is not NumpyKernel)
+        self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
