@@ -287,9 +287,13 @@ def find_contents(part: CorpusPart, contents: Collection[tuple[str, str]]) -> di
 
 
 def publications(store: Store, name: str) -> list[int]:
-    """List the numbers of the publications under a name, ascending."""
+    """List the numbers of the publications under a name, ascending. What a list of a while ago lacks, at its end, is
+    asked for by its name."""
     stems = (file.removesuffix(".json") for file in store.list(paths.corpus_publications(name)))
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    numbers = sorted(int(stem) for stem in stems if stem.isdigit())
+    while store.exists(paths.corpus_publication(name, after := max(numbers, default=0) + 1)):
+        numbers.append(after)
+    return numbers
 
 
 class Corpus:

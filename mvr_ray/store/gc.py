@@ -1,11 +1,19 @@
-"""Delete files that no version needs any more: old versions, shards without a version, old corpora, unfinished work."""
+"""Delete files that no version needs any more: old versions, shards without a version, old corpora, unfinished work.
 
+What a list of names shows may be of a while ago, as some object stores have it. A list therefore says what may be
+deleted, never what is needed: versions, corpora and question sets that are needed are asked for by the names that
+numbers, manifests and descriptions give them, and a listed version that is gone ends the collection.
+"""
+
+import contextlib
 import logging
+from functools import partial
 
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, question_set, question_sets
 from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +30,11 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
-    corpora = {manifest.read(store, index, version).corpus for version in manifest.list_versions(store, index)}
-    for version in manifest.list_versions(store, index)[-keep:]:
-        manifest.read(store, index, version)  # nothing is removed beside a version that this program cannot read
-    for version in manifest.list_versions(store, index)[:-keep]:
+    if not (versions := manifest.find_versions(store, index)):
+        return removals
+    # Nothing is removed beside a version that this program cannot read.
+    corpora = {one.corpus for one in map(partial(_version, store, index), versions) if one}
+    for version in versions[:-keep]:
         path = paths.manifest(index, version)
         if store.age_s(path) >= grace_s:
             store.delete(path)
@@ -38,15 +47,22 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     paths_of: dict[int, set[str]] = {}
     for path in candidates:
         # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
-        if not _is_named(store, index, path, paths_of) and store.age_s(path) >= grace_s:
+        if not _is_named(store, index, path, paths_of) and _age_s(store, path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removals.append(path)
     for name in sorted(corpora):
-        removals += collect_corpus(store, name, grace_s=grace_s)
+        removals += collect_corpus(store, name, grace_s=grace_s, index=index)
     return removals
 
 
-def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[str]:
+def _age_s(store: Store, path: str) -> float:
+    """The age of a file or folder; of a shard by its description's own time, which a publisher renews, where the list
+    of its files is of a while ago."""
+    age_s, description = store.age_s(path), f"{path}/{paths.SHARD_JSON}"
+    return min(age_s, store.age_s(description)) if store.exists(description) else age_s
+
+
+def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str = "") -> list[str]:
     """Remove corpora of a name, at least `grace_s` old, but the last one, and those that an index version names;
     nothing where a version cannot be read. Returns the removed paths.
 
@@ -55,7 +71,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
     try:
         numbers = publications(store, name)
         corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-        kept = {Corpus.open(store, name).digest, *_digests_named(store, name)}
+        kept = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora stay: corpus=%s (%s)", name, error)
         return []
@@ -67,11 +83,11 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     store.sync_names(paths.corpus_versions(name))
-    remaining = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-    corpora = [Corpus.open(store, name), *remaining]
     try:
-        needed = {file for corpus in corpora for file in _file_names(corpus)}
-    except StorageError as error:
+        described = {digest for digest in kept if store.exists(paths.corpus_version(name, digest))}
+        remaining = [Corpus.open(store, name, digest) for digest in {*_digests(store, name), *described}]
+        needed = {file for corpus in [Corpus.open(store, name), *remaining] for file in _file_names(corpus)}
+    except (MissingInputError, StorageError) as error:
         log.warning("old files stay: corpus=%s (%s)", name, error)
         return removals
     questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
@@ -90,27 +106,42 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S) -> list[st
 
 def _file_names(corpus: Corpus) -> set[str]:
     """The files of the parts and question sets of a corpus. Raises StorageError for a damaged description of a set."""
-    sets = (question_set(corpus, name) for name in question_sets(corpus))
-    return {file.file for part in corpus.info.parts for file in part.files} | {info.file for info in sets if info}
+    needed = {file.file for part in corpus.info.parts for file in part.files}
+    for name in {*question_sets(corpus), *corpus.info.questions}:
+        with contextlib.suppress(MissingInputError):  # what is listed may be gone, and what is described not yet there
+            if info := question_set(corpus, name):
+                needed.add(info.file)
+    return needed
 
 
 def _digests(store: Store, name: str) -> list[str]:
     return [file.removesuffix(".json") for file in store.list(paths.corpus_versions(name)) if file.endswith(".json")]
 
 
-def _digests_named(store: Store, corpus: str) -> set[str]:
-    """Digests of the corpora of one name that the versions of all indexes were made from."""
-    indexes = store.list(paths.indexes_dir())
-    versions = (manifest.read(store, index, n) for index in indexes for n in manifest.list_versions(store, index))
-    return {version.corpus_digest for version in versions if version.corpus == corpus}
+def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
+    """Digests of the corpora of one name that the versions of all indexes were made from, `index` (if any) and those
+    that are listed."""
+    indexes = {*store.list(paths.indexes_dir()), *([index] if index else [])}
+    versions = (_version(store, one, number) for one in indexes for number in manifest.find_versions(store, one))
+    return {version.corpus_digest for version in versions if version and version.corpus == corpus}
+
+
+def _version(store: Store, index: str, number: int) -> Manifest | None:
+    """A version that is listed; None for one that is gone, whose number no other gets."""
+    try:
+        return manifest.read_version(store, index, number)
+    except MissingInputError:
+        return None
 
 
 def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]) -> bool:
     """Whether a version that is there now names the path; `paths_of` caches the paths that versions name."""
-    versions = manifest.list_versions(store, index)
+    versions = manifest.find_versions(store, index)
     for version in versions:
         if version not in paths_of:
-            one = manifest.read(store, index, version)
+            if (one := _version(store, index, version)) is None:
+                paths_of[version] = set()
+                continue
             paths_of[version] = {paths.shard_dir(index, shard.digest) for shard in one.shards}
             paths_of[version] |= {paths.refined_queries(index, digest) for digest in one.refined_queries.values()}
             words = one.lexical.files if one.lexical else ()

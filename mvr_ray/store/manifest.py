@@ -311,6 +311,32 @@ def list_versions(store: Store, index: str) -> list[int]:
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
+def find_versions(store: Store, index: str) -> list[int]:
+    """List the numbers of the versions as `list_versions` does, whatever time the list of names is of.
+
+    Numbers follow each other, and the lowest go first: what a list lacks is asked for by its name, and a listed one may
+    be gone. Raises MissingInputError where the last that is listed is gone, for then others took its place.
+    """
+    if not (listed := list_versions(store, index)):
+        return []
+    if not store.exists(paths.manifest(index, listed[-1])):
+        raise MissingInputError(
+            f"{store.where(paths.manifest(index, listed[-1]))} is listed and not there: the list is out of date, or "
+            f"another collection runs; run the same command again"
+        )
+    found = set(listed)
+    above = listed[-1] + 1
+    while store.exists(paths.manifest(index, above)):
+        found.add(above)
+        above += 1
+    for number in range(listed[-1] - 1, 0, -1):
+        if number not in found and store.exists(paths.manifest(index, number)):
+            found.add(number)
+        elif number < listed[0]:
+            break
+    return sorted(found)
+
+
 def read(store: Store, index: str, version: int | None = None) -> Manifest:
     """Read a version's manifest; the live one's when no version is named."""
     versions = list_versions(store, index)
@@ -320,7 +346,11 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
         raise MissingInputError(
             f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"
         )
-    version = versions[-1] if version is None else version
+    return read_version(store, index, versions[-1] if version is None else version)
+
+
+def read_version(store: Store, index: str, version: int) -> Manifest:
+    """Read a version's manifest by its number, whatever is listed."""
     path = paths.manifest(index, version)
     manifest = Manifest.from_json(store.read_bytes(path), store.where(path))
     if (manifest.index, manifest.version) != (index, version):

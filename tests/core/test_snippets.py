@@ -1,6 +1,8 @@
 """Sentences, Algorithm 1 by hand and by laws, equal splits, packaged parameters."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -129,3 +131,19 @@ def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
 def test_unreadable_parameters_are_refused(text):
     with pytest.raises(EncoderError, match=r"^Punkt parameters cannot be read \(.*\); they are a JSON object with"):
         PunktParams.from_json(text)
+
+
+def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_whole():
+    program = (
+        "import pickle, sys\n"
+        "from mvr_ray.core.encoding.snippets import load_punkt\n"
+        "splitter = load_punkt()\n"
+        "spans = splitter.spans('Dr. Smith came. He left.')\n"
+        "copied = pickle.loads(pickle.dumps(splitter))\n"
+        "assert spans == copied.spans('Dr. Smith came. He left.') == [(0, 15), (16, 24)]\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('nltk', 'scipy', 'sklearn')))\n"
+        "import nltk.tokenize.punkt\n"
+        "print(nltk.word_tokenize.__module__, nltk.tokenize.punkt.PunktSentenceTokenizer().tokenize('One. Two.'))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout.splitlines() == ["[]", "nltk.tokenize ['One.', 'Two.']"]

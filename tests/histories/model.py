@@ -299,9 +299,7 @@ class History:
             roles.append(self._actor(what, 2, partial(self.keep, what=what)))
         if self.draw.random() < 0.5:
             keep = self.draw.randint(1, 3)
-            role = self._actor("collector", 3, lambda store: collect(store, INDEX, keep, GRACE_S))
-            role.cannot_be_stale = True  # object stores list what is there; what collection removes rests on it
-            roles.append(role)
+            roles.append(self._actor("collector", 3, lambda store: collect(store, INDEX, keep, GRACE_S)))
         for number in range(self.draw.randint(1, 2)):
             roles.append(self._actor(f"reader {number}", 4, self.read, pace=0.3))
         for number in range(self.draw.randint(0, 2)):

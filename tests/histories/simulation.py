@@ -83,14 +83,12 @@ class Turn(NamedTuple):
 
 
 class Actor:
-    """A thread that goes on when it is its turn. `pace` says how often it is drawn beside others that have 1;
-    `cannot_be_stale` keeps what it lists as it is."""
+    """A thread that goes on when it is its turn. `pace` says how often it is drawn beside others that have 1."""
 
-    def __init__(self, name: str, work: Callable[[], None], pace: float = 1.0, cannot_be_stale: bool = False) -> None:
+    def __init__(self, name: str, work: Callable[[], None], pace: float = 1.0) -> None:
         self.name = name
         self.work = work
         self.pace = pace
-        self.cannot_be_stale = cannot_be_stale
         self.turn = threading.Semaphore(0)
         self.ended = False
         self.is_killed = False
@@ -224,7 +222,7 @@ class Schedule:
         if turn < self._full_until and call.name in WRITES - FREES:
             return "full"
         [fault] = self.draw.choices([*FAULTS, ""], [*FAULTS.values(), 1 - sum(FAULTS.values())])
-        if fault not in self.faults or not self._can_be(fault, actor, call):
+        if fault not in self.faults or not self._can_be(fault, call):
             return ""
         if fault == "full":
             self._full_until = turn + FAULT_TURNS
@@ -233,7 +231,7 @@ class Schedule:
         return "" if fault in ("full", "lossy", "slow", "paused") else fault
 
     @staticmethod
-    def _can_be(fault: str, actor: Actor, call: Call) -> bool:
+    def _can_be(fault: str, call: Call) -> bool:
         match fault:
             case "unanswered":
                 return call.name in WRITES
@@ -246,7 +244,7 @@ class Schedule:
             case "flipped":  # a source says no digest of its change files: what TLS does not tell, nobody can
                 return call.name in ("get", "read_bytes") and not call.path.endswith(".jsonl")
             case "stale":
-                return call.name in LISTS and not actor.cannot_be_stale
+                return call.name in LISTS
         return True
 
     def scratch_is_full(self) -> bool:

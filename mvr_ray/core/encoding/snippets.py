@@ -13,12 +13,17 @@ A span is (start, end) in characters. Letters: S sentences of a text, V snippets
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
@@ -88,11 +93,14 @@ class Splitter:
     def __init__(self, params: PunktParams) -> None:
         self.params = params
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process imports Punkt for itself."""
+        return Splitter, (self.params,)
+
     @cached_property
     def _punkt(self) -> "PunktSentenceTokenizer":
-        from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
-
-        params, punkt = self.params, PunktParameters()
+        nltk_punkt = import_punkt()
+        params, punkt = self.params, nltk_punkt.PunktParameters()
         punkt.abbrev_types = set(params.abbreviations)
         punkt.collocations = set(params.collocations)
         punkt.sent_starters = set(params.sentence_starters)
@@ -100,10 +108,30 @@ class Splitter:
             punkt.add_ortho_context(word, _MID_SMALL)
         for word in params.mixed_case_words:
             punkt.add_ortho_context(word, _MID_SMALL | _MID_CAPITAL)
-        return PunktSentenceTokenizer(punkt)
+        return nltk_punkt.PunktSentenceTokenizer(punkt)
 
     def spans(self, text: str) -> list[Span]:
         return list(self._punkt.span_tokenize(text))
+
+
+@lru_cache(maxsize=1)
+def import_punkt() -> Any:
+    """Import nltk's Punkt without the rest of nltk, whose own import takes as long as that of torch.
+
+    nltk's two packages are stood in for by empty ones meanwhile; afterwards nothing of nltk is left in `sys.modules`,
+    so that a program which imports nltk gets it whole.
+    """
+    if "nltk" in sys.modules or (spec := find_spec("nltk")) is None or not spec.submodule_search_locations:
+        return import_module("nltk.tokenize.punkt")
+    [root] = spec.submodule_search_locations
+    for name, folder in (("nltk", Path(root)), ("nltk.tokenize", Path(root, "tokenize"))):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(folder)]
+    try:
+        return import_module("nltk.tokenize.punkt")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nltk"]:
+            del sys.modules[name]
 
 
 @lru_cache(maxsize=1)
@@ -122,9 +150,7 @@ def train_punkt(texts: Iterable[str]) -> PunktParams:
 
     The same texts give the same parameters.
     """
-    from nltk.tokenize.punkt import PunktTrainer
-
-    trainer = PunktTrainer()
+    trainer = import_punkt().PunktTrainer()
     for text in texts:
         trainer.train(text, finalize=False)
     trainer.finalize_training()

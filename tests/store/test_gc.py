@@ -1,0 +1,96 @@
+"""Collection through lists of names that are of a while ago: what kept versions name stays, whatever a list shows.
+
+A store is built in steps, and its lists are kept after each. Collection of the last state is then shown lists of
+earlier moments, each folder's of its own, while files are read as they are now.
+"""
+
+import contextlib
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from drafts import describe, make_shard
+
+from mvr_ray.config import PrepareConfig
+from mvr_ray.errors import MvrRayError
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
+from mvr_ray.store.prepare import prepare
+
+STEPS, CORPUS = 8, "corpus"
+
+
+class StoreWithOldLists(Store):
+    """A store whose lists of names are those of earlier moments, drawn once for each folder."""
+
+    def __init__(self, root: Path, moments: tuple[Path, ...], seed: int) -> None:
+        super().__init__(root)
+        self.moments, self.seed = moments, seed
+
+    def list(self, path: str) -> list[str]:
+        return Store(random.Random(f"{self.seed} {path}").choice(self.moments)).list(path)
+
+
+def make_step(store: Store, number: int, folder: Path) -> None:
+    """Prepare other passages with a question set of another name, and publish a version of them."""
+    rows = [{"id": name, "title": "", "text": f"of {name}"} for name in ("both", f"p{number}")]
+    rows += [{"question": "Who?", "id": f"q{number}", "answers": ["of"], "positive_ids": ["both"]}]
+    source = folder / f"set{number}.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"path": str(source), "format": "jsonl", "questions": f"set{number}"}]
+    cfg = PrepareConfig(corpus=CORPUS, num_shards=2, sources=sources)
+    digest = prepare(cfg, store).digest
+    shards = [make_shard(store, folder / f"{number}-{shard}", bytes([number * shard]) * 9, shard) for shard in range(2)]
+    manifest.publish(store, dataclasses.replace(describe(shards, parent=number), corpus_digest=digest))
+    if number == STEPS // 2:
+        collect(store, "i", keep=2, grace_s=0)
+
+
+def require_whole(store: Store, keep: int) -> None:
+    for number in range(STEPS - keep + 1, STEPS + 1):
+        version = manifest.read(store, "i", number)
+        assert manifest.verify(store, version).problems == []
+        corpus = Corpus.open(store, CORPUS, version.corpus_digest)
+        assert {one.id for one in corpus} == {"both", f"p{number - 1}"}
+        [name] = corpus.info.questions
+        assert [question.id for question in read_questions(corpus, name)] == [f"q{number - 1}"]
+    assert Corpus.open(store, CORPUS).digest == version.corpus_digest
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The store after each step; the last one is the present."""
+    root = tmp_path_factory.mktemp("steps")
+    copies = [root / f"after-{number}" for number in range(STEPS)]
+    for number, copy in enumerate(copies):
+        make_step(Store(root / "store"), number, root)
+        shutil.copytree(root / "store", copy)
+    return copies
+
+
+def collect_with(lists: tuple[Path, ...], present: Path, root: Path, keep: int, seed: int) -> list[str]:
+    store = StoreWithOldLists(shutil.copytree(present, root), lists, seed)
+    removed: list[str] = []
+    with contextlib.suppress(MvrRayError):  # a list that is known to be old ends the collection
+        removed = collect(store, "i", keep, grace_s=0)
+    require_whole(Store(root), keep)
+    collect(Store(root), "i", keep, grace_s=0)
+    require_whole(Store(root), keep)
+    return removed
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_collection_by_lists_of_one_earlier_moment_keeps_what_kept_versions_name(moments, tmp_path, keep):
+    removed = [collect_with((old,), moments[-1], tmp_path / f"{n}", keep, n) for n, old in enumerate(moments)]
+    assert bool(removed[-1]) == (keep < 5) and not removed[0]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_collection_by_lists_of_several_moments_keeps_what_kept_versions_name(moments, tmp_path, keep):
+    for seed in range(12):
+        collect_with(tuple(moments), moments[-1], tmp_path / f"{seed}", keep, seed)
