@@ -67,7 +67,7 @@ class RequestMiddleware:
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
             if path.startswith(SLOT_PATHS):
                 slot = self.admission.enter()
-            takes_body = scope["method"] == "POST" and path.startswith(SLOT_PATHS)
+            takes_body = path.startswith(SLOT_PATHS)  # of any method: a wrong one hears that it is wrong
             body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
             await self.app(scope, _replay(body, receive), response)
@@ -187,7 +187,7 @@ async def _read_body(
     if takes_body:
         message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
     else:
-        message, hint = "this route takes no body", "send a body by POST to a route below /v1/"
+        message, hint = "this route takes no body", "send bodies to routes below /v1/ alone"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):

@@ -60,5 +60,5 @@ def test_no_request_made_from_the_description_breaks_the_server_or_gets_what_is_
             done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
         told = done.stdout + done.stderr
         assert done.returncode == 0, told
-        assert "11 selected / 11 total" in told and "Tested: 11" in told, told
+        assert "13 selected / 13 total" in told and "Tested: 13" in told, told
         assert service.readiness().ready
