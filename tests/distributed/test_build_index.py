@@ -222,14 +222,15 @@ def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_n
     same = [entry.shard for entry, one in zip(made.shards, before.shards) if entry == one]
     assert same == [shard for shard in range(3) if shard != shard_of("new", 3)]
     assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1)
-    prepare_texts(store, tmp_path, [*old[:20], new._replace(id="newer")], 2, corpus="second")
+    newest = Passage("newest", "A newer one", "Nor has anybody read this one.")
+    prepare_texts(store, tmp_path, [*old[:20], new._replace(id="newer"), newest], 2, corpus="second")
     reports.clear()
     second = build_index.index(
         run_over(own_index, prepare={"corpus": "second"}, index={"name": "second"}),
         lambda *report: reports.append(report),
     )
-    assert second.num_passages == 21
-    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1)
+    assert second.num_passages == 22
+    assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1), "one content is new"
     mine, first = views_by_id(own_index, second), views_by_id(own_index, before)
     for passage in old[:20]:
         assert mine[passage.id].vectors_ND.tobytes() == first[passage.id].vectors_ND.tobytes()
