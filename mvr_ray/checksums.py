@@ -25,20 +25,21 @@ def json_with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, CHECKSUM: _canonical_digest(fields)}
 
 
-def parse_json(data: bytes, where: str) -> dict[str, Any]:
+def parse_json(data: bytes, where: str, cure: str = "") -> dict[str, Any]:
     """Parse a JSON object, and return its fields without the checksum, which older programs did not write.
 
-    Raises StorageError for what is no JSON object, DigestError where the checksum is another one.
+    Raises StorageError for what is no JSON object, DigestError where the checksum is another one; both say the `cure`.
     """
+    advice = cure and f"; {cure}"
     try:
         fields = json.loads(data)
         if not isinstance(fields, dict):
             raise ValueError(f"it is no object but {type(fields).__name__}")
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"{where} is damaged ({error})") from error
+        raise StorageError(f"{where} is damaged ({error}){advice}") from error
     checksum = fields.pop(CHECKSUM, None)
     if checksum is not None and checksum != _canonical_digest(fields):
-        raise DigestError(f"{where} is damaged (its checksum is not {checksum!r})")
+        raise DigestError(f"{where} is damaged (its checksum is not {checksum!r}){advice}")
     return fields
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mvr_ray.checksums import parse_json
+from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import train_punkt
@@ -28,6 +28,8 @@ from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
 
+LOWERED_FORMAT = 1
+"""The format of the record that names an encoder in another precision."""
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus from which int8 finds its scales."""
 
@@ -164,17 +166,23 @@ def _in_lower_precision(run: RunConfig, full: LocalEncoder, corpus: Corpus | Non
     encoder = DualEncoder.load(full.folder)
     if encoder.precision.name == precision:
         return full
-    record = paths.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
-    if not store.exists(record):
+    path = paths.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
+    if not store.exists(path):
         texts: list[Passage] = []
         if precision == "int8":
             texts = spread(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
         gpu = run.resources.gpus_per_encoder > 0
         held = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, held.fingerprint, precision)
+        record = json_with_checksum({"fingerprint": held.fingerprint, FORMAT_VERSION: LOWERED_FORMAT})
         with suppress(FileExistsError):
-            store.create_once(record, json.dumps({"fingerprint": held.fingerprint}).encode())
-    return local_encoder(store, name, json.loads(store.read_bytes(record))["fingerprint"])
+            store.create_once(path, json.dumps(record).encode())
+    where, cure = store.where(path), "delete it: the same command then lowers the encoder again"
+    fields = parse_json(store.read_bytes(path), where, cure)
+    require_format(fields, LOWERED_FORMAT, where, cure)
+    if "fingerprint" not in fields:
+        raise StorageError(f"{where} is damaged (it has no fingerprint); {cure}")
+    return local_encoder(store, name, fields["fingerprint"])
 
 
 def spread(corpus: Corpus, num: int) -> list[Passage]:

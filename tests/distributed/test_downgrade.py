@@ -20,7 +20,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import ENCODERS, find_model, latest_fingerprint, record_latest
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
-from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError
+from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, question_digest, read_questions, write_questions
 from mvr_ray.store.delta import open_embeddings
@@ -223,15 +223,55 @@ def test_a_newer_record_of_the_newest_model_is_refused_by_name_and_models_are_fo
     assert address.stored == paths.encoder_dir(live.encoder_name, live.encoder_fingerprint)
 
 
+def checkpoint(store: Store) -> tuple[str, Checkpoints, torch.nn.Linear]:
+    """The folder of a training that is 7 steps far, best after 5 of them; its checkpoints and its weights."""
+    checkpoints = Checkpoints(store, folder := paths.training_dir("encoder", "key"))
+    model = torch.nn.Linear(3, 2)
+    checkpoints.save_best(model, 5)
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainState(step=6, best_step=5))
+    Checkpoints(store, folder).save(model, torch.optim.AdamW(model.parameters()), TrainState(step=7, best_step=5))
+    return folder, Checkpoints(store, folder), model
+
+
 def test_a_newer_checkpoint_is_refused_by_name_and_stays(store: Store) -> None:
-    folder = paths.training_dir("encoder", "key")
-    checkpoints = Checkpoints(store, folder)
-    model = torch.nn.Linear(1, 1)
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainState(step=7))
+    folder, checkpoints, _ = checkpoint(store)
     assert checkpoints.latest_step() == 7
     raise_format(store, path := f"{folder}/latest.json")
     text = rf"{path} has format version 2, this program reads 1; use the program that wrote it, or delete .*{folder}"
     require_refusals(store, FormatError, text, checkpoints.latest_step)
+
+
+def test_what_came_out_of_a_training_is_refused_where_a_newer_program_wrote_it(store: Store) -> None:
+    folder, checkpoints, _ = checkpoint(store)
+    assert checkpoints.result() == {}
+    checkpoints.finish(record := {"fingerprint": "0" * 16, "metrics": {"steps": 7.0}, "epochs": [{"step": 7}]})
+    assert checkpoints.result() == record and checkpoints.latest_step() == -1
+    raise_format(store, path := f"{folder}/finished.json")
+    text = rf"{path} has format version 2, this program reads 1; use the program that wrote it, or delete .*{folder}"
+    require_refusals(store, FormatError, text, checkpoints.result)
+
+
+def test_a_changed_byte_of_a_checkpoint_is_named_and_never_trained_on(store: Store) -> None:
+    folder, checkpoints, model = checkpoint(store)
+    optimiser = torch.optim.AdamW(model.parameters())
+    reads = {
+        "step-00000007/state.json": lambda: checkpoints.state(7),
+        "step-00000007/model.safetensors": lambda: checkpoints.load_model(model, 7),
+        "step-00000007/optimiser.safetensors": lambda: checkpoints.load_optimiser(optimiser, 7),
+        "best-00000005/model.safetensors": lambda: checkpoints.load_model(model, 5, best=True),
+    }
+    files = {path for path in content(store) if path.startswith(f"{folder}/")}
+    assert files == {f"{folder}/latest.json", *(f"{folder}/{name}" for name in reads)}
+    for name, read in reads.items():
+        read()
+        data = bytearray(whole := store.read_bytes(path := f"{folder}/{name}"))
+        data[-2] ^= 1
+        store.write_bytes(path, bytes(data))
+        require_refusals(
+            store, StorageError, rf"{path} is damaged .*; delete .*{folder} and train from the start", read
+        )
+        store.write_bytes(path, whole)
+        read()
 
 
 def test_files_without_a_number_have_format_1(store: Store, run: RunConfig, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Encoding: bytes follow from the corpus and the settings, whoever does the work and whatever dies."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed import build_index, encode
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
-from mvr_ray.errors import FingerprintError, MissingInputError, ResourceError
+from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -81,6 +83,33 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     assert resolve_encoder(run_over(empty_store)) == full
     tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, lowered)]
     assert tasks[0].key != tasks[1].key
+
+
+@pytest.mark.data
+def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_newer_or_damaged(empty_store, run_over):
+    store, run = Store(str(empty_store)), run_over(empty_store, index={"precision": "int8"})
+    full = resolve_encoder(run_over(empty_store))
+    path = paths.lowered_encoder(full.name, full.fingerprint, "int8", run.prepare.corpus)
+    known = {"fingerprint": full.fingerprint}
+    for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first programs wrote no format
+        store.write_bytes(path, json.dumps(record).encode())
+        assert resolve_encoder(run) == full
+    cure = "delete it: the same command then lowers the encoder again"
+    newer, changed = json_with_checksum({**known, "format_version": 2}), {**record, "fingerprint": "0" * 16}
+    for data, error, text in (
+        (
+            json.dumps(newer),
+            FormatError,
+            "has format version 2, this program reads 1; use the program that wrote it, or",
+        ),
+        (json.dumps(changed), StorageError, "is damaged .*;"),
+        (json.dumps(record)[:20], StorageError, "is damaged .*;"),
+        ("{}", StorageError, "is damaged .it has no fingerprint.;"),
+    ):
+        store.write_bytes(path, data.encode())
+        with pytest.raises(error, match=f"{path} {text} {cure}"):
+            resolve_encoder(run)
+        assert store.read_bytes(path) == data.encode()
 
 
 @pytest.mark.data

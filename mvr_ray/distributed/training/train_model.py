@@ -3,9 +3,8 @@
 The task says what is trained and how: its own loop defines what a step learns and what an epoch measures.
 """
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,7 +70,7 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
     with threads(run.resources.torch_threads):
         job = task.open_job(run)
         finished = job.checkpoints.result()
-        if finished and store.exists(paths.model_dir(task.kind.room, name, json.loads(finished)["fingerprint"])):
+        if finished and store.exists(paths.model_dir(task.kind.room, name, finished["fingerprint"])):
             return _announce(task, store, name, finished)
         log.info("training: %s examples=%d workers=%d", task.kind.model.what, len(job.examples), workers)
         if workers:
@@ -94,8 +93,8 @@ def _require_readable(task: TrainingTask, store: Store, name: str) -> None:
         return
 
 
-def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: TrainState) -> bytes:
-    """Save the best weights; returns what is recorded of them, as JSON."""
+def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: TrainState) -> dict[str, Any]:
+    """Save the best weights; returns what is recorded of them."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
         job.checkpoints.load_model(model, state.best_step, best=True)
@@ -110,14 +109,12 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
             advice = "more questions, or a lower train.lr, may"
             figures = (state.before, state.best_accuracy)
             log.warning("training did not raise dev accuracy: before=%.3f best=%.3f; " + advice, *figures)
-    record = {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
-    return (json.dumps(record, indent=1) + "\n").encode()
+    return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
 
 
-def _announce(task: TrainingTask, store: Store, name: str, record: bytes) -> TrainedModel:
+def _announce(task: TrainingTask, store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
     """Name a model the newest one."""
-    fields = json.loads(record)
-    record_latest(store, task.kind, name, fields)
-    epochs = [task.epoch(**epoch) for epoch in fields["epochs"]]
-    folder = paths.model_dir(task.kind.room, name, fields["fingerprint"])
-    return TrainedModel(name, fields["fingerprint"], folder, fields["metrics"], epochs)
+    record_latest(store, task.kind, name, record)
+    epochs = [task.epoch(**epoch) for epoch in record["epochs"]]
+    folder = paths.model_dir(task.kind.room, name, record["fingerprint"])
+    return TrainedModel(name, record["fingerprint"], folder, record["metrics"], epochs)
