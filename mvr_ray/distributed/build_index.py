@@ -1,7 +1,7 @@
 """Build an index version from a corpus and an encoder, and publish it.
 
-    carry over -> encode -> one build task a shard (lay its changes over an earlier shard, or join what was carried over
-    and its chunks; build its index, name it by content) -> measure -> publish
+    carry over -> find copies -> encode -> one build task a shard (lay its changes over an earlier shard, or join what
+    was carried over and its chunks; build its index, name it by content) -> measure -> publish
 
 A shard that is built is noted in the staging folder. One that an earlier version has, of the same passages and by the
 same settings, is taken from there, and so are the embeddings of single passages (`carry_over`); so the same command
@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session
-from mvr_ray.distributed.carry_over import carry_over, count_passages, is_as_encoded
+from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, is_as_encoded
 from mvr_ray.distributed.encode import BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
@@ -53,7 +54,7 @@ from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import check_params, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import changed_blocks, open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store, same_file
@@ -180,6 +181,7 @@ def _make_shards(
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     missing = _not_built(store, task, draft, others)
     carry_over(task, corpus, missing, progress)
+    find_copies(task, corpus, missing, progress)
     encode_corpus(task, corpus, missing, run.resources, progress)
     return _build(task, draft, corpus, reusable, run.index, progress)
 
@@ -375,26 +377,49 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 
 
 def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    """What was encoded of a shard, and what was carried over from others, in order of id."""
-    chunks = _encoded_chunks(store, task, corpus, shard)
-    if not task.plan(store, shard).is_carried:
+    """What was encoded of a shard, what was carried over from others, and copies of equal passages, in order of id."""
+    plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard)
+    if not plan.is_carried and not plan.copies:
         yield from chunks
         return
-    blocks = [*_open_staged(store, task, shard, task.carried_path(shard)).blocks(), *chunks]
+    carried = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else ()
+    blocks = [*carried, *chunks, *_copied_blocks(store, task, corpus, shard)]
     places = sorted(
         BlockRow(passage_id, number, row)
         for number, block in enumerate(blocks)
         for row, passage_id in enumerate(block.ids)
     )
-    if task.plan(store, shard).base is None:
+    if plan.base is None:
         _require_ids(corpus.part(shard).ids(), [place.passage_id for place in places], f"shard {shard}")
     for start in range(0, len(places), BATCH_PASSAGES):
         yield gather_rows(blocks, places[start : start + BATCH_PASSAGES])
 
 
+def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
+    """Embeddings of a shard's passages that have the content of others, from the chunks in which those were encoded."""
+    own_ids, copies = corpus.part(shard).ids(), task.plan(store, shard).copies or {}
+    copies_of: dict[int, dict[str, list[str]]] = {}
+    for row, original in copies.items():
+        there = copies_of.setdefault(shard_of(original, corpus.num_shards), {})
+        there.setdefault(original, []).append(own_ids[row])
+    for number, wanted in sorted(copies_of.items()):
+        ids = corpus.part(number).ids()
+        rows = task.plan(store, number).rows_to_encode(len(ids))
+        places = [place for place, row in enumerate(rows) if ids[row] in wanted]
+        if len(places) < len(wanted):
+            raise task.discard(store, shard, StagingError("a passage of which it has a copy is not encoded any more"))
+        for chunk in chunks_of(task, corpus, number):
+            if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
+                for block in _open_staged(store, task, number, task.chunk_path(chunk)).blocks():
+                    pairs = ((row, wanted.get(name, ())) for row, name in enumerate(block.ids))
+                    here = [BlockRow(copy, 0, row) for row, names in pairs for copy in names]
+                    if here:
+                        yield gather_rows([block], here)
+
+
 def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    ids, rows = corpus.part(shard).ids(), task.plan(store, shard).rows
-    ids = ids if rows is None else [ids[row] for row in rows]
+    ids = corpus.part(shard).ids()
+    ids = [ids[row] for row in task.plan(store, shard).rows_to_encode(len(ids))]
     for chunk in chunks_of(task, corpus, shard):
         staged = _open_staged(store, task, shard, task.chunk_path(chunk))
         try:

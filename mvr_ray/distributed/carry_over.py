@@ -8,15 +8,20 @@ newest first, and leaves a plan in the staging folder: a try that continues find
     base            an earlier shard of the same division, whose file stays as it is; changes will lie beside it
     carried over    embeddings from other shards: of other indexes, or of a version over another number of shards
     rows            what no version has: these are encoded
+    copies          of these, passages of the same content as one before them, in any shard: they get its embedding
 
 Views as encoded are taken from versions that `index` built, with all their views, and from what was resharded or rolled
 back to without a change of a view. Where refinement has changed the live version and `index.keep_refinement` is set,
 its own views come first.
 """
 
+import hashlib
 import logging
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.distributed.encode import BaseShard, EncodePlan, EncodeTask, staged_shards
@@ -31,9 +36,11 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
+CONTENT_BYTES = 16
+"""Length of the digest by which contents are compared."""
 
 
 class EmbeddedCorpus(NamedTuple):
@@ -56,7 +63,7 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
     refinement changed are to stay, and are damaged.
     """
     store = Store(task.store)
-    begun = staged_shards(task)
+    begun = staged_shards(task, "chunk-", "plan-")
     sources = embedded_corpora(store, task)
     open_shards = [shard for shard in shards if shard not in begun] if sources else []
     calls = [(task, shard, sources) for shard in open_shards]
@@ -70,12 +77,73 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
         progress("carried over from earlier versions, passages", counts["carried_over"], total)
 
 
+def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
+    """Plan that of the passages to encode in these shards each content is encoded once. Follows `carry_over`.
+
+    A shard of which a chunk is staged without such a plan stays as it is.
+    """
+    store, begun = Store(task.store), staged_shards(task, "chunk-")
+    plans = {shard: task.plan(store, shard) for shard in shards}
+    open_shards = [shard for shard in shards if plans[shard].copies is None and shard not in begun]
+    if not open_shards:
+        return
+    digests: dict[int, bytes] = {}
+    results = run_tasks(digest_contents, [(task, shard) for shard in shards], "comparing passages", cpus=BUILD_CPUS)
+    for done, (shard, own) in enumerate(results, 1):
+        digests[shard] = own
+        progress("look for equal passages, shards", done, len(shards))
+    rows_of = {shard: plans[shard].rows_to_encode(corpus.info.parts[shard].num_passages) for shard in shards}
+    starts = dict(zip(shards, np.cumsum([0, *(len(rows_of[shard]) for shard in shards)]).tolist()))
+    original_of = _first_equal(np.frombuffer(b"".join(digests[shard] for shard in shards), np.uint64).reshape(-1, 2))
+    copies_of: dict[int, dict[int, str]] = {shard: {} for shard in open_shards}
+    for place, original in original_of.items():
+        (shard, row), (number, there) = (_row_at(rows_of, starts, own) for own in (place, original))
+        if shard in copies_of:
+            copies_of[shard][row] = corpus.part(number).passages(there, there + 1)[0].id
+    for shard, copies in copies_of.items():
+        rows = [row for row in rows_of[shard] if row not in copies] if copies else plans[shard].rows
+        store.write_bytes(
+            task.plan_path(shard), with_trailer(plans[shard]._replace(rows=rows, copies=copies).to_json())
+        )
+    log.info("equal passages: index=%s copies=%d", task.index, sum(map(len, copies_of.values())))
+
+
+def digest_contents(task: EncodeTask, shard: int) -> tuple[int, bytes]:
+    """The shard, and the digests of what the encoder reads of its passages that are to be encoded, end to end."""
+    store = Store(task.store)
+    part = Corpus.open(store, task.corpus, task.corpus_digest).part(shard)
+    rows, table = task.plan(store, shard).rows_to_encode(len(part)), part.table(("title", "text"))
+    digests: list[bytes] = []
+    for start in range(0, len(rows), BATCH_PASSAGES):
+        batch = table.take(list(rows[start : start + BATCH_PASSAGES]))
+        for title, text in zip(*(column.to_pylist() for column in batch.columns)):
+            content = f"{len(title)} {title}{text}".encode()
+            digests.append(hashlib.blake2b(content, digest_size=CONTENT_BYTES).digest())
+    return shard, b"".join(digests)
+
+
+def _first_equal(digests_N2: IntArray) -> dict[int, int]:
+    """The first row of equal digests, by each later one."""
+    order_N = np.lexsort(digests_N2.T)  # which keeps the order of equal ones
+    is_later_N = np.zeros(len(order_N), bool)
+    is_later_N[1:] = (digests_N2[order_N[1:]] == digests_N2[order_N[:-1]]).all(1)
+    first_N = np.maximum.accumulate(np.where(is_later_N, 0, np.arange(len(order_N))))
+    return dict(zip(order_N[is_later_N].tolist(), order_N[first_N[is_later_N]].tolist()))
+
+
+def _row_at(rows_of: Mapping[int, Sequence[int]], starts: Mapping[int, int], place: int) -> tuple[int, int]:
+    """The shard and the row of a place among the rows of all shards, laid end to end."""
+    shards = list(starts)
+    shard = shards[bisect_right(list(starts.values()), place) - 1]
+    return shard, rows_of[shard][place - starts[shard]]
+
+
 def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> dict[str, int]:
     """Count the passages of planned shards by what was done for them; `encoded` and `carried_over` are all of them."""
     counts = {"encoded": 0, "carried_over": 0, "deleted": 0, "unlearned": 0}
     for shard in shards:
         plan, total = task.plan(corpus.store, shard), corpus.info.parts[shard].num_passages
-        num_encoded = total if plan.rows is None else len(plan.rows)
+        num_encoded = len(plan.rows_to_encode(total))
         counts["encoded"] += num_encoded
         counts["carried_over"] += total - num_encoded
         counts["deleted"] += plan.num_deleted

@@ -80,7 +80,9 @@ class EncodePlan(NamedTuple):
     """What of one part is to be encoded, and where the rest is.
 
     `rows` are those to encode, None for all. The others lie in `base`, or in the staged file of embeddings carried
-    over, which is there where `is_carried`. `deleted_ids` are passages of `base` that the part does not have.
+    over, which is there where `is_carried`. `copies` are passages, by row, that have the content of another one that is
+    encoded, of which the id is given; None where nobody has looked for them yet. Their rows are not among those to
+    encode. `deleted_ids` are passages of `base` that the part does not have.
     `num_deleted` counts those that the version before had and the part has no more, `num_unlearned` the changed and
     deleted ones that refinement had changed.
     """
@@ -91,6 +93,11 @@ class EncodePlan(NamedTuple):
     num_deleted: int = 0
     num_unlearned: int = 0
     is_carried: bool = False
+    copies: Mapping[int, str] | None = None
+
+    def rows_to_encode(self, num_passages: int) -> Sequence[int]:
+        """`rows` of a part of so many passages."""
+        return range(num_passages) if self.rows is None else self.rows
 
     def to_json(self) -> bytes:
         base = self.base and {**self.base._asdict(), "entry": asdict(self.base.entry)}
@@ -99,6 +106,8 @@ class EncodePlan(NamedTuple):
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         fields = json.loads(data)
+        if copies := fields.get("copies"):
+            fields["copies"] = {int(row): name for row, name in copies.items()}
         if base := fields.pop("base"):
             entry = ShardEntry(**base["entry"])
             base = BaseShard(base["index"], entry, base.get("index_params"), base.get("least_recall"))
@@ -183,8 +192,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: M
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
-    rows = task.plan(corpus.store, shard).rows
-    total = corpus.info.parts[shard].num_passages if rows is None else len(rows)
+    total = len(task.plan(corpus.store, shard).rows_to_encode(corpus.info.parts[shard].num_passages))
     return [
         ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
     ]
@@ -198,10 +206,10 @@ def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRa
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
 
 
-def staged_shards(task: EncodeTask) -> set[int]:
-    """Shards of which something is in the staging folder."""
+def staged_shards(task: EncodeTask, *prefixes: str) -> set[int]:
+    """Shards of which a file with one of these prefixes is in the staging folder."""
     names = Store(task.store).list(paths.staging_dir(task.index, task.key))
-    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(("chunk-", "plan-"))}
+    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(prefixes)}
 
 
 def encode_corpus(

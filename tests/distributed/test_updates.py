@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index, compact, reshard, shards
+from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import build_shard, shard_recall
@@ -147,17 +148,18 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
                 break
             update(run.prepare, store, write_rows(root.parent / "changes.jsonl", upserts, deleted), index="index")
             new = {name for name, number in contents.items() if number not in encoded_views}
+            new_contents = {contents[name] for name in new}
             published, live = live, build_index.index(run)
             learned = {name for name in learned if contents.get(name) == before[name]}
             if live.version != published.version:
-                assert live.metrics["encoded"] == len(new)
-                assert live.metrics["carried_over"] == len(contents) - len(new)
+                assert live.metrics["encoded"] == len(new_contents)
+                assert live.metrics["carried_over"] == len(contents) - len(new_contents)
             else:
                 assert contents == before
             views = stored_views(store, live)
             for name in sorted(new):
                 encoded_views.setdefault(contents[name], views[name])
-            event(f"contents under another id: {len(upserts) > len(new)}")
+            event(f"contents under another id: {len(upserts) > len(new)}, twice: {len(new) > len(new_contents)}")
         elif kind == "refine":
             names = {f"p{at:02d}" for at in words[0]} & set(contents)
             if names:
@@ -218,12 +220,14 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
 @pytest.mark.parametrize("kind", ["flat", "hnsw", "faiss"])
 def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(first_store, run_over, tmp_path, kind):
     stores: dict[str, Manifest] = {}
-    for moment in ("", "look for embeddings", "encode", "build shards"):
+    for moment in ("", "look for embeddings", "look for equal", "encode", "build shards"):
         root = shutil.copytree(first_store, tmp_path / (moment or "whole") / "store")
         store, run = Store(str(root)), own_run(run_over, root, 3, kind=kind, factory="IVF2,Flat", hnsw_m=4)
         write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
         build_index.index(run)
-        update(run.prepare, store, write_rows(root.parent / "changes.jsonl", {"p03": 50, "new": 51}, {"p04"}))
+        update(
+            run.prepare, store, write_rows(root.parent / "changes.jsonl", {"p03": 50, "new": 51, "twin": 51}, {"p04"})
+        )
 
         def interrupt(stage: str, num: int, total: int, moment: str = moment) -> None:
             if moment and stage.startswith(moment):
@@ -250,6 +254,52 @@ def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, 
     before, after = stored_views(store, first), stored_views(store, made)
     for number in range(20):
         assert after[f"renamed {number}"].vectors_ND.tobytes() == before[f"p{number:02d}"].vectors_ND.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "faiss"])
+def test_a_damaged_file_of_an_updated_index_is_named_and_made_again_to_the_same_bytes(
+    first_store, run_over, tmp_path, kind
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, kind=kind, factory="IVF2,Flat", hnsw_m=4)
+    write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
+    build_index.index(run)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50, "new": 51}, {"p04"}))
+    made = build_index.index(run)
+    entry = next(entry for entry in made.shards if LABELS_FILE in entry.files)
+    for name in set(entry.files) - {paths.EMBEDDINGS}:
+        file = root / paths.shard_dir("index", entry.digest) / name
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.chmod(0o644)
+        file.write_bytes(data)
+        [problem] = manifest.verify(store, made).problems
+        assert (problem.shard, Path(problem.path).name) == (entry.shard, name)
+        [done] = repair(store, made).repairs
+        assert done.state == "repaired" or "mvr-ray index CONFIG" in done.cure
+        again = build_index.index(run)
+        assert (again.version, again.content_digest()) == (made.version, made.content_digest())
+        assert manifest.verify(store, made).problems == []
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_equal_passages_are_encoded_once_and_each_has_the_embedding(run_over, first_store, tmp_path, num_shards):
+    """Of each content there are several passages, in one shard or several; the title belongs to the content."""
+    root = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent
+    store, run = Store(str(root)), own_run(run_over, root, num_shards)
+    contents = {f"p{number:02d}": number % 7 for number in range(40)}
+    file = Path(write_rows(tmp_path / "passages.jsonl", contents))
+    other = {"id": "q", "title": "Other", "text": text_of(3), "year": 1903}
+    file.write_text(file.read_text() + json.dumps(other) + "\n")
+    prepare(run.prepare, store)
+    made = build_index.index(run)
+    assert [made.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [8, 33, 0]
+    views = stored_views(store, made)
+    assert len(views) == 41
+    for name, number in contents.items():
+        assert views[name].vectors_ND.tobytes() == views[f"p{number:02d}"].vectors_ND.tobytes()
+    assert len({views[name].vectors_ND.tobytes() for name in views}) == 8
+    assert manifest.verify(store, made).problems == []
 
 
 def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(first_store, run_over, tmp_path):
