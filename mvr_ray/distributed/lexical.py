@@ -174,12 +174,6 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
     return are_whole(store, index, manifest.lexical.files)
 
 
-def open_postings(store: Store, manifest: Manifest, at: int) -> Postings:
-    """The postings of the version's shard at this place. Raises DigestError for a damaged file, ShardIndexError."""
-    assert manifest.lexical, "the version has no words"
-    return Postings(*manifests.open_lexical(store, manifest.index, manifest.lexical.postings[at]))
-
-
 def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
     """The statistics of the version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
     assert manifest.lexical, "the version has no words"

@@ -412,6 +412,13 @@ def known_sha256_of(path: Path) -> str:
     return digest
 
 
+def forget_sha256_of(path: Path) -> None:
+    """Let `known_sha256_of` read a file again, although it has the time and size that it had: its bytes are others."""
+    with contextlib.suppress(OSError):
+        stat = path.stat()
+        _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
+
+
 def make_read_only(path: Path) -> None:
     """Take away the rights to write to a file, where its file system has any: it has got, or gets now, its name."""
     with contextlib.suppress(OSError):

@@ -8,8 +8,8 @@ import pytest
 
 from mvr_ray.distributed import build_index, repair, reshard
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.lexical import open_postings, open_statistics
-from mvr_ray.index.lexical import tokenize
+from mvr_ray.distributed.lexical import open_statistics
+from mvr_ray.index.lexical import Postings, tokenize
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
@@ -25,6 +25,11 @@ pytestmark = [pytest.mark.data, pytest.mark.ray]
 def with_words(own_index, run_over) -> Path:
     build_index.index(run_over(own_index, index={"lexical": True}))
     return own_index
+
+
+def open_postings(store: Store, version: Manifest, at: int) -> Postings:
+    assert version.lexical
+    return Postings(*manifest.open_lexical(store, version.index, version.lexical.postings[at]))
 
 
 def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest) -> bool:

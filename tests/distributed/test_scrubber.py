@@ -1,18 +1,24 @@
 """Checks that a shard whose bytes change under a searcher is withdrawn, and answers again once it is repaired."""
 
+import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from random_index import D, publish_random_index, random_views
 
+from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.scrubber import FIRST_RETRY_S, Scrubber
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask, ShardSearcher
-from mvr_ray.store import paths
-from mvr_ray.store.files import Store
+from mvr_ray.store import manifest, paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import SETTLED_NS, Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.prepare import prepare
+from mvr_ray.types import HybridQueries
 
 WHOLE_PASS = 1 << 40
 """Bytes a second that are more than any shard has."""
@@ -21,6 +27,25 @@ WHOLE_PASS = 1 << 40
 @pytest.fixture
 def version(tmp_path: Path) -> Manifest:
     return publish_random_index(tmp_path, random_views(60, seed=1), num_shards=3)
+
+
+def overwrite(file: Path) -> bytes:
+    """Change bytes in the middle of a file, in its place; gives those that it had."""
+    whole = file.read_bytes()
+    file.chmod(0o644)
+    with file.open("r+b") as open_file:
+        open_file.seek(len(whole) // 2)
+        open_file.write(bytes(255 - byte for byte in whole[len(whole) // 2 :][:64]))
+    return whole
+
+
+def small_corpus(root: Path, passages: dict[str, str]) -> Corpus:
+    source = root / "passages.jsonl"
+    rows = ({"id": name, "title": "", "text": text} for name, text in passages.items())
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = PrepareConfig(num_shards=3, sources=[SourceConfig(path=str(source))])
+    prepare(cfg, store := Store(str(root)))
+    return Corpus.open(store, cfg.corpus)
 
 
 def states(router: Router, queries_QD: np.ndarray) -> tuple[list[str], bool]:
@@ -42,11 +67,7 @@ def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_taken_up
     assert states(router, queries_QD) == (["searched"] * 3, True)
     entry = version.shards[1]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
-    whole = file.read_bytes()
-    file.chmod(0o644)
-    with file.open("r+b") as open_file:
-        open_file.seek(len(whole) // 2)
-        open_file.write(bytes(255 - byte for byte in whole[len(whole) // 2 :][:64]))
+    whole = overwrite(file)
     os.utime(file, (1, 1))
     scrubber.look(1.0)
     assert states(router, queries_QD) == (["searched", "damaged", "searched"], False)
@@ -80,6 +101,60 @@ def test_a_shard_that_was_damaged_before_it_was_opened_answers_once_it_is_whole(
     assert states(router, queries_QD) == (["searched"] * 3, True)
     searcher.drop(version.version)
     assert searcher.damaged_keys() == []
+
+
+def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up_again_when_repaired(tmp_path: Path):
+    """Answers by views alone stay certified; postings belong to one shard, statistics to all."""
+    views = random_views(60, seed=1)
+    passages = {name: f"harbour {'castle ' * (number % 5)}" for number, name in enumerate(sorted(views))}
+    corpus = small_corpus(tmp_path, passages)
+    version = publish_random_index(tmp_path, views, num_shards=3, corpus=corpus, with_words=True)
+    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    searcher = ShardSearcher(task)
+    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
+    queries_QD, by_words = np.eye(2, D, dtype=np.float32), HybridQueries(("castle", "harbour castle"), 0.5)
+    router.ready()
+    before = router.search(queries_QD, 5, hybrid=by_words)
+    assert version.lexical and before.exact.certified
+    now_s = 0.0
+    for entry, damaged in ((version.lexical.postings[1][0], {1}), (version.lexical.statistics[0], {0, 1, 2})):
+        file = tmp_path / manifest.lexical_path("random", entry)
+        whole = overwrite(file)
+        scrubber.look(now_s)
+        for _ in range(2):  # it is not taken up again while the bytes differ
+            answer = router.search(queries_QD, 5, hybrid=by_words, min_coverage=0)
+            assert {shard.shard for shard in answer.shards if shard.state == "damaged"} == damaged
+            assert not answer.exact.certified
+            assert states(router, queries_QD) == (["searched"] * 3, True)
+            scrubber.look(now_s := now_s + FIRST_RETRY_S)
+        repaired = file.with_name("repaired")
+        repaired.write_bytes(whole)
+        repaired.replace(file)
+        scrubber.look(now_s := now_s + 4 * FIRST_RETRY_S)
+        after = router.search(queries_QD, 5, hybrid=by_words)
+        assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)
+    searcher.drop(version.version)
+    assert searcher.open_files() == [] and searcher.damaged_keys() == []
+
+
+def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_it_had(
+    tmp_path: Path, version: Manifest
+):
+    """So a disk loses bytes. Digests of settled files are remembered by time and size."""
+    entry = version.shards[1]
+    file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
+    long_ago = time.time_ns() - 10 * SETTLED_NS
+    os.utime(file, ns=(long_ago, long_ago))
+    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    searcher = ShardSearcher(task)
+    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
+    queries_QD = np.eye(2, D, dtype=np.float32)
+    router.ready()
+    overwrite(file)
+    os.utime(file, ns=(long_ago, long_ago))
+    for number in range(4):
+        scrubber.look(number * FIRST_RETRY_S)
+        assert states(router, queries_QD) == (["searched", "damaged", "searched"], False)
 
 
 def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Manifest):

@@ -1,8 +1,9 @@
 """Read open shards again at a bounded rate, withdraw those whose bytes have changed, and open repaired ones again.
 
-A shard's files are compared with their digests when they are opened, and mapped after that: what overwrites them later
-changes answers. The scrubber reads the very files that are mapped, over and over; a shard whose file has other bytes is
-damaged from then on, so the next answers are without it, and say so. Searches that are under way end with it.
+A shard's files, its words' among them, are compared with their digests when they are opened, and mapped after that:
+what overwrites them later changes answers. The scrubber reads the very files that are mapped, over and over; a shard
+whose file has other bytes is damaged from then on, so the next answers are without it, and say so: all answers, or
+those by words. Searches that are under way end with it.
 
 A damaged shard is tried again after a pause that doubles: one that was repaired in its place answers again.
 """
@@ -15,6 +16,7 @@ from time import monotonic
 
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
+from mvr_ray.store.files import forget_sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ class Scrubber:
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yields the bytes of each piece."""
-        for key, open_shard in self.searcher.open_shards():
-            for file in open_shard.files:
+        for key, files in self.searcher.open_files():
+            for file in files:
                 digest, start, problem = hashlib.sha256(), 0, ""
                 try:
                     while piece := file.handle.read_at(PIECE_BYTES, start):
@@ -71,7 +73,8 @@ class Scrubber:
                 if problem:
                     reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
                     log.error("shard withdrawn: %s", reason)
-                    self.searcher.withdraw(key, open_shard, reason)
+                    forget_sha256_of(file.path)
+                    self.searcher.withdraw(key, files, reason)
                     break
 
     def _retry(self, now_s: float) -> None:

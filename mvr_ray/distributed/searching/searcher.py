@@ -24,7 +24,6 @@ from mvr_ray import logs
 from mvr_ray.core.searching.exact import BlockTable, Pairs, ScoredPairs, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.lexical import open_postings, open_statistics
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
@@ -143,6 +142,7 @@ class ShardSearcher:
         self._held: dict[Key, OpenShard] = {}
         self._postings: dict[Key, Postings] = {}
         self._statistics: dict[Key, CorpusStatistics] = {}
+        self._word_files: dict[Key, tuple[OpenFile, ...]] = {}
         self._damaged: dict[Key, str] = {}
         self._opening = threading.Lock()
         self._books = threading.Lock()
@@ -181,7 +181,7 @@ class ShardSearcher:
             self._dropped.add(version)
             self._versions.pop(version, None)
             named = {key for one in self._versions.values() for key in one.all_keys()}
-            for kept in (self._held, self._postings, self._statistics, self._damaged):
+            for kept in (self._held, self._postings, self._statistics, self._word_files, self._damaged):
                 for key in [key for key in kept if key not in named]:
                     del kept[key]
 
@@ -189,32 +189,42 @@ class ShardSearcher:
         """Digests of the shards that are open now; answered even while a search runs."""
         return sorted({key.partition(" ")[0] for key in list(self._held)})
 
-    def open_shards(self) -> list[tuple[Key, OpenShard]]:
-        return list(self._held.items())
+    def open_files(self) -> list[tuple[Key, tuple["OpenFile", ...]]]:
+        """The files of each shard and of its words that are open."""
+        return [(key, held.files) for key, held in list(self._held.items())] + list(self._word_files.items())
 
     def damaged_keys(self) -> list[Key]:
         return list(self._damaged)
 
-    def withdraw(self, key: Key, open_shard: OpenShard, reason: str) -> None:
-        """Let go a shard whose files have changed since it was opened; searches find it damaged from now on."""
+    def withdraw(self, key: Key, files: tuple["OpenFile", ...], reason: str) -> None:
+        """Let go a shard, or words, whose files have changed since they were opened; searches find the shard, or those
+        by words all that these belong to, damaged from now on."""
         with self._books:
-            if self._held.get(key) is open_shard:
+            if key in self._held and self._held[key].files is files:
                 self._damaged[key] = reason
                 del self._held[key]
+            elif self._word_files.get(key) is files:
+                for kept in (self._word_files, self._postings, self._statistics):
+                    kept.pop(key, None)
+                for of in self._versions.values():
+                    own = [shard for shard, one in of.postings_keys.items() if key in (one, of.statistics_key)]
+                    self._damaged |= {of.words_key(shard) or "": reason for shard in own}
 
     def reopen(self, key: Key) -> bool:
-        """Try to open a damaged shard again; whether it is open, or no version names it any more."""
-        places = ((of, shard) for of in list(self._versions.values()) for shard, own in of.keys.items() if own == key)
-        of, shard = next(places, (None, 0))
-        if of is None:
-            self._damaged.pop(key, None)
-            return True
-        try:
-            self._open(of, shard)
-        except (MvrRayError, OSError) as error:
-            self._damaged[key] = str(error)
-            return False
-        log.info("shard open again: index=%s version=%d shard=%d", of.manifest.index, of.manifest.version, shard)
+        """Try to open a damaged shard, or its words, again; whether it is open, or no version names it any more."""
+        for of in list(self._versions.values()):
+            for shard, own in of.keys.items():
+                opens = {own: self._open, of.words_key(shard): self._open_words}.get(key)
+                if opens is not None:
+                    try:
+                        opens(of, shard)
+                    except (MvrRayError, OSError) as error:
+                        self._damaged[key] = str(error)
+                        return False
+                    version = of.manifest
+                    log.info("shard open again: index=%s version=%d shard=%d", version.index, version.version, shard)
+                    return True
+        self._damaged.pop(key, None)
         return True
 
     def heartbeat(self) -> Heartbeat:
@@ -377,22 +387,36 @@ class ShardSearcher:
         return held
 
     def _open_words(self, of: _Version, shard: int) -> LexicalIndex:
-        key, entry, store = of.postings_keys[shard], of.entries[shard], Store(self.task.store)
+        entry, lexical = of.entries[shard], of.manifest.lexical
+        assert lexical, "the version has no words"
+        key, files = of.postings_keys[shard], lexical.postings[of.manifest.shards.index(entry)]
         postings, statistics = self._postings.get(key), self._statistics.get(of.statistics_key)
-        if postings is not None and statistics is not None:
+        if postings is not None and statistics is not None and of.words_key(shard) not in self._damaged:
             return LexicalIndex(postings, statistics)
         with self._opening:
-            postings = self._postings.get(key) or open_postings(store, of.manifest, of.manifest.shards.index(entry))
-            statistics = self._statistics.get(of.statistics_key) or open_statistics(store, of.manifest)
-            if postings.num_passages != entry.num_passages:
-                raise ManifestError(
-                    f"the words of shard {shard} of index {of.manifest.index!r} are those of {postings.num_passages} "
-                    f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
-                )
-            with self._books:
-                self._postings[key], self._statistics[of.statistics_key] = postings, statistics
-                self._damaged.pop(of.words_key(shard) or "", None)
+            postings = self._read_words(self._postings, Postings, of, key, files)
+            statistics = self._read_words(self._statistics, CorpusStatistics, of, of.statistics_key, lexical.statistics)
+        if postings.num_passages != entry.num_passages:
+            raise ManifestError(
+                f"the words of shard {shard} of index {of.manifest.index!r} are those of {postings.num_passages} "
+                f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
+            )
+        with self._books:
+            self._damaged.pop(of.words_key(shard) or "", None)
         return LexicalIndex(postings, statistics)
+
+    def _read_words(
+        self, kept: dict[Key, T], kind: Callable[..., T], of: _Version, key: Key, files: Sequence[FileEntry]
+    ) -> T:
+        """What of words is held under a key, read where it is not."""
+        held = kept.get(key)
+        if held is None:
+            paths = manifests.open_lexical(Store(self.task.store), of.manifest.index, files)
+            opened = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, files))
+            held = kind(*paths)
+            with self._books:
+                kept[key], self._word_files[key] = held, opened
+        return held
 
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
