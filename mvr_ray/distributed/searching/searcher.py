@@ -406,16 +406,16 @@ class ShardSearcher:
         return LexicalIndex(postings, statistics)
 
     def _read_words(
-        self, kept: dict[Key, T], kind: Callable[..., T], of: _Version, key: Key, files: Sequence[FileEntry]
+        self, cache: dict[Key, T], kind: Callable[..., T], of: _Version, key: Key, files: Sequence[FileEntry]
     ) -> T:
         """What of words is held under a key, read where it is not."""
-        held = kept.get(key)
+        held = cache.get(key)
         if held is None:
             paths = manifests.open_lexical(Store(self.task.store), of.manifest.index, files)
-            opened = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, files))
+            open_files = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, files))
             held = kind(*paths)
             with self._books:
-                kept[key], self._word_files[key] = held, opened
+                cache[key], self._word_files[key] = held, open_files
         return held
 
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
