@@ -14,7 +14,7 @@ from kill_at_call import run_and_kill
 from random_index import D, Views, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import compact
+from mvr_ray.distributed import compact, session
 from mvr_ray.distributed.compact import compact_one
 from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
 from mvr_ray.distributed.router import Router
@@ -186,8 +186,10 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
 )
 @pytest.mark.parametrize("params", [IndexParams(scan="int8"), IndexParams(kind="hnsw", hnsw_m=4)], ids=["int8", "hnsw"])
 def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
-    tmp_path, params, record_property
+    tmp_path, params, record_property, monkeypatch
 ):
+    """Without Ray, also where this process is in a session: a fork of it cannot talk to the cluster."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
     views, before = random_views(60, 5), Store(str(tmp_path / "before"))
     publish_update(before, publish_random_index(Path(before.root), views, 3, params), random_views(2, 9), {"p007"})
 
