@@ -54,7 +54,8 @@ def kill_at_call(at: int) -> None:
         if not set(mode) & set("wxa+"):
             return plain_open(file, mode, buffering, encoding, errors, newline)
         step("create")
-        raw = io.BufferedWriter(Halves(file, mode.replace("b", "").replace("t", "")))
+        buffered = io.BufferedRandom if "+" in mode else io.BufferedWriter
+        raw = buffered(Halves(file, mode.replace("b", "").replace("t", "")))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding, errors, newline)
 
     for name in CALLS:

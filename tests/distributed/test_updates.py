@@ -1,18 +1,21 @@
 """Holds changes to a corpus to their laws, through the stages themselves: what is encoded, what stays, what answers."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from kill_at_call import run_and_kill
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index, compact, reshard, shards
+from mvr_ray.distributed import build_index, compact, reshard, session, shards
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -240,6 +243,53 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(fir
         assert manifest.verify(store, stores[moment]).problems == []
     assert len({version.content_digest() for version in stores.values()}) == 1
     assert any(LABELS_FILE in entry.files for entry in stores[""].shards) == (kind != "flat")
+
+
+@pytest.mark.slow
+@pytest.mark.chaos(
+    "index over a changed corpus killed at each call that writes, syncs, names or renames",
+    "the live version is whole: the old one or the new one; the same command ends with the undisturbed bytes",
+)
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
+    first_store, run_over, tmp_path, kind, monkeypatch, record_property
+):
+    """The new contents stand in the index under other ids, so a fork, which cannot use the threads of torch, need not
+    encode; without Ray, also where this process is in a session."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    before = shutil.copytree(first_store, tmp_path / "before" / "store")
+    write_rows(before.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
+    run = own_run(run_over, before, 3, kind=kind, hnsw_m=4)
+    build_index.index(run)
+    changes = write_rows(tmp_path / "changes.jsonl", {"p03": 5, "new": 6, "newer": 7}, {"p04"})
+    update(run.prepare, Store(str(before)), changes)
+    old = manifest.read(Store(str(before)), "index")
+
+    def copy(name: str) -> RunConfig:
+        root = shutil.copytree(before, tmp_path / name / "store")
+        write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
+        return own_run(run_over, root, 3, kind=kind, hnsw_m=4)
+
+    new = build_index.index(copy("whole"))
+    assert new.metrics["encoded"] == 0 and new.version == old.version + 1
+    assert kind == "flat" or any(LABELS_FILE in entry.files for entry in new.shards)
+    lived: list[bool] = []
+    for at in itertools.count(1):
+        run = copy(f"killed at {at}")
+        store = Store(str(run.store.path))
+        if (calls := run_and_kill(partial(build_index.index, run), at)) is None:
+            break
+        assert len(calls) == at
+        live = manifest.read(store, "index")
+        assert live.content_digest() in (old.content_digest(), new.content_digest())
+        assert manifest.verify(store, live).problems == []
+        lived.append(live.version == new.version)
+        live = build_index.index(run)
+        assert (live.version, live.content_digest()) == (new.version, new.content_digest())
+        assert manifest.verify(store, live).problems == [] == manifest.verify(store, old).problems
+        shutil.rmtree(tmp_path / f"killed at {at}")
+    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
+    record_property("figures", f"killed {len(lived)} times; the new one was live after {sum(lived)}")
 
 
 def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, tmp_path):
