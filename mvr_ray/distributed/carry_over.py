@@ -31,7 +31,7 @@ from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusPart, difference, find_contents, shard_of
+from mvr_ray.store.corpus import Corpus, difference, find_contents, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
@@ -196,7 +196,8 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     part = corpus.part(shard)
     plan = _plan_over_base(store, corpus, shard, sources) or EncodePlan()
-    remaining = {passage.id: passage for passage in _passages(part, plan.rows)}
+    passages = part.passages() if plan.rows is None else part.take(plan.rows)
+    remaining = {passage.id: passage for passage in passages}
     blocks: list[EmbeddingBlock] = []
     places: list[BlockRow] = []
     for source in sources:
@@ -232,13 +233,6 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     store.write_bytes(task.plan_path(shard), with_trailer(plan.to_json()))
 
 
-def _passages(part: CorpusPart, rows: Sequence[int] | None) -> Iterator[Passage]:
-    if rows is None:
-        yield from part.passages()
-    else:
-        yield from (part.passages(row, row + 1)[0] for row in rows)
-
-
 def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus]) -> EncodePlan | None:
     """The plan over the first source of the same division, with all changed passages to encode; None without one."""
     for source in sources:
@@ -254,7 +248,7 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
         except (MissingInputError, StorageError) as error:
             _pass_over(source, error)
             continue
-        replaced = [passage.id for passage in _passages(corpus.part(shard), changed_rows)]
+        replaced = [passage.id for passage in corpus.part(shard).take(changed_rows)]
         num_unlearned = 0
         if source.is_refined:
             num_unlearned = _num_unlearned(store, source, sources, [*replaced, *deleted_ids])

@@ -303,9 +303,7 @@ def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Pas
     part, rows = corpus.part(chunk.shard), task.plan(corpus.store, chunk.shard).rows
     if rows is None:
         return part.passages(chunk.start, chunk.stop)
-    own = rows[chunk.start : chunk.stop]
-    between = part.passages(own[0], own[-1] + 1)
-    return [between[row - own[0]] for row in own]
+    return part.take(rows[chunk.start : chunk.stop])
 
 
 class ChunkEncoder:

@@ -13,7 +13,7 @@ checksum.
 import bisect
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -31,6 +31,7 @@ from mvr_ray.store.files import Store, finished_file, known_sha256_of, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
+_ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
@@ -199,8 +200,8 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 
 
 class CorpusPart:
-    """The passages of one shard in id order, mapped from their file; with a file of changes, those batches that hold
-    one are copied into memory."""
+    """The passages of one shard in id order, mapped from their file; with a file of changes, a batch with a few of them
+    is divided around these, and one with many is copied into memory."""
 
     def __init__(self, path: Path, changes: Path | None = None, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
@@ -226,6 +227,15 @@ class CorpusPart:
             low, high = max(start - first, 0), min(stop - first, batch.num_rows)
             if low < high:
                 passages += _passages_of(batch.slice(low, high - low))
+        return passages
+
+    def take(self, rows: Sequence[int]) -> list[Passage]:
+        """Read some rows, in ascending order."""
+        edges = [bisect.bisect_left(rows, start) for start in self._starts]
+        passages: list[Passage] = []
+        for batch, first, low, high in zip(self._batches, self._starts, edges, edges[1:]):
+            if low < high:
+                passages += _passages_of(batch.take(pa.array([row - first for row in rows[low:high]], pa.int64())))
         return passages
 
     def table(self, columns: Iterable[str]) -> pa.Table:
@@ -258,7 +268,10 @@ class PartDifference(NamedTuple):
 
 
 def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
-    """Compare what an encoder reads of two parts, title and text, passage by passage."""
+    """Compare what an encoder reads of two parts, title and text, passage by passage; of parts that are changes of one
+    file, the changes alone."""
+    if before.path == after.path:
+        return _difference_of_changes(before, after)
     old, new = (part.table(("id", "title", "text")) for part in (before, after))
     compute: Any = pc
     found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
@@ -266,6 +279,19 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
     rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
     return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
+
+
+def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDifference:
+    difference = PartDifference([], [])
+    changes = (before.changes, after.changes)
+    names = {name for own in changes for batch in own.batches for name in batch.column(0).to_pylist()}
+    for name in sorted(names.union(*(own.deleted_ids for own in changes))):
+        row, old = after.row(name), before.get(name)
+        if row < 0:
+            difference.deleted_ids.extend([name] if old else [])
+        elif old is None or after.passages(row, row + 1)[0][1:3] != old[1:3]:
+            difference.changed_rows.append(row)
+    return difference
 
 
 def find_contents(part: CorpusPart, contents: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -553,20 +579,35 @@ def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
 def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
     """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
     without those that are gone."""
-    upserts = pa.Table.from_batches(changes.batches, batches[0].schema).replace_schema_metadata()
-    names = upserts.column(0).to_pylist()
-    hidden = pa.array([*names, *changes.deleted_ids], pa.string())
+    table = pa.Table.from_batches(changes.batches, batches[0].schema.remove_metadata()).combine_chunks()
+    upserts = (table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)])[0]
+    places = {name: at for at, name in enumerate(upserts.column(0).to_pylist())}
+    names = sorted({*places, *changes.deleted_ids})
     starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
     results: list[pa.RecordBatch] = []
     for batch, low, high in zip(batches, starts, starts[1:]):
-        is_hidden = pc.is_in(batch.column(0), value_set=hidden)  # pyrefly: ignore
-        if low == high and not is_hidden.true_count:
-            results.append(batch)
-            continue
-        rows = pa.Table.from_batches([batch.filter(pc.invert(is_hidden))])  # pyrefly: ignore
-        table = pa.concat_tables([rows, upserts.slice(low, high - low)]).sort_by("id")
-        results += table.combine_chunks().to_batches()
+        batch = batch.replace_schema_metadata()
+        parts = list(_divide(batch, names[low:high], upserts, places))
+        is_divided = (high - low) * _ROWS_WORTH_DIVIDING <= batch.num_rows
+        results += parts if is_divided or len(parts) < 2 else [pa.concat_batches(parts)]
     return results
+
+
+def _divide(
+    batch: pa.RecordBatch, names: list[str], upserts: pa.RecordBatch, places: Mapping[str, int]
+) -> Iterator[pa.RecordBatch]:
+    """Parts of a batch around `names`, ascending, and the new ones between them: each is the row of `upserts` at its
+    place, or is gone where it has none. Nothing is copied."""
+    row, column = 0, batch.column(0)
+    for name in names:
+        at = bisect.bisect_left(range(len(column)), name, row, key=lambda at: column[at].as_py())
+        if row < at:
+            yield batch.slice(row, at - row)
+        row = at + (at < len(column) and column[at].as_py() == name)
+        if name in places:
+            yield upserts.slice(places[name], 1)
+    if row < len(column):
+        yield batch.slice(row)
 
 
 def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:

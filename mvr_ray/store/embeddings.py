@@ -147,11 +147,11 @@ class EmbeddingWriter:
     def _flush(self, num_passages: int) -> None:
         if not num_passages:
             return
-        block = _join(self._pending)
+        block = join_blocks(self._pending)
         for start in range(0, num_passages, BATCH_PASSAGES):
-            batch = _cut(block, start, min(start + BATCH_PASSAGES, num_passages))
+            batch = cut_block(block, start, min(start + BATCH_PASSAGES, num_passages))
             self._file.write_batch(self._to_arrow(batch))
-        rest = _cut(block, num_passages, len(block.ids))
+        rest = cut_block(block, num_passages, len(block.ids))
         self._pending = [rest] if rest.ids else []
         self._num_pending = len(rest.ids)
 
@@ -277,7 +277,7 @@ def _finite(values: FloatArray) -> bool:
     return int((values.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7C00
 
 
-def _join(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:
+def join_blocks(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:
     if len(blocks) == 1:
         return blocks[0]
     counts_P = np.concatenate([np.diff(block.row_ptr) for block in blocks])
@@ -289,7 +289,7 @@ def _join(blocks: list[EmbeddingBlock]) -> EmbeddingBlock:
     )
 
 
-def _cut(block: EmbeddingBlock, start: int, stop: int) -> EmbeddingBlock:
+def cut_block(block: EmbeddingBlock, start: int, stop: int) -> EmbeddingBlock:
     first, last = int(block.row_ptr[start]), int(block.row_ptr[stop])
     return EmbeddingBlock(
         ids=block.ids[start:stop],

@@ -5,6 +5,7 @@ import itertools
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import build_shard, update_shard_index
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
-from mvr_ray.store import embeddings, manifest, paths
+from mvr_ray.store import delta, embeddings, manifest, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
 from mvr_ray.store.files import Store
@@ -83,8 +84,10 @@ STEPS = st.lists(
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 60), STEPS, st.integers(1, 8), WAYS, st.integers(0, 999))
-def test_after_any_history_the_answers_are_those_of_brute_force(tmp_path_factory, count, steps, shards, way, seed):
+@given(st.integers(1, 60), STEPS, st.integers(1, 8), WAYS, st.integers(0, 999), st.booleans())
+def test_after_any_history_the_answers_are_those_of_brute_force(
+    tmp_path_factory, count, steps, shards, way, seed, in_parts
+):
     scan, dtype = way
     root = tmp_path_factory.mktemp("history")
     store, rng = Store(str(root)), np.random.default_rng(seed)
@@ -110,7 +113,9 @@ def test_after_any_history_the_answers_are_those_of_brute_force(tmp_path_factory
         event(f"shards with changes beside them: {sum(paths.CHANGES in entry.files for entry in version.shards)}")
     for version, there in history:  # every version of the history still answers for itself
         for k in (1, 7, len(there) + 1):
-            assert answers(root, version, queries_QD, k) == [brute_force(there, query_D, k) for query_D in queries_QD]
+            with mock.patch.object(delta, "_PASSAGES_WORTH_DIVIDING", 0 if in_parts else 256):
+                found = answers(root, version, queries_QD, k)
+            assert found == [brute_force(there, query_D, k) for query_D in queries_QD]
         assert manifest.verify(store, version).problems == []
         assert version.num_passages == len(there)
 

@@ -20,10 +20,12 @@ from mvr_ray.store.corpus import (
     Corpus,
     CorpusPart,
     copy_questions,
+    difference,
     question_set,
     question_sets,
     read_questions,
     shard_of,
+    write_part_changes,
     write_passages,
     write_questions,
 )
@@ -69,6 +71,61 @@ def test_a_part_of_several_batches_is_one_sequence(tmp_path: Path):
     for row in (0, BATCH_ROWS - 1, BATCH_ROWS, 2 * BATCH_ROWS + 2):
         assert part.row(passages[row].id) == row
     assert part.row("000000x") == -1
+
+
+ROWS = 3 * BATCH_ROWS // 2
+EDITS = st.dictionaries(st.integers(0, 2 * ROWS), st.sampled_from(["new", "fields", "gone"]), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def base_part(tmp_path_factory) -> tuple[Path, dict[str, Passage]]:
+    passages = {f"{2 * row:05d}": Passage(f"{2 * row:05d}", "t", str(row), (("n", row),)) for row in range(ROWS)}
+    path = tmp_path_factory.mktemp("base") / "p.arrow"
+    write_passages(path, passages.values(), {"n": "int"})
+    return path, passages
+
+
+def edited_part(base: tuple[Path, dict[str, Passage]], path: Path, edits: dict[int, str], whole: bool):
+    """A part with these edits, as changes beside the base or written whole, and its passages as a dictionary."""
+    base_path, passages = base
+    upserts: dict[str, Passage] = {}
+    for number, how in edits.items():
+        name = f"{number:05d}"
+        before = passages.get(name, Passage(name, "t", "added", ()))
+        if how != "gone":
+            upserts[name] = before._replace(**({"text": "new"} if how == "new" else {"fields": (("n", -1),)}))
+    gone = sorted({f"{number:05d}" for number in edits} & set(passages) - set(upserts))
+    now = {name: own for name, own in sorted((passages | upserts).items()) if name not in gone}
+    if whole:
+        write_passages(path, now.values(), {"n": "int"})
+        return CorpusPart(path, fields={"n": "int"}), now
+    write_part_changes(path, [upserts[name] for name in sorted(upserts)], gone, {"n": "int"})
+    return CorpusPart(base_path, path, fields={"n": "int"}), now
+
+
+@settings(max_examples=25, deadline=None)
+@given(EDITS, EDITS, st.booleans(), st.randoms(use_true_random=False))
+def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_told(
+    base_part, tmp_path_factory, edits, later, whole, draw
+):
+    """Few changes of a batch are laid into it without a copy, many with one: forty of 6,144 rows are either."""
+    folder = tmp_path_factory.mktemp("edited")
+    if draw.random() < 0.3:
+        edits = edits | dict.fromkeys(range(1, 400, draw.randint(1, 3)), "new")
+    before, passages = edited_part(base_part, folder / "before", edits, False)
+    assert (
+        before.passages() == list(passages.values()) and before.ids() == list(passages) and len(before) == len(passages)
+    )
+    rows = sorted(draw.sample(range(len(before)), 50))
+    assert before.take(rows) == [before.passages(row, row + 1)[0] for row in rows]
+    assert [before.row(name) for name in passages][::97] == list(range(len(passages)))[::97]
+    after, others = edited_part(base_part, folder / "after", later, whole)
+    told = difference(before, after)
+    contents = {name: passage[1:3] for name, passage in passages.items()}
+    assert told.changed_rows == [
+        row for row, passage in enumerate(others.values()) if contents.get(passage.id) != passage[1:3]
+    ]
+    assert told.deleted_ids == [name for name in passages if name not in others]
 
 
 @st.composite

@@ -138,13 +138,19 @@ def test_the_same_changes_are_the_same_bytes_in_whatever_order_they_come(tmp_pat
     assert (tmp_path / "a" / paths.CHANGES).read_bytes() == (tmp_path / "b" / paths.CHANGES).read_bytes()
 
 
-def test_a_block_without_a_change_stays_mapped(tmp_path):
-    shard = make_shard(tmp_path / "base", BATCH_PASSAGES + 10, 3)
+def test_blocks_with_few_changes_stay_mapped_and_those_with_many_are_copied_once(tmp_path):
+    shard, rng = make_shard(tmp_path / "base", 2 * BATCH_PASSAGES + 10, 3), np.random.default_rng(4)
+    ids = shard.ids()
+    few, many = ids[5:7], ids[BATCH_PASSAGES + 3 : 2 * BATCH_PASSAGES : 40]
     (tmp_path / "new").mkdir()
-    write_changed(shard, tmp_path / "new", {"p000004": random_views(np.random.default_rng(4))})
-    first, second = open_views(tmp_path / "new").blocks()
-    assert first.vectors_ND.flags.writeable and first.vectors_ND.base is None
-    assert not second.vectors_ND.flags.writeable
+    upserts = {name: random_views(rng) for name in [few[0], *many[1:]]}
+    assert write_changed(shard, tmp_path / "new", upserts, [few[1], many[0]])
+    before, changed, after, copied, untouched = open_views(tmp_path / "new").blocks()
+    assert changed.ids == few[:1] and before.ids + few + after.ids == ids[:BATCH_PASSAGES]
+    assert copied.vectors_ND.flags.writeable and copied.vectors_ND.base is None
+    for block in (before, changed, after, untouched):
+        assert not block.vectors_ND.flags.writeable, "mapped"
+    assert len(copied.ids) == BATCH_PASSAGES - 1 and len(untouched.ids) == 10
 
 
 def test_a_file_that_the_shard_does_not_name_is_not_laid_over(tmp_path):
