@@ -63,8 +63,8 @@ OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 
 SIZE_ROUNDS = 3
 REWRITTEN = "a shard has one file of changes, so those of earlier updates are written again, up to index.compact_share"
 REREAD = (
-    "what grows: all ids are listed where the changes are checked and where the version is opened, the lengths of all "
-    "texts are compared with those of the new ones, and opening copies blocks of 4,096 passages with more than 16 changes"
+    "what grows: all ids are listed where changes are checked and where the version is opened, lengths of all texts "
+    "are compared with those of the new ones, blocks of 4,096 passages with more than 16 changes are copied"
 )
 START = (
     "two commands import torch, transformers, nltk with scipy, and read the encoder and the changed shards whole to "

@@ -294,11 +294,17 @@ def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDiffere
     return difference
 
 
-def find_contents(part: CorpusPart, contents: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+def find_contents(
+    part: CorpusPart, contents: Collection[tuple[str, str]], lacking: CorpusPart | None = None
+) -> dict[tuple[str, str], str]:
     """Find the first passage of each of these contents, title and text, in a part; contents that it lacks are left out.
 
-    Texts are read only where one has the length of a text that is looked for.
+    Texts are read only where one has the length of a text that is looked for, and only those that `lacking` has not, an
+    other part with changes of the same file, which has none of these contents.
     """
+    if lacking:
+        others = reversed(part.take(difference(lacking, part).changed_rows))
+        return {passage[1:3]: passage.id for passage in others if passage[1:3] in contents}
     compute: Any = pc
     texts = pa.array(sorted({text for _, text in contents}), pa.string())
     table = part.table(("id", "title", "text"))

@@ -54,7 +54,7 @@ class DeltaShard(EmbeddingShard):
 
     def ids(self) -> list[str]:
         """Read the ids alone: blocks would copy the vectors beside them."""
-        return sorted({*super().ids()}.difference(self.delta.deleted_ids).union(self.delta.ids()))
+        return changed_ids(super().ids(), self.delta.ids(), self.delta.deleted_ids)
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)
@@ -71,6 +71,20 @@ def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
     shard = DeltaShard.open(path)
     shard.lay_over(EmbeddingShard.open(folder / paths.CHANGES))
     return shard
+
+
+def changed_ids(ids: list[str], upserts: Iterable[str], deleted_ids: Iterable[str]) -> list[str]:
+    """Return ascending ids with these among them and without those. Takes no time for ids between changes."""
+    added = {*upserts}
+    changed: list[str] = []
+    row = 0
+    for name in sorted({*added, *deleted_ids}):
+        at = bisect.bisect_left(ids, name, row)
+        changed += ids[row:at]
+        row = at + (at < len(ids) and ids[at] == name)
+        if name in added:
+            changed.append(name)
+    return changed + ids[row:]
 
 
 def views_by_id(blocks: Iterable[EmbeddingBlock]) -> dict[str, Views]:

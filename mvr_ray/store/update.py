@@ -39,7 +39,7 @@ from mvr_ray.store.corpus import (
     write_passages,
     write_questions,
 )
-from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.delta import MOST_SHARE, changed_ids
 from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import BadRow, PassageRecord, Record
@@ -306,7 +306,7 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
         if name not in deletions and base.get(name) != passage
     }
     gone = {name for name in {*part.changes.deleted_ids, *deletions} - set(own) if base.row(name) >= 0}
-    ids = sorted(({*part.ids()} | set(own)) - deletions)
+    ids = changed_ids(part.ids(), own, deletions)
     if not changed and not gone:
         return dataclasses.replace(info, num_passages=len(base), changes=None)
     file = folder / "part.arrow"

@@ -21,6 +21,7 @@ from mvr_ray.store.corpus import (
     CorpusPart,
     copy_questions,
     difference,
+    find_contents,
     question_set,
     question_sets,
     read_questions,
@@ -126,6 +127,9 @@ def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_tol
         row for row, passage in enumerate(others.values()) if contents.get(passage.id) != passage[1:3]
     ]
     assert told.deleted_ids == [name for name in passages if name not in others]
+    sought = {(passage.title, passage.text) for passage in others.values()} - {*contents.values()}
+    assert find_contents(after, sought) == find_contents(after, sought, lacking=before)
+    assert find_contents(after, sought).keys() == sought
 
 
 @st.composite
