@@ -27,6 +27,7 @@ from attacks import (
     read_reply,
     send,
 )
+from ray import serve
 from ray._private.state import actors
 from server import ADMIN, command, free_port
 
@@ -50,8 +51,8 @@ class Server(NamedTuple):
 @pytest.fixture(scope="module")
 def server(small_index, run_over, serve_turn, tmp_path_factory) -> Iterator[Server]:
     port = free_port()
-    serve = {"port": port, "replicas": 2}
-    with command(run_over(small_index, serve=serve), tmp_path_factory.mktemp("served")) as (process, _):
+    settings = {"port": port, "replicas": 2}
+    with command(run_over(small_index, serve=settings), tmp_path_factory.mktemp("served")) as (process, _):
         yield Server(port, process.pid)
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
@@ -61,6 +62,12 @@ def server(small_index, run_over, serve_turn, tmp_path_factory) -> Iterator[Serv
 def processes(kind: str) -> list[int]:
     alive = actors(actor_state_name="ALIVE").values()
     return [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith(kind) and actor["Pid"]]
+
+
+def replicas_serve() -> bool:
+    """Whether both replicas are initialized: Serve replaces one that stops before only when it ends."""
+    states = serve.status().applications["mvr_ray"].deployments["search"].replica_states
+    return len(processes("ServeReplica")) == 2 == states.get("RUNNING")
 
 
 def name_of(process_id: int) -> str:
@@ -243,6 +250,7 @@ PAUSE_S = 5.0
 )
 def test_a_process_that_ends_costs_what_is_promised_and_no_request_its_deadline(server, name, record_property):
     kind, number, errors, _ = FAULTS[name]
+    wait_for(replicas_serve, 120)
     expected = search_once(server.port)
     assert expected.outcome == "200"
     victim = (haproxy(server) if kind == "haproxy" else processes(kind))[0]
