@@ -31,6 +31,9 @@ from mvr_ray.store.files import Store, finished_file, known_sha256_of, sha256_of
 from mvr_ray.types import Passage, Question
 
 FORMAT_VERSION = 1
+_PUBLICATION_FORMAT = 2
+"""Of publications that say their number, `_NUMBER`; those of earlier programs do not, and have the first format."""
+_NUMBER = "publication"
 _ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
@@ -135,8 +138,11 @@ class CorpusInfo:
     """In the order of their names: those that were in the followed source last, and the one with the last name."""
     format_version: int = FORMAT_VERSION
 
-    def to_json(self) -> bytes:
+    def to_json(self, publication: int = 0) -> bytes:
+        """Encode it, as the publication of this number if there is one."""
         plain = asdict(self)
+        if publication:
+            plain |= {"format_version": _PUBLICATION_FORMAT, _NUMBER: publication}
         for name in ("fields", "change_files"):  # as every corpus was before these were known
             if not plain[name]:
                 del plain[name]
@@ -147,9 +153,14 @@ class CorpusInfo:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
-        fields = _parse_json(data, where)
+        return cls.from_fields(_parse_json(data, where), where)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> Self:
+        """Make one from its JSON. Raises FormatError for another format, StorageError for what no program wrote."""
         try:
-            require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
+            require_format(fields, format_version, where, _OTHER_NAME)
+            fields |= {"format_version": FORMAT_VERSION}
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
             change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
@@ -328,6 +339,21 @@ def publications(store: Store, name: str) -> list[int]:
     return numbers
 
 
+def _read_publication(store: Store, name: str, number: int) -> CorpusInfo:
+    """Read a publication. Raises StorageError where it is another one: it says another number, or none although the one
+    before says its own."""
+    path = paths.corpus_publication(name, number)
+    where = store.where(path)
+    fields = _parse_json(store.read_bytes(path), where)
+    own = fields.pop(_NUMBER, None)
+    before = paths.corpus_publication(name, number - 1)
+    if own is None and store.exists(before) and _NUMBER in _parse_json(store.read_bytes(before), store.where(before)):
+        own = "without a number"
+    if own not in (None, number):
+        raise StorageError(f"{where} is damaged (it is publication {own}); {_CURE}")
+    return CorpusInfo.from_fields(fields, where, _PUBLICATION_FORMAT if own else FORMAT_VERSION)
+
+
 class Corpus:
     """A prepared corpus: `Corpus.open(store, name)`."""
 
@@ -345,16 +371,17 @@ class Corpus:
         Raises MissingInputError where it is not there, StorageError for a description that is damaged.
         """
         number = 0
-        if digest and store.exists(paths.corpus_version(name, digest)):
-            path = paths.corpus_version(name, digest)
-        elif number := max(publications(store, name), default=0):
-            path = paths.corpus_publication(name, number)
-        else:
+        path = paths.corpus_version(name, digest) if digest else ""
+        if not digest or not store.exists(path):
             path = paths.corpus_json(name)
-        if not store.exists(path):
+            number = max(publications(store, name), default=0)
+        if not number and not store.exists(path):
             where = store.where(paths.corpus_dir(name))
             raise MissingInputError(f"corpus {name!r} not found in {where}; make it: mvr-ray prepare CONFIG")
-        info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
+        if number:
+            info = _read_publication(store, name, number)
+        else:
+            info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
         if digest and info.digest != digest:
             raise MissingInputError(
                 f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "
@@ -369,11 +396,11 @@ class Corpus:
         Raises PublishConflictError where publication `after` is not the last one any more, StorageError where a part is
         not there or the store fails. Then the corpus that was the last one still is.
         """
-        store, number, data = self.store, after + 1, self.info.to_json()
+        store, number = self.store, after + 1
         self._require_parts("was not published")
-        store.write_bytes(paths.corpus_version(self.name, self.digest), data)
+        store.write_bytes(paths.corpus_version(self.name, self.digest), self.info.to_json())
         last = max(publications(store, self.name), default=0)
-        if last != after or not self._create_publication(number, data):
+        if last != after or not self._create_publication(number, self.info):
             raise PublishConflictError(
                 f"corpus {self.name!r} of digest {self.digest} was not published: another update or `prepare` was "
                 f"faster (publication {max(last, number)}); nothing was lost: run the same command again"
@@ -383,15 +410,13 @@ class Corpus:
             self._require_parts("lost files while it was published, as when a clock leaps and `versions collect` runs")
         except StorageError:
             if after:
-                path = paths.corpus_publication(self.name, after)
-                before = store.read_bytes(path)
-                CorpusInfo.from_json(before, store.where(path))  # what was misread is not published
+                before = _read_publication(store, self.name, after)  # what was misread is not published
                 self._create_publication(number + 1, before)
             raise
 
-    def _create_publication(self, number: int, data: bytes) -> bool:
+    def _create_publication(self, number: int, info: CorpusInfo) -> bool:
         """Create a publication; False where it is another's."""
-        path = paths.corpus_publication(self.name, number)
+        path, data = paths.corpus_publication(self.name, number), info.to_json(number)
         try:
             self.store.create_once(path, data)
         except OSError as error:

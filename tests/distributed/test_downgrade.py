@@ -103,7 +103,8 @@ def test_a_newer_corpus_is_refused_by_name_and_nothing_is_changed_beside_it(
         Corpus.open(store, CORPUS).publish(after=0)
         path = paths.corpus_publication(CORPUS, 1)
     raise_format(store, path)
-    text = rf"{path} has format version 2, this program reads 1; use the program that wrote it, or set prepare\.corpus"
+    own = 1 + is_published
+    text = rf"{path} has format version {own + 1}, this program reads {own}; use the program that wrote it, or set prep"
     require_refusals(
         store,
         FormatError,

@@ -500,7 +500,7 @@ def test_passages_of_another_corpus_are_refused(own_index, run_over):
     last = corpus.Corpus.open(store, "corpus")
     info = last.info
     (own_index / paths.corpus_publication("corpus", last.number)).write_bytes(
-        dataclasses.replace(info, digest="0" * 32).to_json()
+        dataclasses.replace(info, digest="0" * 32).to_json(last.number)
     )
     with open_router(run_over(own_index), local=True) as router:
         assert router.corpus.digest == info.digest

@@ -329,6 +329,23 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
     assert not corpus.store.is_local or len(read) == 3
 
 
+def test_a_publication_in_the_place_of_another_is_damage(corpus: Corpus):
+    store, first, number = corpus.store, corpus.info, corpus.number
+    described = paths.corpus_publication("corpus", number)
+    second = replace(first, sources=first.sources * 2)
+    Corpus(store, second).publish(after=number)
+    assert Corpus.open(store, "corpus").info == second
+    path = paths.corpus_publication("corpus", number + 1)
+    for data in (store.read_bytes(described), first.to_json()):
+        store.write_bytes(path, data)
+        with pytest.raises(StorageError, match=rf"publications/{number + 1}\.json is damaged \(it is publication"):
+            Corpus.open(store, "corpus")
+    store.write_bytes(described, first.to_json())  # as earlier programs did
+    assert Corpus.open(store, "corpus").info == first
+    store.write_bytes(path, second.to_json(number + 1))
+    assert Corpus.open(store, "corpus").info == second
+
+
 def test_damage_is_named(corpus: Corpus):
     assert corpus.find_damage() == []
     path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
