@@ -128,8 +128,8 @@ class Ours:
             }
             base = open_embeddings(manifests.open_shard(store, before.index, entry), entry.files)
             with shard_folder(store) as folder:
-                known = write_changed(base, folder, upserts, (), self.run.index.compact_share)
-                files = {paths.EMBEDDINGS: entry.files[paths.EMBEDDINGS]} if known else {}
+                kept = write_changed(base, folder, upserts, (), self.run.index.compact_share)
+                files = {name: entry.files[name] for name in kept}
                 entries.append(build_shard(store, draft, entry.shard, folder, files))
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
         self.close()

@@ -33,7 +33,6 @@ from mvr_ray.distributed.encode import BaseShard, EncodeTask, chunks_of, encode_
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
-    EMBEDDING_FILES,
     BuiltShard,
     build_shard,
     folder_recall,
@@ -296,7 +295,7 @@ def build_one(
     if entry is None:
         with shard_folder(store) as folder:
             known_files = _write_embeddings(store, task, draft, shard, folder, cfg)
-            if draft.index_params["kind"] != "flat" and not known_files.keys() - EMBEDDING_FILES:
+            if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
                 is_updated = (folder / LABELS_FILE).exists()
             entry = build_shard(store, draft, shard, folder, known_files)
         if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
@@ -337,11 +336,12 @@ def _write_embeddings(
         if cfg.prune_views is not None:
             _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
         elif not upserts and not plan.deleted_ids:
-            known_files = {name: file for name, file in base_files.items() if same_params or name in EMBEDDING_FILES}
+            names = base_files if same_params else paths.embedding_files(base_files)
+            known_files = {name: base_files[name] for name in names}
             for name in known_files:
                 same_file(base.path.with_name(name), folder / name)
-        elif write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
-            known_files = {paths.EMBEDDINGS: base_files[paths.EMBEDDINGS]}
+        elif kept := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
+            known_files = {name: base_files[name] for name in kept}
             if same_params and draft.index_params["kind"] != "flat":
                 _update_index(plan.base, base.path.parent, folder, upserts, cfg, shard)
         embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])

@@ -15,7 +15,6 @@ from mvr_ray.distributed.lexical import compact_lexical, lexical_task
 from mvr_ray.distributed.reshard import require_same_counts
 from mvr_ray.distributed.shards import (
     BUILD_CPUS,
-    EMBEDDING_FILES,
     RECALL_METRICS,
     BuiltShard,
     build_shard,
@@ -111,7 +110,7 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     embedded = open_embeddings(before, entry.files)
     with shard_folder(store) as folder:
         rewrite(embedded, folder / paths.EMBEDDINGS, {})
-        is_rebuilt, kept = LABELS_FILE in entry.files, {*entry.files} - EMBEDDING_FILES
+        is_rebuilt, kept = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
         if is_rebuilt:
             kept &= {paths.PRUNED_JSON}
         index_files = {name: file for name, file in entry.files.items() if name in kept}

@@ -115,7 +115,7 @@ def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) ->
 
 def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
     """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
-    if not missing or {paths.EMBEDDINGS, paths.CHANGES} & set(missing) or not entry.num_passages:
+    if not missing or {*paths.embedding_files(entry.files)} & {*missing} or not entry.num_passages:
         return missing
     built = folder.with_name("built")
     built.mkdir()

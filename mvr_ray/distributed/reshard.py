@@ -234,7 +234,7 @@ def _open_old_shards(store: Store, task: ReshardTask, shard: int) -> Iterator[Em
 
 def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
     """The files of a shard that hold its views."""
-    return {name: file for name, file in entry.files.items() if name in (paths.EMBEDDINGS, paths.CHANGES)}
+    return {name: entry.files[name] for name in paths.embedding_files(entry.files)}
 
 
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:

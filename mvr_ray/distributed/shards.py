@@ -30,7 +30,6 @@ from mvr_ray.types import EmbeddingBlock, FloatArray
 
 log = logging.getLogger(__name__)
 
-EMBEDDING_FILES = {paths.EMBEDDINGS, paths.CHANGES}
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 BUILD_CPUS = 1.0
@@ -77,7 +76,7 @@ def build_shard(
     params = IndexParams(**manifest.index_params)
     names = {file.name for file in folder.iterdir()}
     embedded = open_embeddings(folder, names)
-    is_indexed = bool(names - EMBEDDING_FILES - {paths.PRUNED_JSON})
+    is_indexed = bool(names - {*paths.embedding_files(names), paths.PRUNED_JSON})
     if embedded.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embedded.blocks(), folder)
     meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)

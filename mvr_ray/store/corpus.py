@@ -1,8 +1,8 @@
 """Store and read passages and questions as Arrow files.
 
 A corpus is a description and one part a shard. A part holds its passages in id order and is named by its content; after
-an update it may be the earlier part's file and beside it a file of changes: passages that are new or differ, and in its
-metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
+an update it may be the earlier part's files and beside them a file of changes: passages that are new or differ, and in
+its metadata the ids of those that are gone. The description names the parts and is stored by its digest, so an index
 version finds the corpus that it was made from whatever was prepared since. Publications, numbered and each created
 once, say which corpus is the last of its name. A passage's shard is a hash of its id. A question set belongs to the
 corpus of one digest, and is described by a JSON file beside its others; the questions themselves lie in a file that is
@@ -12,6 +12,7 @@ checksum.
 
 import bisect
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +35,8 @@ FORMAT_VERSION = 1
 _PUBLICATION_FORMAT = 2
 """Of publications that say their number, `_NUMBER`; those of earlier programs do not, and have the first format."""
 _NUMBER = "publication"
+_SEVERAL_FORMAT = 3
+"""Of descriptions of a part with several files of changes, of which earlier programs know one."""
 _ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 _CURE = "run `mvr-ray prepare CONFIG` again"
@@ -62,7 +65,7 @@ def shard_of(passage_id: str, num_shards: int) -> int:
 
 @dataclass(frozen=True)
 class ChangesInfo:
-    """The file of changes of a part."""
+    """A file of changes of a part."""
 
     file: str
     num_bytes: int
@@ -77,22 +80,24 @@ class PartInfo:
     num_passages: int
     num_bytes: int
     sha256: str
-    changes: ChangesInfo | None = None
+    changes: tuple[ChangesInfo, ...] = ()
+    """Each is laid over the ones before it."""
 
     @property
     def digest(self) -> str:
         """Digest of all files of the part."""
-        return self.sha256 if self.changes is None else f"{self.sha256}+{self.changes.sha256}"
+        return "+".join(file.sha256 for file in self.files)
 
     @property
     def files(self) -> "list[PartInfo | ChangesInfo]":
-        return [self] if self.changes is None else [self, self.changes]
+        return [self, *self.changes]
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Make one from its JSON, which has no `changes` where the part has none."""
-        changes = fields.pop("changes", None)
-        return cls(**fields, changes=changes and ChangesInfo(**changes))
+        """Make one from its JSON, which has no `changes` where the part has none, and no list of a single file."""
+        changes = fields.pop("changes", [])
+        several = changes if isinstance(changes, list) else [changes]
+        return cls(**fields, changes=tuple(ChangesInfo(**own) for own in several))
 
 
 @dataclass(frozen=True)
@@ -143,12 +148,15 @@ class CorpusInfo:
         plain = asdict(self)
         if publication:
             plain |= {"format_version": _PUBLICATION_FORMAT, _NUMBER: publication}
+        if any(len(part.changes) > 1 for part in self.parts):
+            plain["format_version"] = _SEVERAL_FORMAT
         for name in ("fields", "change_files"):  # as every corpus was before these were known
             if not plain[name]:
                 del plain[name]
         for part in plain["parts"]:
-            if part["changes"] is None:
-                del part["changes"]
+            changes = part.pop("changes")
+            if changes:
+                part["changes"] = changes if len(changes) > 1 else changes[0]
         return _to_json(plain)
 
     @classmethod
@@ -159,7 +167,8 @@ class CorpusInfo:
     def from_fields(cls, fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> Self:
         """Make one from its JSON. Raises FormatError for another format, StorageError for what no program wrote."""
         try:
-            require_format(fields, format_version, where, _OTHER_NAME)
+            several = any(isinstance(part.get("changes"), list) for part in fields["parts"])
+            require_format(fields, _SEVERAL_FORMAT if several else format_version, where, _OTHER_NAME)
             fields |= {"format_version": FORMAT_VERSION}
             parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
             sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
@@ -211,14 +220,15 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 
 
 class CorpusPart:
-    """The passages of one shard in id order, mapped from their file; with a file of changes, a batch with a few of them
+    """The passages of one shard in id order, mapped from their file; with files of changes, a batch with a few of them
     is divided around these, and one with many is copied into memory."""
 
-    def __init__(self, path: Path, changes: Path | None = None, fields: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, *changes: Path, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
-        self.path = path
+        self.path, self.change_paths = path, changes
         self._schema = passage_schema(fields or {})
-        self.changes = read_part_changes(changes, self._schema) if changes else PartChanges([], [])
+        self.change_files = [read_part_changes(file, self._schema) for file in changes]
+        self.changes = merge_changes(self.change_files)
         self._batches = [batch.select(self._schema.names) for batch in _map_batches(path)]
         if changes:
             self._batches = _changed_batches(self._batches, self.changes)
@@ -280,7 +290,7 @@ class PartDifference(NamedTuple):
 
 def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     """Compare what an encoder reads of two parts, title and text, passage by passage; of parts that are changes of one
-    file, the changes alone."""
+    file, the changes alone that are not in a file of both."""
     if before.path == after.path:
         return _difference_of_changes(before, after)
     old, new = (part.table(("id", "title", "text")) for part in (before, after))
@@ -294,9 +304,10 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
 
 def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDifference:
     difference = PartDifference([], [])
-    changes = (before.changes, after.changes)
-    names = {name for own in changes for batch in own.batches for name in batch.column(0).to_pylist()}
-    for name in sorted(names.union(*(own.deleted_ids for own in changes))):
+    pairs = zip(before.change_paths, after.change_paths)
+    num_both = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    files = [own for part in (before, after) for own in part.change_files[num_both:]]
+    for name in sorted({name for own in files for name in own.ids()}):
         row, old = after.row(name), before.get(name)
         if row < 0:
             difference.deleted_ids.extend([name] if old else [])
@@ -583,10 +594,14 @@ def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tu
 
 
 class PartChanges(NamedTuple):
-    """What a file of changes holds."""
+    """What a file of changes holds, or several laid over each other."""
 
     batches: list[pa.RecordBatch]
     deleted_ids: list[str]
+
+    def ids(self) -> list[str]:
+        """All ids that it names: of passages that are new or differ, and of those that are gone."""
+        return [*itertools.chain(*(batch.column(0).to_pylist() for batch in self.batches)), *self.deleted_ids]
 
     def passages(self) -> dict[str, Passage]:
         return {passage.id: passage for batch in self.batches for passage in _passages_of(batch)}
@@ -607,36 +622,52 @@ def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
     return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
 
 
+def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
+    """Lay the changes of each file over those of the ones before it. The result has a batch a run of passages."""
+    if len(files) < 2:
+        return files[0] if files else PartChanges([], [])
+    rows: dict[str, pa.RecordBatch] = {}
+    gone: set[str] = set()
+    for file in files:
+        own = _rows_by_id(file.batches)
+        gone = gone.union(file.deleted_ids).difference(own)
+        rows = {name: row for name, row in rows.items() if name not in gone} | own
+    ordered = [rows[name] for name in sorted(rows)]
+    return PartChanges([pa.concat_batches(ordered)] if ordered else [], sorted(gone))
+
+
+def _rows_by_id(batches: Iterable[pa.RecordBatch]) -> dict[str, pa.RecordBatch]:
+    """Each passage as a batch of one row; nothing is copied."""
+    plain = (batch.replace_schema_metadata() for batch in batches)
+    return {name: own.slice(at, 1) for own in plain for at, name in enumerate(own.column(0).to_pylist())}
+
+
 def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
     """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
     without those that are gone."""
-    table = pa.Table.from_batches(changes.batches, batches[0].schema.remove_metadata()).combine_chunks()
-    upserts = (table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)])[0]
-    places = {name: at for at, name in enumerate(upserts.column(0).to_pylist())}
-    names = sorted({*places, *changes.deleted_ids})
+    upserts = _rows_by_id(changes.batches)
+    names = sorted({*upserts, *changes.deleted_ids})
     starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
     results: list[pa.RecordBatch] = []
     for batch, low, high in zip(batches, starts, starts[1:]):
         batch = batch.replace_schema_metadata()
-        parts = list(_divide(batch, names[low:high], upserts, places))
+        parts = list(_divide(batch, names[low:high], upserts))
         is_divided = (high - low) * _ROWS_WORTH_DIVIDING <= batch.num_rows
         results += parts if is_divided or len(parts) < 2 else [pa.concat_batches(parts)]
     return results
 
 
-def _divide(
-    batch: pa.RecordBatch, names: list[str], upserts: pa.RecordBatch, places: Mapping[str, int]
-) -> Iterator[pa.RecordBatch]:
-    """Parts of a batch around `names`, ascending, and the new ones between them: each is the row of `upserts` at its
-    place, or is gone where it has none. Nothing is copied."""
+def _divide(batch: pa.RecordBatch, names: list[str], upserts: Mapping[str, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Parts of a batch around `names`, ascending, and the new ones between them: each is a row of `upserts`, or is gone
+    where there is none. Nothing is copied."""
     row, column = 0, batch.column(0)
     for name in names:
         at = bisect.bisect_left(range(len(column)), name, row, key=lambda at: column[at].as_py())
         if row < at:
             yield batch.slice(row, at - row)
         row = at + (at < len(column) and column[at].as_py() == name)
-        if name in places:
-            yield upserts.slice(places[name], 1)
+        if name in upserts:
+            yield upserts[name]
     if row < len(column):
         yield batch.slice(row)
 

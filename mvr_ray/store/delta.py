@@ -1,16 +1,18 @@
-"""Store a shard with few changed passages as its earlier file, and beside it a file of the changes.
+"""Store a shard with few changed passages as its earlier files, and beside them a file of the changes.
 
     <shard>/embeddings.arrow    as it was, byte for byte; on a local store another name of the same file
     <shard>/changes.arrow       every passage that differs or is new, with all its views as they are now, and in the
                                 file's metadata the ids of the passages that are gone
+    <shard>/changes-2.arrow     later changes, laid over those before; and so on
 
-Both have the same format. Readers get the shard as it would be if it were written whole: blocks with a few changes are
-divided around them and stay mapped, those with many are copied into memory. Later changes also go beside the first
-file; when they are more than a share of its passages, the shard is written whole.
+All have the same format. Readers get the shard as it would be if it were written whole: blocks with a few changes are
+divided around them and stay mapped, those with many are copied into memory. An update writes in proportion to what it
+changes: only files of changes that are about as small are written again with the new ones (`num_kept`). When all
+changes are more than a share of the first file's passages, the shard is written whole.
 """
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -30,47 +32,103 @@ _PASSAGES_WORTH_DIVIDING = 256
 takes 17 us longer for each part; copies of all blocks take the memory of the shard."""
 
 
+class Changes:
+    """What files of changes come to, later ones laid over earlier ones."""
+
+    def __init__(self, files: Sequence[EmbeddingShard]) -> None:
+        self.files = files
+        self._file_of: dict[str, EmbeddingShard] = {}
+        gone: set[str] = set()
+        for file in files:
+            gone.update(file.deleted_ids)
+            for name in file.deleted_ids:
+                self._file_of.pop(name, None)
+            self._file_of.update(dict.fromkeys(file.ids(), file))
+        self.deleted_ids = sorted(gone - self._file_of.keys())
+        self.ids = sorted(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.deleted_ids)
+
+    def views(self) -> dict[str, Views]:
+        """Every new or changed passage with its views, in order of id; the vectors are not copied."""
+        found = [(file, views_by_id(file.blocks())) for file in self.files]
+        views = {name: own[name] for file, own in found for name in own if self._file_of.get(name) is file}
+        return {name: views[name] for name in self.ids}
+
+    def num_vectors(self) -> int:
+        return sum(file.num_views_of(pa.chunked_array([self._ids_in(file)])) for file in self.files)
+
+    def find(self, names: Iterable[str]) -> dict[str, Views]:
+        """Copy the views of those of the passages that are new or changed."""
+        wanted = [name for name in names if name in self._file_of]
+        found: dict[str, Views] = {}
+        for file in self.files:
+            found |= file.find(name for name in wanted if self._file_of[name] is file)
+        return found
+
+    def _ids_in(self, file: EmbeddingShard) -> pa.Array:
+        return pa.array([name for name, own in self._file_of.items() if own is file], pa.string())
+
+
 class DeltaShard(EmbeddingShard):
-    """A shard whose changes come from a second file; see `open_embeddings`."""
+    """A shard whose changes come from other files; see `open_embeddings`."""
 
-    delta: EmbeddingShard
+    changes: Changes
 
-    def lay_over(self, delta: EmbeddingShard) -> None:
-        self.delta = delta
-        hidden = pa.chunked_array([*delta.arrow_ids().chunks, pa.array(delta.deleted_ids, pa.string())])
-        self.num_passages += delta.num_passages - len(_common_ids(hidden, super().arrow_ids()))
-        self.num_vectors += delta.num_vectors - self.num_views_of(hidden)
+    def lay_over(self, changes: Changes) -> None:
+        self.changes = changes
+        changes.deleted_ids = _common_ids(pa.array(changes.deleted_ids, pa.string()), super().arrow_ids())
+        hidden = pa.chunked_array([pa.array([*changes.ids, *changes.deleted_ids], pa.string())])
+        self.num_passages += len(changes.ids) - len(_common_ids(hidden, super().arrow_ids()))
+        self.num_vectors += changes.num_vectors() - self.num_views_of(hidden)
 
     @cached_property
     def _upserts(self) -> dict[str, Views]:
-        return views_by_id(self.delta.blocks())
+        return self.changes.views()
 
     def blocks(self) -> list[EmbeddingBlock]:
         """Return all rows, with the changes."""
-        return list(changed_blocks(super().blocks(), self._upserts, self.delta.deleted_ids))
+        return list(changed_blocks(super().blocks(), self._upserts, self.changes.deleted_ids))
 
     def arrow_ids(self) -> pa.ChunkedArray:
         return pa.chunked_array([pa.array(self.ids(), pa.string())])
 
     def ids(self) -> list[str]:
         """Read the ids alone: blocks would copy the vectors beside them."""
-        return changed_ids(super().ids(), self.delta.ids(), self.delta.deleted_ids)
+        return changed_ids(super().ids(), self.changes.ids, self.changes.deleted_ids)
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)
-        now = self.delta.find(ids)
-        hidden = {*now, *self.delta.deleted_ids}
+        now = self.changes.find(ids)
+        hidden = {*now, *self.changes.deleted_ids}
         return {**super().find(passage_id for passage_id in ids if passage_id not in hidden), **now}
 
 
 def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
     """Open the embeddings of a shard that consists of these files, which are known to be whole."""
-    path = folder / paths.EMBEDDINGS
-    if paths.CHANGES not in files:
-        return EmbeddingShard.open(path)
-    shard = DeltaShard.open(path)
-    shard.lay_over(EmbeddingShard.open(folder / paths.CHANGES))
+    return _open(folder, paths.changes_files(files))
+
+
+def _open(folder: Path, changes: Sequence[str]) -> EmbeddingShard:
+    if not changes:
+        return EmbeddingShard.open(folder / paths.EMBEDDINGS)
+    shard = DeltaShard.open(folder / paths.EMBEDDINGS)
+    shard.lay_over(Changes([EmbeddingShard.open(folder / name) for name in changes]))
     return shard
+
+
+def num_kept(sizes: Sequence[int], num_changes: int) -> int:
+    """How many files of changes, of so many changes each, stay as they are where others come: the first ones.
+
+    Those after them are written again with the new changes. A file that stays is more than twice as large as the next
+    one, so there are few, and a change is written again only into a file that is half as large again.
+    """
+    kept = len(sizes)
+    while kept and sizes[kept - 1] <= 2 * num_changes:
+        kept -= 1
+        num_changes += sizes[kept]
+    return kept
 
 
 def changed_ids(ids: list[str], upserts: Iterable[str], deleted_ids: Iterable[str]) -> list[str]:
@@ -144,41 +202,52 @@ def write_changed(
     upserts: Mapping[str, Views],
     deleted_ids: Collection[str] = (),
     most_share: float = MOST_SHARE,
-) -> bool:
+) -> list[str]:
     """Write the files of a shard in which the passages of `upserts` have the views given there, and no others, and
     those of `deleted_ids` are gone.
 
-    True where the first file is as it was, so that its digest is known; False where the changes since that file are
-    more than `most_share` of its passages, and it was written whole.
+    Returns the names of the files that are those of `shard`, so that their digests are known; none where the changes
+    since the first file are more than `most_share` of its passages, and it was written whole.
     """
     assert upserts or deleted_ids, "a shard without a change is the one that is there"
-    before = shard.delta if isinstance(shard, DeltaShard) else None
+    files = shard.changes.files if isinstance(shard, DeltaShard) else []
+    sizes = [file.num_passages + len(file.deleted_ids) for file in files]
+    kept = num_kept(sizes, len(upserts) + len(deleted_ids))
+    below = _open(shard.path.parent, [file.path.name for file in files[:kept]])
+    rest = Changes(files[kept:])
+    gone = pa.array(sorted({*rest.deleted_ids, *deleted_ids} - upserts.keys()), pa.string())
+    gone = _common_ids(gone, below.arrow_ids())
+    now = {**{name: views for name, views in rest.views().items() if name not in deleted_ids}, **upserts}
     base = EmbeddingShard.open(shard.path)
-    now = {**(views_by_id(before.blocks()) if before else {}), **upserts}
-    gone = {*(before.deleted_ids if before else ()), *deleted_ids}
-    gone = set(_common_ids(pa.array(sorted(gone), pa.string()), base.arrow_ids())) - set(upserts)
-    now = {name: now[name] for name in sorted(now) if name in upserts or name not in {*gone, *deleted_ids}}
-    if len(now) + len(gone) > most_share * base.num_passages:
+    before = below.changes if isinstance(below, DeltaShard) else Changes([])
+    hidden = _common_ids(pa.array([*before.deleted_ids, *gone], pa.string()), base.arrow_ids())
+    if len({*before.ids, *now}.difference(gone).union(hidden)) > most_share * base.num_passages:
         rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)
-        return False
-    same_file(shard.path, folder / paths.EMBEDDINGS)
-    with EmbeddingWriter(folder / paths.CHANGES, shard.dimension, shard.num_views, shard.dtype, sorted(gone)) as writer:
+        return []
+    names = [paths.EMBEDDINGS, *(file.path.name for file in files[:kept])]
+    for name in names:
+        same_file(shard.path.with_name(name), folder / name)
+    path = folder / paths.changes_file(len(names))
+    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, gone) as writer:
         if now:
-            counts = [len(views.view_numbers_N) for views in now.values()]
-            writer.write(
-                EmbeddingBlock(
-                    list(now),
-                    np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-                    np.concatenate([views.view_numbers_N for views in now.values()]),
-                    np.concatenate([np.asarray(views.vectors_ND, np.float32) for views in now.values()]),
-                )
-            )
-    return True
+            writer.write(_to_block({name: now[name] for name in sorted(now)}))
+    return names
+
+
+def _to_block(passages: Mapping[str, Views]) -> EmbeddingBlock:
+    """The passages with their views as one block of float32."""
+    counts = [len(views.view_numbers_N) for views in passages.values()]
+    return EmbeddingBlock(
+        list(passages),
+        np.cumsum([0, *counts]),
+        np.concatenate([views.view_numbers_N for views in passages.values()]),
+        np.concatenate([np.asarray(views.vectors_ND, np.float32) for views in passages.values()]),
+    )
 
 
 def num_changes(shard: EmbeddingShard) -> int:
-    """Count the passages that the second file changes or hides; 0 for a shard without one."""
-    return shard.delta.num_passages + len(shard.delta.deleted_ids) if isinstance(shard, DeltaShard) else 0
+    """Count the passages that the other files change or hide; 0 for a shard without one."""
+    return len(shard.changes) if isinstance(shard, DeltaShard) else 0
 
 
 def _common_ids(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:

@@ -30,6 +30,8 @@ from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+_SEVERAL_FORMAT = 2
+"""Of versions with a shard that has several files of changes, of which earlier programs would read the first alone."""
 DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
@@ -135,7 +137,7 @@ class Manifest:
     """What a hybrid search scores words by; None for a version without."""
     token: Word = ""
     """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = 1
 
     @property
     def num_passages(self) -> int:
@@ -152,7 +154,8 @@ class Manifest:
     def content_digest(self) -> str:
         """Digest the content, whenever and as whichever version it was published."""
         left_out = {"version", "parent", "created", "operation", "token"}
-        return digest_of({key: value for key, value in self._fields().items() if key not in left_out})
+        fields = self._fields() | {"format_version": FORMAT_VERSION}  # it follows from the shards
+        return digest_of({key: value for key, value in fields.items() if key not in left_out})
 
     def _fields(self) -> dict[str, Any]:
         """All fields; `lexical` where there is one, so that a version without is written as it ever was."""
@@ -171,10 +174,10 @@ class Manifest:
             format_version, digest = fields["format_version"], fields.pop("digest", None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
-        if format_version != FORMAT_VERSION:
+        if format_version not in (FORMAT_VERSION, _SEVERAL_FORMAT):
             raise ManifestError(
-                f"{where} has format version {format_version}, this program reads {FORMAT_VERSION}; "
-                f"use the program that wrote it, or {_ROLL_BACK}"
+                f"{where} has format version {format_version}, this program reads {FORMAT_VERSION} and "
+                f"{_SEVERAL_FORMAT}; use the program that wrote it, or {_ROLL_BACK}"
             )
         if digest_of(fields) != digest:
             raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
@@ -377,7 +380,10 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
         raise _conflict(index, version, live)
     _require_files(store, manifest, version)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = dataclasses.replace(manifest, version=version, created=now, token=uuid.uuid4().hex)
+    several = any(len(paths.changes_files(entry.files)) > 1 for entry in manifest.shards)
+    own_format = _SEVERAL_FORMAT if several else FORMAT_VERSION
+    own = {"version": version, "created": now, "token": uuid.uuid4().hex, "format_version": own_format}
+    manifest = dataclasses.replace(manifest, **own)
     path, data = paths.manifest(index, version), manifest.to_json()
     try:
         store.create_once(path, data)

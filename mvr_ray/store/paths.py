@@ -10,8 +10,8 @@
     <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
-    <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow where few passages were changed since,
-                                               index file, shard.json
+    <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow, changes-2.arrow, ... where few passages
+                                               were changed since, index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
     <store>/indexes/<name>/lexical/<digest>.arrow    words of one shard, or of the corpus (`index.lexical`)
     <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards that were set aside; nothing removes them
@@ -25,13 +25,33 @@
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
 
+import itertools
+from collections.abc import Collection
+
 EMBEDDINGS = "embeddings.arrow"
 CHANGES = "changes.arrow"
+"""The first file of changes of a shard."""
 SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
 RUN_FILE = "run.yaml"
+
+
+def changes_file(number: int) -> str:
+    """Name the file of changes of a shard that is laid over the ones before it as the `number`-th."""
+    return CHANGES if number == 1 else f"changes-{number}.arrow"
+
+
+def changes_files(names: Collection[str]) -> list[str]:
+    """Those of a shard's files that hold changes, in the order in which they are laid over each other."""
+    found = (changes_file(number) for number in itertools.count(1))
+    return list(itertools.takewhile(lambda name: name in names, found))
+
+
+def embedding_files(names: Collection[str]) -> list[str]:
+    """Those of a shard's files that hold its views."""
+    return [EMBEDDINGS, *changes_files(names)]
 
 
 def corpus_dir(name: str) -> str:

@@ -32,6 +32,7 @@ from mvr_ray.store.corpus import (
     SourceInfo,
     copy_questions,
     corpus_digest,
+    merge_changes,
     question_sets,
     read_questions,
     shard_of,
@@ -39,7 +40,7 @@ from mvr_ray.store.corpus import (
     write_passages,
     write_questions,
 )
-from mvr_ray.store.delta import MOST_SHARE, changed_ids
+from mvr_ray.store.delta import MOST_SHARE, changed_ids, num_kept
 from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import BadRow, PassageRecord, Record
@@ -295,24 +296,28 @@ def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
 
 
 def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
-    """Put the changes of one part beside its first file, or write the part whole where they are too many. Either file
-    is named by its content."""
+    """Put the changes of one part beside its files, or write the part whole where they are too many. Either file is
+    named by its content. Files of changes that are about as small are written again with these (`num_kept`)."""
     part, info = parent.part(shard), parent.info.parts[shard]
     own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
-    base = CorpusPart(part.path, fields=parent.fields)
+    here = {name for name in deletions if shard_of(name, parent.num_shards) == shard}
+    kept = num_kept([len(file.ids()) for file in part.change_files], len(own) + len(here))
+    below = CorpusPart(part.path, *part.change_paths[:kept], fields=parent.fields)
+    rest = merge_changes(part.change_files[kept:])
     changed = {
         name: passage
-        for name, passage in (part.changes.passages() | own).items()
-        if name not in deletions and base.get(name) != passage
+        for name, passage in (rest.passages() | own).items()
+        if name not in here and below.get(name) != passage
     }
-    gone = {name for name in {*part.changes.deleted_ids, *deletions} - set(own) if base.row(name) >= 0}
-    ids = changed_ids(part.ids(), own, deletions)
+    gone = {name for name in {*rest.deleted_ids, *here} - set(own) if below.row(name) >= 0}
+    ids = changed_ids(part.ids(), own, here)
     if not changed and not gone:
-        return dataclasses.replace(info, num_passages=len(base), changes=None)
+        return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:kept])
     file = folder / "part.arrow"
-    if is_delta := len(changed) + len(gone) <= MOST_SHARE * len(base):
+    hidden = {*below.changes.ids(), *changed, *gone}
+    if is_delta := len(hidden) <= MOST_SHARE * len(CorpusPart(part.path)):
         write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone), parent.fields)
-        written = CorpusPart(part.path, file)
+        written = CorpusPart(part.path, *part.change_paths[:kept], file)
     else:
         passages = {passage.id: passage for passage in part.passages()} | own
         write_passages(file, [passages[name] for name in ids], parent.fields)
@@ -321,7 +326,7 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
     digest, num_bytes = sha256_of(file), file.stat().st_size
     if is_delta:
         changes = ChangesInfo(paths.corpus_changes(shard, digest), num_bytes, digest)
-        new = dataclasses.replace(info, num_passages=len(ids), changes=changes)
+        new = dataclasses.replace(info, num_passages=len(ids), changes=(*info.changes[:kept], changes))
     else:
         new = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
     parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new.files[-1].file}")

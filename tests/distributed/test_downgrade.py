@@ -51,11 +51,11 @@ def run(store: Store, tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
-def raise_format(store: Store, path: str) -> None:
-    """Rewrite a description as of the format after its own, whole by its checksum."""
+def raise_format(store: Store, path: str, newest: int = 1) -> None:
+    """Rewrite a description as of the format after its own, or after the newest, whole by its checksum."""
     fields = json.loads(store.read_bytes(path))
     fields.pop("checksum", None)
-    fields["format_version"] = fields.get("format_version", 1) + 1
+    fields["format_version"] = max(newest, fields.get("format_version", 1)) + 1
     store.write_bytes(path, json.dumps(json_with_checksum(fields)).encode())
 
 
@@ -74,10 +74,10 @@ def require_refusals(store: Store, error: type[MvrRayError], text: str, *actions
 
 
 def test_a_newer_manifest_is_refused_by_name_and_nothing_is_changed_beside_it(store: Store, run: RunConfig) -> None:
-    raise_format(store, paths.manifest(INDEX, 2))
+    raise_format(store, paths.manifest(INDEX, 2), newest=2)
     text = (
-        r"store/indexes/flat/versions/2\.json has format version 2, this program reads 1; use the program that wrote "
-        r"it, or roll back: mvr-ray versions CONFIG rollback N"
+        r"store/indexes/flat/versions/2\.json has format version 3, this program reads 1 and 2; use the program that "
+        r"wrote it, or roll back: mvr-ray versions CONFIG rollback N"
     )
     require_refusals(
         store,

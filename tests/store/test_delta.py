@@ -1,14 +1,15 @@
 """Laws of changes laid over a shard: what is read is what rewriting gives, generation after generation."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.store import paths
-from mvr_ray.store.delta import MOST_SHARE, num_changes, open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import MOST_SHARE, num_changes, num_kept, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
 from mvr_ray.types import EmbeddingBlock
@@ -62,12 +63,14 @@ def passages_in(shard: EmbeddingShard) -> dict[str, Views]:
     return found
 
 
-CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 90), max_size=5))
+CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 90), max_size=5)) | st.tuples(
+    st.sets(st.integers(0, 90), max_size=1), st.sets(st.integers(0, 90), max_size=1)
+)
 """Numbers of passages to upsert and to delete; even ones may be of the first file, odd ones never are."""
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(8, 45), st.lists(CHANGES.filter(any), min_size=1, max_size=5), st.integers(0, 10_000), st.data())
+@given(st.integers(8, 45), st.lists(CHANGES.filter(any), min_size=1, max_size=6), st.integers(0, 10_000), st.data())
 def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, count, generations, seed, data):
     root = tmp_path_factory.mktemp("overlay")
     rng = np.random.default_rng(seed)
@@ -84,10 +87,13 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         folder.mkdir()
         kept = write_changed(laid, folder, upserts, sorted(gone))
         hidden = {name for name in hidden | set(upserts) | gone if name in truth or name in in_base}
-        assert kept == (len(hidden) <= MOST_SHARE * base_count)
-        assert (folder / paths.CHANGES).exists() == kept
+        assert bool(kept) == (paths.EMBEDDINGS in kept) == (len(hidden) <= MOST_SHARE * base_count)
+        assert (folder / paths.CHANGES).exists() == bool(kept)
+        assert all(sha256_of(folder / name) == sha256_of(laid.path.with_name(name)) for name in kept)
         if kept:
-            assert sha256_of(folder / paths.EMBEDDINGS) == sha256_of(laid.path)
+            names = paths.embedding_files([file.name for file in folder.iterdir()])
+            assert names[:-1] == kept, "one file is new"
+            event(f"files of changes: {len(names) - 1}")
         else:
             in_base, base_count, hidden = set(truth), len(truth), set()
         other.mkdir()
@@ -100,6 +106,41 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         assert set(found) == set(truth)
         assert all(found[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
         assert all(np.array_equal(found[name].view_numbers_N, truth[name].view_numbers_N) for name in truth)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60))
+def test_files_of_changes_are_few_and_a_change_is_written_again_only_into_a_larger_file(updates):
+    sizes: list[int] = []
+    for own in updates:
+        kept = num_kept(sizes, own)
+        written = own + sum(sizes[kept:])
+        assert all(2 * written >= 3 * size for size in sizes[kept:])
+        sizes = [*sizes[:kept], written]
+        assert all(before > 2 * after for before, after in pairwise(sizes))
+    assert sum(sizes) == sum(updates) and len(sizes) <= sum(updates).bit_length()
+
+
+def test_few_changes_after_many_are_written_alone(tmp_path):
+    shard, rng = make_shard(tmp_path / "base", 400, 1), np.random.default_rng(2)
+    ids = shard.ids()
+    folders = [tmp_path / name for name in ("many", "few", "gone", "both")]
+    for folder in folders:
+        folder.mkdir()
+    many = {name: random_views(rng) for name in ids[:60]}
+    first = {ids[0]: random_views(rng)}
+    assert write_changed(shard, folders[0], many) == [paths.EMBEDDINGS]
+    assert write_changed(open_views(folders[0]), folders[1], first) == [paths.EMBEDDINGS, paths.CHANGES]
+    assert EmbeddingShard.open(folders[1] / paths.changes_file(2)).ids() == ids[:1]
+    assert write_changed(open_views(folders[1]), folders[2], {}, ids[:1]) == [paths.EMBEDDINGS, paths.CHANGES]
+    last = EmbeddingShard.open(folders[2] / paths.changes_file(2))
+    assert (last.ids(), last.deleted_ids) == ([], ids[:1]), "the second file was about as small"
+    truth = passages_in(shard) | many
+    del truth[ids[0]]
+    (tmp_path / "whole").mkdir()
+    assert content(open_views(folders[2])) == content(write_whole(tmp_path / "whole", truth))
+    assert write_changed(open_views(folders[2]), folders[3], {name: random_views(rng) for name in ids[30:90]})
+    assert paths.embedding_files([file.name for file in folders[3].iterdir()]) == [paths.EMBEDDINGS, paths.CHANGES]
+    assert num_changes(open_views(folders[3])) == 90
 
 
 def test_changes_cross_blocks(tmp_path):

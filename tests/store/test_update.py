@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store.corpus import Corpus, publications, read_questions, shard_of, write_questions
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import (
+    Corpus,
+    CorpusPart,
+    difference,
+    publications,
+    read_questions,
+    shard_of,
+    write_questions,
+)
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
@@ -44,7 +53,7 @@ def make_corpus(store: Store, write: Write, texts: dict[str, str], num_shards: i
 
 
 def num_deltas(corpus: Corpus) -> int:
-    return sum(part.changes is not None for part in corpus.info.parts)
+    return sum(bool(part.changes) for part in corpus.info.parts)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -108,12 +117,39 @@ def test_few_changes_lie_beside_the_part_and_many_are_written_into_it(store: Sto
     assert (back.digest, back.info.parts) == (many.digest, many.info.parts)
 
 
+def test_few_changes_after_many_are_written_alone_and_earlier_programs_refuse_the_corpus(store: Store, write: Write):
+    texts = {f"p{number:03d}": f"text {number}" for number in range(400)}
+    make_corpus(store, write, texts, 1)
+
+    def change(*rows: dict) -> Corpus:
+        update(CONFIG, store, str(write("changes.jsonl", lines(*rows))))
+        return Corpus.open(store, "corpus")
+
+    def formats(corpus: Corpus) -> list[int]:
+        files = (paths.corpus_publication("corpus", corpus.number), paths.corpus_version("corpus", corpus.digest))
+        return [json.loads(store.read_bytes(file))["format_version"] for file in files]
+
+    many = change(*(row(f"p{number:03d}", "many") for number in range(60)))
+    assert formats(many) == [2, 1]
+    few = change(row("p003", "few"), row("p399x", "new"))
+    [first, second] = few.info.parts[0].changes
+    assert (first,) == many.info.parts[0].changes and formats(few) == [3, 3]
+    alone = CorpusPart(store.local_path(f"corpora/corpus/{second.file}"))
+    assert alone.ids() == ["p003", "p399x"]
+    back = change(row("p003", "text 3"), {"id": "p399x", "delete": True})
+    assert back.info.parts[0].changes[0] == first and len(back.info.parts[0].changes) == 2
+    assert difference(few.part(0), back.part(0)) == ([3], ["p399x"])
+    assert list(back) == list(make_corpus(store, write, {passage.id: passage.text for passage in back}, 1, "other"))
+    assert back.get(["p003", "p399x", "p004"]).keys() == {"p003", "p004"}
+    whole = change(*(row(f"p{number:03d}", "all") for number in range(60, 110)))
+    assert whole.info.parts[0].changes == () and formats(whole) == [2, 1]
+
+
 def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
     make_corpus(store, write, {f"p{number:02d}": f"text {number}" for number in range(40)}, 1)
     update(CONFIG, store, str(write("changes.jsonl", lines(row("p03", "new")))))
     corpus = Corpus.open(store, "corpus")
-    changes = corpus.info.parts[0].changes
-    assert changes is not None
+    [changes] = corpus.info.parts[0].changes
     path = f"corpora/corpus/{changes.file}"
     data = store.read_bytes(path)
     store.write_bytes(path, data.replace(b"new", b"old"))

@@ -277,8 +277,9 @@ class ShardRefiner:
                 known = {}
                 if not searches_embeddings(IndexParams(**self.manifest.index_params)):
                     rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
-                elif write_changed(self.stored[shard], folder, changes, most_share=self.task.compact_share):
-                    known[paths.EMBEDDINGS] = entry.files[paths.EMBEDDINGS]
+                else:
+                    kept = write_changed(self.stored[shard], folder, changes, most_share=self.task.compact_share)
+                    known = {name: entry.files[name] for name in kept}
                 entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
