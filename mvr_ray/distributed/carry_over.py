@@ -19,7 +19,6 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusPart, difference, find_contents, shard_of
+from mvr_ray.store.corpus import Corpus, difference, find_contents, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
@@ -213,7 +212,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
             deleted, replaced = _gone_or_replaced(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
             plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
-    lacking: dict[Path, CorpusPart] = {}
+    lacking: set[str] = set()
     for source in sources:
         if remaining and not source.is_refined:
             for own in _places_of_same_content(store, source, remaining, lacking):
@@ -356,11 +355,11 @@ class SameContent(NamedTuple):
 
 
 def _places_of_same_content(
-    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], lacking: dict[Path, CorpusPart]
+    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], lacking: set[str]
 ) -> Iterator[SameContent]:
     """Passages of a source that have the content of some of `passages`, whatever their ids.
 
-    `lacking` holds by their first file the parts of other sources that lack these contents, and gets those of this.
+    `lacking` names the files of parts of other sources that have none of these contents, and gets those of this.
     """
     ids_of: dict[tuple[str, str], list[str]] = {}
     for passage in passages.values():
@@ -368,12 +367,10 @@ def _places_of_same_content(
     found: dict[str, list[str]] = {}
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
-        for number in range(before.num_shards):
-            part = before.part(number)
-            names = find_contents(part, ids_of, lacking.get(part.path))
-            if not names:
-                lacking[part.path] = part
-            found |= {name: ids_of.pop(content) for content, name in names.items()}
+        for number, info in enumerate(before.info.parts):
+            if not lacking.issuperset(file.file for file in info.files):
+                names = find_contents(before.part(number), ids_of, lacking)
+                found |= {name: ids_of.pop(content) for content, name in names.items()}
     except (MissingInputError, StorageError) as error:
         _pass_over(source, error)
     for block in _blocks_with(store, source, found):

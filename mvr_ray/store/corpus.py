@@ -43,6 +43,7 @@ _CURE = "run `mvr-ray prepare CONFIG` again"
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 DELETED_IDS = b"deleted_ids"
 _TITLES_READ = 8192
+_CONTENT = ("id", "title", "text")
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 QUESTION_SCHEMA = pa.schema(
     [
@@ -244,10 +245,9 @@ class CorpusPart:
         """Read rows `start` up to `stop`, like a slice of a list."""
         start, stop, _ = slice(start, stop).indices(len(self))
         passages: list[Passage] = []
-        for batch, first in zip(self._batches, self._starts):
-            low, high = max(start - first, 0), min(stop - first, batch.num_rows)
-            if low < high:
-                passages += _passages_of(batch.slice(low, high - low))
+        for at in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, stop)):
+            first = max(start, self._starts[at])
+            passages += _passages_of(self._batches[at].slice(first - self._starts[at], stop - first))
         return passages
 
     def take(self, rows: Sequence[int]) -> list[Passage]:
@@ -293,7 +293,7 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     file, the changes alone that are not in a file of both."""
     if before.path == after.path:
         return _difference_of_changes(before, after)
-    old, new = (part.table(("id", "title", "text")) for part in (before, after))
+    old, new = (part.table(_CONTENT) for part in (before, after))
     compute: Any = pc
     found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
     same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
@@ -317,27 +317,42 @@ def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDiffere
 
 
 def find_contents(
-    part: CorpusPart, contents: Collection[tuple[str, str]], lacking: CorpusPart | None = None
+    part: CorpusPart, contents: Collection[tuple[str, str]], lacking: set[str]
 ) -> dict[tuple[str, str], str]:
-    """Find the first passage of each of these contents, title and text, in a part; contents that it lacks are left out.
+    """Find a passage of each of these contents, title and text, in a part; contents that it lacks are left out.
 
-    Texts are read only where one has the length of a text that is looked for, and only those that `lacking` has not, an
-    other part with changes of the same file, which has none of these contents.
+    Each file of the part is searched by itself, but for those named in `lacking`, which have none of these contents;
+    files that turn out to have none are added. Texts are read only where one has the length of a text that is looked
+    for.
     """
-    if lacking:
-        others = reversed(part.take(difference(lacking, part).changed_rows))
-        return {passage[1:3]: passage.id for passage in others if passage[1:3] in contents}
+    names: dict[tuple[str, str], str] = {}
+    base = CorpusPart(part.path)
+    files = [(part.path, base.table(_CONTENT)), *zip(part.change_paths, map(_content_table, part.change_files))]
+    for path, table in files:
+        if path.name in lacking:
+            continue
+        own = [(content, name) for content, name in _rows_with(table, contents) if content in contents]
+        shown = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
+        names |= {content: name for content, name in reversed(shown) if content not in names}
+        if not own:
+            lacking.add(path.name)
+    return names
+
+
+def _content_table(changes: "PartChanges") -> pa.Table:
+    plain = [batch.replace_schema_metadata().select(list(_CONTENT)) for batch in changes.batches]
+    return pa.Table.from_batches(plain, pa.schema([PASSAGE_SCHEMA.field(name) for name in _CONTENT]))
+
+
+def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Title and text, and id, of the rows that have the text of one of these contents."""
     compute: Any = pc
     texts = pa.array(sorted({text for _, text in contents}), pa.string())
-    table = part.table(("id", "title", "text"))
     lengths = compute.binary_length(table.column("text"))
     table = table.filter(compute.is_in(lengths, value_set=compute.unique(compute.binary_length(texts))))
     table = table.filter(compute.is_in(table.column("text"), value_set=texts))
-    names: dict[tuple[str, str], str] = {}
     for name, title, text in zip(*(column.to_pylist() for column in table.columns)):
-        if (title, text) in contents:
-            names.setdefault((title, text), name)
-    return names
+        yield (title, text), name
 
 
 def publications(store: Store, name: str) -> list[int]:

@@ -121,11 +121,11 @@ def _open(folder: Path, changes: Sequence[str]) -> EmbeddingShard:
 def num_kept(sizes: Sequence[int], num_changes: int) -> int:
     """How many files of changes, of so many changes each, stay as they are where others come: the first ones.
 
-    Those after them are written again with the new changes. A file that stays is more than twice as large as the next
-    one, so there are few, and a change is written again only into a file that is half as large again.
+    Those after them are written again with the new changes. A file that stays is more than one and a half times as
+    large as the next one, so there are few, and a change is written again only into a file that is two thirds larger.
     """
     kept = len(sizes)
-    while kept and sizes[kept - 1] <= 2 * num_changes:
+    while kept and 2 * sizes[kept - 1] <= 3 * num_changes:
         kept -= 1
         num_changes += sizes[kept]
     return kept

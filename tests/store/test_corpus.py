@@ -3,6 +3,7 @@
 import hashlib
 import random
 import resource
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,50 +87,61 @@ def base_part(tmp_path_factory) -> tuple[Path, dict[str, Passage]]:
     return path, passages
 
 
-def edited_part(base: tuple[Path, dict[str, Passage]], path: Path, edits: dict[int, str], whole: bool):
-    """A part with these edits, as changes beside the base or written whole, and its passages as a dictionary."""
-    base_path, passages = base
-    upserts: dict[str, Passage] = {}
-    for number, how in edits.items():
-        name = f"{number:05d}"
-        before = passages.get(name, Passage(name, "t", "added", ()))
-        if how != "gone":
-            upserts[name] = before._replace(**({"text": "new"} if how == "new" else {"fields": (("n", -1),)}))
-    gone = sorted({f"{number:05d}" for number in edits} & set(passages) - set(upserts))
-    now = {name: own for name, own in sorted((passages | upserts).items()) if name not in gone}
+def edited_part(base: tuple[Path, dict[str, Passage]], folder: Path, layers: Sequence[dict[int, str]], whole: bool):
+    """A part with these edits, as files of changes beside the base or written whole, and its passages by id."""
+    base_path, now = base
+    folder.mkdir(exist_ok=True)
+    files = []
+    for edits in layers:
+        upserts: dict[str, Passage] = {}
+        for number, how in edits.items():
+            name = f"{number:05d}"
+            before = now.get(name, Passage(name, "t", "added", ()))
+            if how != "gone":
+                text = f"new in {len(files)}"
+                upserts[name] = before._replace(**({"text": text} if how == "new" else {"fields": (("n", -1),)}))
+        gone = sorted({f"{number:05d}" for number in edits} & set(now) - set(upserts))
+        now = {name: own for name, own in sorted((now | upserts).items()) if name not in gone}
+        files.append(folder / f"changes-{len(files)}")
+        write_part_changes(files[-1], [upserts[name] for name in sorted(upserts)], gone, {"n": "int"})
     if whole:
-        write_passages(path, now.values(), {"n": "int"})
-        return CorpusPart(path, fields={"n": "int"}), now
-    write_part_changes(path, [upserts[name] for name in sorted(upserts)], gone, {"n": "int"})
-    return CorpusPart(base_path, path, fields={"n": "int"}), now
+        write_passages(folder / "whole", now.values(), {"n": "int"})
+        return CorpusPart(folder / "whole", fields={"n": "int"}), now
+    return CorpusPart(base_path, *files, fields={"n": "int"}), now
 
 
 @settings(max_examples=25, deadline=None)
-@given(EDITS, EDITS, st.booleans(), st.randoms(use_true_random=False))
+@given(EDITS, EDITS, st.sampled_from(["whole", "beside", "over"]), st.randoms(use_true_random=False))
 def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_told(
-    base_part, tmp_path_factory, edits, later, whole, draw
+    base_part, tmp_path_factory, edits, later, way, draw
 ):
     """Few changes of a batch are laid into it without a copy, many with one: forty of 6,144 rows are either."""
     folder = tmp_path_factory.mktemp("edited")
     if draw.random() < 0.3:
         edits = edits | dict.fromkeys(range(1, 400, draw.randint(1, 3)), "new")
-    before, passages = edited_part(base_part, folder / "before", edits, False)
+    before, passages = edited_part(base_part, folder, [edits], False)
     assert (
         before.passages() == list(passages.values()) and before.ids() == list(passages) and len(before) == len(passages)
     )
     rows = sorted(draw.sample(range(len(before)), 50))
     assert before.take(rows) == [before.passages(row, row + 1)[0] for row in rows]
     assert [before.row(name) for name in passages][::97] == list(range(len(passages)))[::97]
-    after, others = edited_part(base_part, folder / "after", later, whole)
+    layers = [edits, later] if way == "over" else [later]
+    after, others = edited_part(base_part, folder if way == "over" else folder / "after", layers, way == "whole")
+    assert after.passages() == list(others.values())
     told = difference(before, after)
     contents = {name: passage[1:3] for name, passage in passages.items()}
     assert told.changed_rows == [
         row for row, passage in enumerate(others.values()) if contents.get(passage.id) != passage[1:3]
     ]
     assert told.deleted_ids == [name for name in passages if name not in others]
-    sought = {(passage.title, passage.text) for passage in others.values()} - {*contents.values()}
-    assert find_contents(after, sought) == find_contents(after, sought, lacking=before)
-    assert find_contents(after, sought).keys() == sought
+    lost = {*contents.values()} - {passage[1:3] for passage in others.values()}
+    sought = lost | {passage[1:3] for passage in others.values()} - {*contents.values()}
+    lacking: set[str] = set()
+    find_contents(before, sought - lost, lacking)
+    for found in (find_contents(after, sought - lost, lacking), find_contents(after, sought, set())):
+        assert found.keys() == sought - lost
+        assert all(others[name][1:3] == content for content, name in found.items())
 
 
 @st.composite
