@@ -2,7 +2,7 @@
 
     python benchmarks/encoding.py [--peers .peers] [--passages 256]
     python benchmarks/encoding.py --large      # 10,000 paragraphs, a fifth a round, and a worker of a million passages
-    python benchmarks/encoding.py --backends   # fp32 by our own layers and by OpenVINO, beside sentence-transformers
+    python benchmarks/encoding.py --backends   # our own layers beside ONNX Runtime and OpenVINO, in every precision
 
 Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
 in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +36,11 @@ from measure import ROUNDS, Bar, Part, interleaved, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
-from mvr_ray.config import resolve_path
+from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.encoding import quantized
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
 THREADS = 2
@@ -51,6 +52,31 @@ LARGE, LARGE_MEMORY = 10_000, (10_000, 1_000_000)
 OTHERS, QUESTIONS = 500, 3_000
 CALIBRATION = 256
 WITHOUT_TILES = "mvr_ray int8, VNNI without AMX"
+ON_OPENVINO = (
+    "torch==2.13.0",
+    "transformers==5.5.4",
+    "sentence-transformers[openvino]==6.2.0",
+    "optimum-intel==2.2.0",
+    "openvino==2026.4.1",
+    "nncf==3.4.0",
+    "numpy==2.4.6",
+)
+ON_ONNX = (
+    "torch==2.13.0",
+    "transformers==4.57.6",
+    "sentence-transformers[onnx]==5.2.0",
+    "optimum-onnx==0.1.0",
+    "onnxruntime==1.32.0",
+    "numpy==2.4.6",
+)
+BACKENDS = {
+    "sentence-transformers": ("sentence-transformers", SENTENCE_TRANSFORMERS),
+    "onnx": ("sentence-transformers-onnx", ON_ONNX),
+    "openvino": ("sentence-transformers-openvino", ON_OPENVINO),
+    "openvino-fp32": ("sentence-transformers-openvino", ON_OPENVINO),
+    "openvino-int8": ("sentence-transformers-openvino", ON_OPENVINO),
+}
+"""Where each way of the peers' script runs: folder of its environment, and what is installed there."""
 NOTE_DPR = (
     "the loop pads 151 tokens to 256: two fifths of its products are wasted, which gives 1.7 times of this at most"
 )
@@ -261,42 +287,57 @@ def large_memory() -> Part:
     return part
 
 
-def backends(num: int) -> Part:
-    """In one precision, float32: our own layers, OpenVINO behind the same encoder, and sentence-transformers on torch,
-    in this environment; of models for which we have no layers, the padded pass instead."""
+def backends(peers: Path, num: int) -> Part:
+    """Our layers in every precision that this processor multiplies, OpenVINO behind the same encoder, and
+    sentence-transformers on each of its back ends, as they come and in float32 and int8."""
     torch.set_num_threads(THREADS)
-    texts = sample(squad().paragraphs, num)
-    part = Part("encoding-backends", f"Encoding on a CPU by backend, float32: {num} SQuAD paragraphs", "passages")
+    data = squad()
+    texts, seen = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
+    part = Part("encoding-backends", f"Encoding on a CPU by back end: {num} SQuAD paragraphs", "passages")
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
-    other = full.to_precision("openvino")
+    encoders = {"fp32": full, "openvino": full.to_precision("openvino")}
+    for name, calibration in (("bf16", ()), ("int8", [Passage("", "", text) for text in seen])):
+        try:
+            encoders[name] = full.to_precision(name, calibration)
+        except EncoderError as error:
+            part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
+    cases: dict[str, Callable[[], Any]] = {
+        f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
+    }
     told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
-    with tempfile.TemporaryDirectory() as scratch:
-        task = json.dumps({**told, "threads": THREADS, "texts": texts})
-        (Path(scratch) / "task.json").write_text(task)
-        name = "sentence-transformers"
-        with Peer(Path(sys.executable), "encoding_peer.py", scratch, name, threads=THREADS) as peer:
-            cases = {
-                "mvr_ray fp32": lambda: embed(full, texts),
-                "mvr_ray openvino": lambda: embed(other, texts),
-                name: lambda: peer.ask("passages"),
-            }
-            part.add(interleaved(cases), num)
-    part.bars = [
-        Bar(
-            "fp32 by our layers, passages/s over OpenVINO",
-            speedup(part.samples, "mvr_ray fp32", "mvr_ray openvino"),
-            1.15,
-        ),
-        Bar(
-            "fp32 by our layers, passages/s over sentence-transformers",
-            speedup(part.samples, "mvr_ray fp32", name),
-            1.15,
-        ),
-        Bar("OpenVINO, passages/s over sentence-transformers", speedup(part.samples, "mvr_ray openvino", name), 1.0),
-    ]
-    apart = float(np.abs(embed(full, texts) - embed(other, texts)).max())
-    part.facts = {"largest difference between backends": apart, "openvino": version("openvino")}
+    truth_PD = embed(full, texts)
+    cosines = {f"mvr_ray {name}": _cosine(embed(encoder, texts), truth_PD) for name, encoder in encoders.items()}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        task = {**told, "threads": THREADS, "texts": texts, "calibration": seen}
+        (Path(scratch) / "task.json").write_text(json.dumps(task))
+        for name, (folder, pins) in BACKENDS.items():
+            words = (scratch, name)
+            peer = stack.enter_context(
+                Peer(environment(peers, folder, pins), "encoding_peer.py", *words, threads=THREADS)
+            )
+            cases[name] = lambda peer=peer: peer.ask("passages")
+            peer.ask(f"save {name}")
+            cosines[name] = _cosine(np.load(Path(scratch) / f"{name}.npy", allow_pickle=False), truth_PD)
+        part.add(interleaved(cases), num)
+    for ours, theirs in (
+        ("mvr_ray fp32", "openvino-fp32"),
+        ("mvr_ray fp32", "mvr_ray openvino"),
+        ("mvr_ray bf16", "openvino"),
+        ("mvr_ray int8", "openvino-int8"),
+        *((f"mvr_ray {RunConfig().index.precision}", name) for name in ("onnx", "openvino")),
+    ):
+        if ours in part.samples:
+            what = f"{ours}, passages/s over {theirs}"
+            part.bars.append(Bar(what, speedup(part.samples, ours, theirs), 1.15))
+    part.facts |= {f"{name}: least cosine to fp32": f"{value:.5f}" for name, value in cosines.items()}
+    part.facts |= {name: ", ".join(pins) for name, (_, pins) in BACKENDS.items()}
+    part.facts["precisions"] = "onnx is float32; openvino takes bf16 where the processor multiplies it, else float32"
     return part
+
+
+def _cosine(vectors_PD: FloatArray, truth_PD: FloatArray) -> float:
+    """The least cosine of a vector to that of the same text; both are unit vectors."""
+    return float((vectors_PD * truth_PD).sum(1).min())
 
 
 def backbone() -> Path:
@@ -429,7 +470,7 @@ def main() -> None:
     words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
     words.add_argument("--large", action="store_true", help=f"{LARGE:,} paragraphs, and a worker's memory at a million")
     words.add_argument("--large-memory", action="store_true", help="the latter alone: eight minutes")
-    words.add_argument("--backends", action="store_true", help="our layers beside OpenVINO, in float32")
+    words.add_argument("--backends", action="store_true", help="our layers beside ONNX Runtime and OpenVINO")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
@@ -438,7 +479,7 @@ def main() -> None:
     elif chosen.without_tiles:
         without_tiles(chosen.without_tiles)
     elif chosen.backends:
-        write(backends(chosen.passages))
+        write(backends(chosen.peers.resolve(), chosen.passages))
     elif chosen.large:
         write(large(chosen.peers.resolve()))
         write(large_memory())

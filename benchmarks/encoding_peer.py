@@ -1,6 +1,7 @@
 """The peers' side of `encoding.py`: runs in an environment where mvr_ray is not installed.
 
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
+    python encoding_peer.py FOLDER onnx | openvino | openvino-fp32 | openvino-int8    # sentence-transformers on these
 
 Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
 keeps FOLDER/NAME.npy; `warm` embeds one batch; `memory N` embeds N texts instead, most of them short, and tells the
@@ -26,13 +27,48 @@ warnings.filterwarnings("ignore")
 Embed = Callable[[list[str]], np.ndarray]
 
 
-def sentence_transformers(task: dict[str, Any]) -> Embed:
+def sentence_transformers(
+    task: dict[str, Any], backend: str = "torch", change: Callable[[Any], None] = lambda model: None
+) -> Embed:
+    """`change` gets the model of the backend's own class before it embeds."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
-    body = Transformer(task["backbone"], max_seq_length=task["max_passage_tokens"])
+    try:
+        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    except ImportError:  # release 5, the last one that can be installed with ONNX Runtime
+        from sentence_transformers.models import Normalize, Pooling, Transformer
+    body: Any = Transformer(task["backbone"], max_seq_length=task["max_passage_tokens"], backend=backend)
+    change(body.auto_model)
     model = SentenceTransformer(modules=[body, Pooling(task["dimension"], "mean"), Normalize()], device="cpu")
     return lambda texts: model.encode(texts, batch_size=task["batch"], show_progress_bar=False)
+
+
+def openvino(task: dict[str, Any], precision: str = "") -> Embed:
+    """`precision`: that of products, where it is not what OpenVINO takes by itself on this processor."""
+
+    def change(model: Any) -> None:
+        model.ov_config |= {"INFERENCE_NUM_THREADS": task["threads"]}
+        if precision == "f32":
+            model.ov_config |= {"INFERENCE_PRECISION_HINT": "f32"}
+        if precision == "int8":
+            model.model = quantized(task, model.model)
+        model.request = None
+        model.compile()
+
+    return sentence_transformers(task, "openvino", change)
+
+
+def quantized(task: dict[str, Any], model: Any) -> Any:
+    """The model in int8 by NNCF's static quantisation of transformers, calibrated as ours is."""
+    import nncf
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(task["backbone"])
+    names = {name for one in model.inputs for name in one.get_names()}
+    cut = {"truncation": True, "max_length": task["max_passage_tokens"], "return_tensors": "np"}
+    encodings = [tokenizer([text], **cut) for text in task["calibration"]]
+    data = nncf.Dataset([{name: array for name, array in one.items() if name in names} for one in encodings])
+    return nncf.quantize(model, data, subset_size=len(encodings), model_type=nncf.ModelType.TRANSFORMER)
 
 
 def lightning_ir(task: dict[str, Any]) -> Embed:
@@ -90,7 +126,15 @@ def dpr(task: dict[str, Any]) -> Embed:
     return embed
 
 
-WAYS = {"sentence-transformers": sentence_transformers, "lightning-ir": lightning_ir, "dpr": dpr}
+WAYS: dict[str, Callable[[dict[str, Any]], Embed]] = {
+    "sentence-transformers": sentence_transformers,
+    "lightning-ir": lightning_ir,
+    "dpr": dpr,
+    "onnx": lambda task: sentence_transformers(task, "onnx"),
+    "openvino": openvino,
+    "openvino-fp32": lambda task: openvino(task, "f32"),
+    "openvino-int8": lambda task: openvino(task, "int8"),
+}
 
 
 def memory_text(row: int) -> str:

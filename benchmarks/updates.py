@@ -61,7 +61,9 @@ LOOK_S = 0.05
 SAMPLE = 200
 OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 1_000_000, 1.3
 SIZE_ROUNDS = 3
-REWRITTEN = "a shard has one file of changes, so those of earlier updates are written again, up to index.compact_share"
+REWRITTEN = (
+    "files of earlier changes that are about as small are written again with the new ones (store.delta.num_kept)"
+)
 REREAD = (
     "what grows: all ids are listed where changes are checked and where the version is opened, lengths of all texts "
     "are compared with those of the new ones, blocks of 4,096 passages with more than 16 changes are copied"

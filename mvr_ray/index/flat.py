@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes, encode
-from mvr_ray.core.searching.engines import FEW_QUERIES, make_kernel, make_kernel_for_few
+from mvr_ray.core.searching.engines import make_kernel, make_kernel_for_few
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
@@ -80,8 +80,8 @@ class FlatIndex:
         halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         faster = codes is not None and halves and getattr(kernel, "halves_are_faster", False)
         self._vectors = self.scan.of_vectors() if faster else None
-        few = make_kernel_for_few(engine, device, threads)
-        self._few = Scan(blocks, few, codes=codes) if few else None
+        self._for_few = make_kernel_for_few(engine, device, threads)
+        self._few = Scan(blocks, self._for_few.kernel, codes=codes) if self._for_few else None
         self.num_passages = self.scan.table.num_passages
         self.num_vectors = self.scan.table.num_vectors
         self.dimension = self.scan.table.dimension
@@ -96,11 +96,14 @@ class FlatIndex:
     ) -> CountedHits:
         """Search, and count the passages that the scan could not exclude and scored exactly."""
         queries_QD = check_queries(queries_QD, self.dimension)
-        return self.scan_for(len(queries_QD)).search_with_counts(queries_QD, check_k(k), mask_P)
+        share = 1.0 if mask_P is None else np.count_nonzero(mask_P) / max(len(mask_P), 1)
+        return self.scan_for(len(queries_QD), share).search_with_counts(queries_QD, check_k(k), mask_P)
 
-    def scan_for(self, num_queries: int) -> Scan[Any, Any]:
-        """Choose the fastest scan for so many queries, of the codes or of the vectors: the hits are the same."""
-        if self._few is not None and num_queries <= FEW_QUERIES:
+    def scan_for(self, num_queries: int, share: float = 1.0) -> Scan[Any, Any]:
+        """Choose the fastest scan for so many queries, of the codes or of the vectors, where this share of the passages
+        passes a filter: the hits are the same."""
+        few = self._for_few
+        if self._few is not None and few and num_queries <= few.most_queries and share <= few.most_share:
             return self._few
         if self._vectors is None or num_queries < 2:
             return self.scan

@@ -109,6 +109,18 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
 
 
 @avx2
+@pytest.mark.parametrize("with_codes", [False, True])
+def test_a_few_queries_under_a_filter_read_what_passes_alone(shard, queries, with_codes):
+    blocks, batch = shard(3, 400, 4, 48), queries(3, 3, 48)
+    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    index, mask_P = FlatIndex(blocks, codes=codes), np.arange(400) % 4 == 0
+    assert isinstance(index.scan_for(3, 0.25).kernel, native.Avx2Kernel)
+    assert not isinstance(index.scan_for(9, 0.25).kernel, native.Avx2Kernel)
+    plain = FlatIndex(blocks, engine="numpy")
+    assert as_bytes(index.search(batch, 9, mask_P)) == as_bytes(plain.search(batch, 9, mask_P))
+
+
+@avx2
 @given(
     seed=SEEDS, num_queries=st.sampled_from([1, 7]), dimension=st.sampled_from([1, 4, 65, 768, 8200]),
     with_codes=st.booleans(), spread=st.sampled_from([1e-25, 1.0, 1e12]),

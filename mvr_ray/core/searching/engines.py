@@ -1,24 +1,35 @@
 """Choose the kernel of a scan: compiled loops, a GPU's, torch's or numpy's."""
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 from mvr_ray.core.searching.kernels import Kernel, NumpyKernel, TorchKernel
 from mvr_ray.errors import ShardIndexError
 
-FEW_QUERIES = 8
-"""As many queries are multiplied faster by the loops for AVX2, on one thread, than by torch's product of matrices."""
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-def make_kernel_for_few(engine: str, device: str, threads: int | None) -> Kernel[Any, Any] | None:
-    """Make the kernel that is faster for up to FEW_QUERIES queries than `make_kernel`'s of the same arguments; None
-    where there is none: that of AVX2 is, where `auto` comes to torch or numpy on a CPU."""
+class KernelForFew(NamedTuple):
+    """A kernel that is faster than `make_kernel`'s for up to so many queries, where up to this share of the passages
+    passes the filter; 1 where it is without a filter, too."""
+
+    kernel: Kernel[Any, Any]
+    most_queries: int
+    most_share: float
+
+
+def make_kernel_for_few(engine: str, device: str, threads: int | None) -> KernelForFew | None:
+    """Make it for the same arguments as `make_kernel`; None where there is none.
+
+    The loops for AVX2 read no vector that does not pass a filter, where those for AVX-512 copy the others together or
+    read all; torch's product of matrices is slower for few queries in any case.
+    """
     from mvr_ray.core.searching.native import Avx2Kernel, library, library_avx2
 
-    if engine == "auto" and device == "cpu" and library() is None and library_avx2() is not None:
-        return Avx2Kernel(threads)
-    return None
+    if engine != "auto" or device != "cpu" or library_avx2() is None:
+        return None
+    kernel = Avx2Kernel(threads)
+    return KernelForFew(kernel, 8, 1.0) if library() is None else KernelForFew(kernel, 4, 0.4)
 
 
 def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
