@@ -38,8 +38,9 @@ from measure import Bar, Part, write
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index
 from mvr_ray.store import prepare
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 
 SQUAD = ROOT.parent / "shared" / "data" / "squad"
 CLIENTS = (1, 2, 4, 8, 16)

@@ -18,10 +18,12 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encode import chunks_of, encode_task, resolve_encoder
 from mvr_ray.distributed.shards import build_shard, index_params
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of, write_passages, write_questions
+from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.parts import write_passages
+from mvr_ray.store.questions import write_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Passage, Question
 
 V, D = 8, 384

@@ -42,6 +42,7 @@ from mvr_ray.store import corpus, manifest, paths, prepare
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits, no_progress
 
 QUESTIONS, GATE, DEPTH = 78_000, 512, 100
@@ -115,7 +116,7 @@ def stored(store: Store, described: Manifest) -> Stored:
 def asked(store: Store, of: Stored) -> tuple[RefineQuestions, FloatArray]:
     """The questions, and a vector for each: a view of its gold passage and as much noise."""
     passages = corpus.Corpus.open(store, of.described.corpus)
-    train, dev = (corpus.read_questions(passages, name) for name in ("train", "dev"))
+    train, dev = (read_questions(passages, name) for name in ("train", "dev"))
     questions = arrange("train", train[:QUESTIONS], [("dev", dev[:GATE])], [])
     row = {name: at for at, name in enumerate(of.ids)}
     gold_T = np.array([row[question.positive_ids[0]] for question in questions.table])

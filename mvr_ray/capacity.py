@@ -25,10 +25,11 @@ from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
 from mvr_ray.index.base import default_factory
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import MOST_SHARE
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 
 log = logging.getLogger(__name__)
 

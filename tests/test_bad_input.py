@@ -25,8 +25,8 @@ from mvr_ray.cli import OutputMode, main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import write_questions
 from mvr_ray.types import Question
 
 NUM_PASSAGES = 12

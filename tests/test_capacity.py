@@ -23,8 +23,8 @@ from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError, StorageError
 from mvr_ray.index.base import default_factory
 from mvr_ray.index.lexical import Postings, write_postings, write_statistics
-from mvr_ray.store.corpus import write_questions
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import write_questions
 from mvr_ray.types import Passage, Question
 
 WIKIPEDIA = 21_015_324

@@ -27,10 +27,11 @@ from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, SearchR
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, question_sets, write_questions
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import write_questions
 from mvr_ray.store.update import update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionLine

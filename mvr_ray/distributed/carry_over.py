@@ -31,11 +31,12 @@ from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, difference, find_contents, shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.parts import difference, find_contents
 from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)

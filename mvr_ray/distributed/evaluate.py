@@ -26,10 +26,11 @@ from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus, question_sets, read_questions
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)

@@ -29,10 +29,11 @@ from mvr_ray.index.lexical import (
     write_statistics_changes,
 )
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus, CorpusPart, PartDifference, difference, shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import MOST_SHARE
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest
+from mvr_ray.store.parts import CorpusPart, PartDifference, difference
 from mvr_ray.types import IntArray, Passage, Progress, no_progress
 
 Files = tuple[FileEntry, ...]

@@ -20,8 +20,9 @@ from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.rerank import find_pair_model, pair_scores
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus, read_questions, write_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import FloatArray, IntArray, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)

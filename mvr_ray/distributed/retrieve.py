@@ -11,10 +11,11 @@ from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router, require_words
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus, question_sets, read_questions
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Progress, no_progress
 
 __all__ = ["EvaluationReport", "EvaluationRow", "RetrieveReport", "evaluate", "retrieve"]

@@ -48,11 +48,12 @@ from mvr_ray.errors import (
 from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, example_queries, shard_of
+from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.questions import example_queries
 from mvr_ray.types import (
     SEARCHED,
     Answer,

@@ -13,8 +13,9 @@ from mvr_ray.distributed.rank import QuestionSet
 from mvr_ray.distributed.router import open_router, require_words
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)

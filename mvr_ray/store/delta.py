@@ -32,7 +32,7 @@ _PASSAGES_WORTH_DIVIDING = 256
 takes 17 us longer for each part; copies of all blocks take the memory of the shard."""
 
 
-class Changes:
+class ViewChanges:
     """What files of changes come to, later ones laid over earlier ones."""
 
     def __init__(self, files: Sequence[EmbeddingShard]) -> None:
@@ -74,9 +74,9 @@ class Changes:
 class DeltaShard(EmbeddingShard):
     """A shard whose changes come from other files; see `open_embeddings`."""
 
-    changes: Changes
+    changes: ViewChanges
 
-    def lay_over(self, changes: Changes) -> None:
+    def lay_over(self, changes: ViewChanges) -> None:
         self.changes = changes
         changes.deleted_ids = _common_ids(pa.array(changes.deleted_ids, pa.string()), super().arrow_ids())
         hidden = pa.chunked_array([pa.array([*changes.ids, *changes.deleted_ids], pa.string())])
@@ -114,7 +114,7 @@ def _open(folder: Path, changes: Sequence[str]) -> EmbeddingShard:
     if not changes:
         return EmbeddingShard.open(folder / paths.EMBEDDINGS)
     shard = DeltaShard.open(folder / paths.EMBEDDINGS)
-    shard.lay_over(Changes([EmbeddingShard.open(folder / name) for name in changes]))
+    shard.lay_over(ViewChanges([EmbeddingShard.open(folder / name) for name in changes]))
     return shard
 
 
@@ -214,12 +214,12 @@ def write_changed(
     sizes = [file.num_passages + len(file.deleted_ids) for file in files]
     kept = num_kept(sizes, len(upserts) + len(deleted_ids))
     below = _open(shard.path.parent, [file.path.name for file in files[:kept]])
-    rest = Changes(files[kept:])
+    rest = ViewChanges(files[kept:])
     gone = pa.array(sorted({*rest.deleted_ids, *deleted_ids} - upserts.keys()), pa.string())
     gone = _common_ids(gone, below.arrow_ids())
     now = {**{name: views for name, views in rest.views().items() if name not in deleted_ids}, **upserts}
     base = EmbeddingShard.open(shard.path)
-    before = below.changes if isinstance(below, DeltaShard) else Changes([])
+    before = below.changes if isinstance(below, DeltaShard) else ViewChanges([])
     hidden = _common_ids(pa.array([*before.deleted_ids, *gone], pa.string()), base.arrow_ids())
     if len({*before.ids, *now}.difference(gone).union(hidden)) > most_share * base.num_passages:
         rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)

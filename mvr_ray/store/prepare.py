@@ -28,18 +28,12 @@ from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
     Corpus,
     CorpusInfo,
-    CorpusPart,
     PartInfo,
     SourceInfo,
     corpus_digest,
     publications,
-    put_questions,
     question_set,
     question_sets,
-    read_questions,
-    write_passages,
-    write_question_file,
-    write_questions,
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
@@ -54,7 +48,9 @@ from mvr_ray.store.formats import (
     source_files,
 )
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.parts import CorpusPart, write_passages
 from mvr_ray.store.prepare_report import BadRows, PrepareReport
+from mvr_ray.store.questions import put_questions, read_questions, write_question_file, write_questions
 from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress

@@ -27,18 +27,11 @@ from mvr_ray.store.corpus import (
     ChangesInfo,
     Corpus,
     CorpusInfo,
-    CorpusPart,
     PartInfo,
     SourceInfo,
-    copy_questions,
     corpus_digest,
-    merge_changes,
     question_sets,
-    read_questions,
     shard_of,
-    write_part_changes,
-    write_passages,
-    write_questions,
 )
 from mvr_ray.store.delta import MOST_SHARE, changed_ids, num_kept
 from mvr_ray.store.fields import read_fields
@@ -47,7 +40,9 @@ from mvr_ray.store.formats import BadRow, PassageRecord, Record
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.parts import CorpusPart, merge_changes, write_part_changes, write_passages
 from mvr_ray.store.prepare_report import BadRows
+from mvr_ray.store.questions import copy_questions, read_questions, write_questions
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,9 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 from mvr_ray.studies.late_interaction import centroids, late_interaction, token_states
 from mvr_ray.types import Passage, Progress, no_progress
 

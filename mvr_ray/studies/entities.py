@@ -27,9 +27,10 @@ from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_te
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import manifest
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.questions import read_questions
 from mvr_ray.studies.definition import BM25
 from mvr_ray.types import IntArray, Progress, no_progress
 

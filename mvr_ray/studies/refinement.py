@@ -18,10 +18,11 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.questions import read_questions
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 

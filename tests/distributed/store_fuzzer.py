@@ -27,9 +27,10 @@ from mvr_ray.config import PrepareConfig, RunConfig
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MvrRayError
 from mvr_ray.store import update
-from mvr_ray.store.corpus import Corpus, question_sets, read_questions
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions
 
 K = 5
 SWAPS = 0.1

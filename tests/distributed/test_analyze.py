@@ -23,11 +23,12 @@ from mvr_ray.distributed.analyze import (
 from mvr_ray.distributed.evaluate import judge_hits
 from mvr_ray.distributed.retrieve import evaluate
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store import corpus, manifest, paths
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Hit, Passage, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
@@ -58,7 +59,7 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
     for row in evaluate(run).rows:
         assert values[ALL_VIEWS, row.metric] == row.value
     store = Store(str(small_index))
-    questions = corpus.read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
     for view in range(4):
@@ -73,7 +74,7 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
 def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, stored):
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
-    questions = corpus.read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(question.positive_ids[0] for question in questions)
     wins, right, lift, used = Counter(), [], [], {}
@@ -112,7 +113,7 @@ def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passa
     report = analyze(run)
     values = {row.metric: row for row in report.rows if row.system == ALL_VIEWS}
     store = Store(str(small_index))
-    questions = corpus.read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(stored)
     spans = {i: encoder.view_spans(passage) for i, passage in texts.items()}
@@ -156,7 +157,7 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
 def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(small_index, run_over, stored):
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
-    questions = {question.text: question for question in corpus.read_questions(only_corpus(store), "dev")}
+    questions = {question.text: question for question in read_questions(only_corpus(store), "dev")}
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(stored)
     assert len(report.examples) == 4
@@ -229,7 +230,7 @@ def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_t
     assert all(1 <= one.answer_view <= 3 and None not in one.scores for one in report.examples)
     kinds = set()
     with open_router(run, local=True) as router:
-        for question in corpus.read_questions(only_corpus(Store(str(own_index))), "dev")[:40]:
+        for question in read_questions(only_corpus(Store(str(own_index))), "dev")[:40]:
             for hit in router.search_text([question.text], 20).hits[0]:
                 passage = router.passages([hit.passage_id])[hit.passage_id]
                 matched = router.matching_snippet(passage, hit.view)
@@ -245,9 +246,7 @@ def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_t
 def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_index, run_over):
     with pytest.raises(ConfigError, match=r"analyze\.questions names no question set"):
         analyze(run_over(small_index, evaluate={"questions": []}))
-    corpus.write_questions(
-        only_corpus(Store(str(own_index))), "strays", [Question("q", "Who?", positive_ids=("nowhere",))]
-    )
+    write_questions(only_corpus(Store(str(own_index))), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
     with pytest.raises(MissingInputError, match="no question of 'strays' has its passage in index 'index'"):
         analyze(run_over(own_index, analyze={"questions": "strays"}))
 

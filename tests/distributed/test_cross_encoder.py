@@ -16,9 +16,10 @@ from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.train import open_job, train
 from mvr_ray.distributed.training import cross_encoder
 from mvr_ray.errors import ConfigError, CrossEncoderError, DataError, MissingInputError
-from mvr_ray.store.corpus import Corpus, read_questions, write_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 
 pytestmark = pytest.mark.data
 

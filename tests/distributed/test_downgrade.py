@@ -22,11 +22,12 @@ from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, question_digest, read_questions, write_questions
+from mvr_ray.store.corpus import Corpus, question_digest
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.update import update
 from mvr_ray.types import Question
 

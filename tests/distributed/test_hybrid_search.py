@@ -15,9 +15,10 @@ from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.errors import CoverageError, ShardIndexError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import HybridQueries
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]

@@ -17,9 +17,10 @@ from mvr_ray.distributed.build_index import index
 from mvr_ray.distributed.mine import choose_negatives, filter_hits, mine
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, MissingInputError
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 
 STOP_WORDS = frozenset(

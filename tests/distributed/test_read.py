@@ -24,9 +24,10 @@ from mvr_ray.distributed.models import (
 from mvr_ray.distributed.read import QuestionReader, ReadTask, predictions, read
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 
 pytestmark = pytest.mark.data

@@ -33,6 +33,7 @@ from mvr_ray.store import corpus, manifest, paths, prepare
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions, write_questions
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -149,7 +150,7 @@ def labelled(store: Path, run: RunConfig) -> ViewLabels:
     kept = Store(str(store))
     described = manifest.read(kept, "squad", 1)
     encoder = DualEncoder.load(store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint))
-    questions = corpus.read_questions(only_corpus(kept), "squad_known")
+    questions = read_questions(only_corpus(kept), "squad_known")
     texts = {passage.id: passage.text for passage in corpus.Corpus.open(kept, "squad")}
     views = {
         passage_id: {number: np.frombuffer(data, np.float16).astype(np.float64) for number, data in mine.items()}
@@ -229,7 +230,7 @@ def best_round(report: RefineReport) -> int:
 
 def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store):
     kept = Store(str(store))
-    corpus.write_questions(only_corpus(kept), "few", corpus.read_questions(only_corpus(kept), "squad_known")[:12])
+    write_questions(only_corpus(kept), "few", read_questions(only_corpus(kept), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     report = refining.refine(config(store, method="passage", questions="few", step_size=0.2, rounds=3, **raw))
     chosen = report.rounds[report.best_round - 1]
@@ -243,7 +244,7 @@ def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store)
 def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     """The step is far too large: later rounds cost held-out accuracy, the first does not."""
     kept = Store(str(store))
-    corpus.write_questions(only_corpus(kept), "few", corpus.read_questions(only_corpus(kept), "squad_known")[:12])
+    write_questions(only_corpus(kept), "few", read_questions(only_corpus(kept), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, **raw)
     report = refining.refine(run)
@@ -331,7 +332,7 @@ def test_moved_queries_are_kept_and_no_passage_changes(store):
     assert report.published.shards == base.shards
     digest = report.published.refined_queries["squad_known"]
     saved = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
-    questions = corpus.read_questions(only_corpus(Store(str(store))), "squad_known")
+    questions = read_questions(only_corpus(Store(str(store))), "squad_known")
     assert saved.ids() == sorted(question.id for question in questions)
     assert manifest.verify(Store(str(store)), report.published).problems == []
 
@@ -484,7 +485,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
 
 def test_feedback_from_a_file_teaches_its_questions(store):
     kept = Store(str(store))
-    known = corpus.read_questions(only_corpus(kept), "squad_known")[:40]
+    known = read_questions(only_corpus(kept), "squad_known")[:40]
     ids = [passage.id for passage in corpus.Corpus.open(kept, "squad")]
     rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in known]
     rows += [
@@ -508,8 +509,8 @@ def test_feedback_from_a_file_teaches_its_questions(store):
 def test_what_cannot_be_learned_from_is_refused_before_work(store):
     with pytest.raises(ConfigError, match="give one of them to learn from"):
         refining.refine(config(store, questions=None))
-    corpus.write_questions(
-        only_corpus(Store(str(store))), "one", corpus.read_questions(only_corpus(Store(str(store))), "squad_known")[:1]
+    write_questions(
+        only_corpus(Store(str(store))), "one", read_questions(only_corpus(Store(str(store))), "squad_known")[:1]
     )
     with pytest.raises(ConfigError, match="'one' with 1 questions is too small to hold a fifth"):
         refining.refine(config(store, questions="one", gate=[]))

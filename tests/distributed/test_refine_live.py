@@ -14,9 +14,10 @@ from random_index import Views, brute_force
 from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
-from mvr_ray.store import corpus, manifest, paths
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import FloatArray
 
 pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.slow]
@@ -88,7 +89,7 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_st
     build_index.index(run_over(empty_store, **sections))
     learned = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
     runs = [run_over(empty_store, refine={**learned, **method}, **sections) for method in METHODS]
-    texts = [question.text for question in corpus.read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
+    texts = [question.text for question in read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
     heard, during = AnswerCounts(), []
     with open_hot_swap_router(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
         queries_QD = live.embed(texts)

@@ -23,6 +23,7 @@ from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import EmbeddingBlock, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
@@ -48,7 +49,7 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     fingerprint = manifest.read(store, "index").encoder_fingerprint
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", fingerprint))
     ranked = {}
-    for question in corpus.read_questions(only_corpus(store), "dev"):
+    for question in read_questions(only_corpus(store), "dev"):
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
         best: dict[str, tuple[float, int]] = {}
         for passage_id, view, vector_D in views:
@@ -64,9 +65,9 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
 ):
     root = shutil.copytree(lexical_index, tmp_path / "store")
     store = Store(str(root))
-    questions = corpus.read_questions(only_corpus(store), "dev")
-    corpus.write_questions(only_corpus(store), "held", questions[:15])
-    corpus.write_questions(only_corpus(store), "asked", questions[15:])
+    questions = read_questions(only_corpus(store), "dev")
+    write_questions(only_corpus(store), "held", questions[:15])
+    write_questions(only_corpus(store), "asked", questions[15:])
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
     with open_router(run_over(root), local=True) as router:
         dense = router.search_text([question.text for question in questions], 60).hits
@@ -102,7 +103,7 @@ def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snipp
     run = run_over(lexical_index, search={"hybrid": weight}, retrieve={"k": 10})
     report = retrieve(run, "dev", tmp_path / "both.jsonl", "jsonl")
     assert report.exact
-    asked = corpus.read_questions(only_corpus(store), "dev")
+    asked = read_questions(only_corpus(store), "dev")
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
     with open_router(run, local=True) as router:
         dense = router.search_text([question.text for question in asked], 60).hits
@@ -141,7 +142,7 @@ def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_i
     assert (report.questions, report.k, report.version, report.exact) == (40, 10, 1, True)
 
     store = Store(str(small_index))
-    asked = corpus.read_questions(only_corpus(store), "dev")
+    asked = read_questions(only_corpus(store), "dev")
     passages = {passage.id: passage for passage in corpus.Corpus.open(store, "corpus")}
     rows = [json.loads(line) for line in one.read_text().splitlines()]
     assert [row["id"] for row in rows] == [question.id for question in asked]
@@ -157,9 +158,9 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
     own_index, run_over
 ):
     store = Store(str(own_index))
-    questions = corpus.read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     foreign = [question._replace(positive_ids=("nowhere",)) for question in questions[:2]]
-    corpus.write_questions(only_corpus(store), "foreign", [*foreign, *questions[2:]])
+    write_questions(only_corpus(store), "foreign", [*foreign, *questions[2:]])
     total = len({"nowhere", *(question.positive_ids[0] for question in questions[2:])})
     message = (
         f"question set 'foreign': 1 of its {total} gold passages are not in corpus 'corpus' \\(first: 'nowhere'\\)"
@@ -171,7 +172,7 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
 def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
-    asked = corpus.read_questions(only_corpus(store), "dev")
+    asked = read_questions(only_corpus(store), "dev")
     opened = corpus.Corpus.open(store, "corpus")
     texts = {passage.id: passage.text for passage in opened}
     words = BM25Index(opened).search([question.text for question in asked], 20)
@@ -283,7 +284,7 @@ def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(smal
         "Who won?",
         "Who lost?",
     ]
-    assert question_set(only_corpus(store), "dev").questions == corpus.read_questions(only_corpus(store), "dev")
+    assert question_set(only_corpus(store), "dev").questions == read_questions(only_corpus(store), "dev")
     with pytest.raises(MissingInputError, match=r"'nothing'.*sets: dev"):
         question_set(only_corpus(store), "nothing")
 

@@ -22,9 +22,9 @@ from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training.retriever import loss_name, make_schedule
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
-from mvr_ray.store.corpus import read_questions, write_questions
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Question
 
 QUICK = {"num_views": 2, "max_passage_tokens": 48, "max_query_tokens": 24}

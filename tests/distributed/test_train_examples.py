@@ -16,9 +16,10 @@ from mvr_ray.core.learning.batches import JoinedBatch
 from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
-from mvr_ray.store.corpus import Corpus, write_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import write_questions
 from mvr_ray.types import Passage, Question
 
 

@@ -16,9 +16,10 @@ from mvr_ray.distributed.train import train as train_retriever
 from mvr_ray.distributed.training import reader as train_reader
 from mvr_ray.distributed.training.reader import open_job, targets_of
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ReaderError, ResourceError
-from mvr_ray.store.corpus import Corpus, read_questions, write_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Passage, Question
 
 pytestmark = pytest.mark.data

@@ -6,8 +6,9 @@ from mvr_ray.distributed.hybrid import WEIGHTS
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.tune import tune
 from mvr_ray.errors import ConfigError, ShardIndexError
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.questions import read_questions
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 

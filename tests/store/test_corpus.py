@@ -16,23 +16,11 @@ from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import (
-    BATCH_ROWS,
-    Corpus,
-    CorpusPart,
-    copy_questions,
-    difference,
-    find_contents,
-    question_set,
-    question_sets,
-    read_questions,
-    shard_of,
-    write_part_changes,
-    write_passages,
-    write_questions,
-)
+from mvr_ray.store.corpus import Corpus, question_set, question_sets, shard_of
 from mvr_ray.store.files import Store
+from mvr_ray.store.parts import BATCH_ROWS, CorpusPart, difference, find_contents, write_part_changes, write_passages
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import copy_questions, read_questions, write_questions
 from mvr_ray.types import Passage, Question
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -102,7 +90,7 @@ def edited_part(base: tuple[Path, dict[str, Passage]], folder: Path, layers: Seq
                 upserts[name] = before._replace(**({"text": text} if how == "new" else {"fields": (("n", -1),)}))
         gone = sorted({f"{number:05d}" for number in edits} & set(now) - set(upserts))
         now = {name: own for name, own in sorted((now | upserts).items()) if name not in gone}
-        files.append(folder / f"changes-{len(files)}")
+        files.append(folder / f"{folder.name}-changes-{len(files)}")
         write_part_changes(files[-1], [upserts[name] for name in sorted(upserts)], gone, {"n": "int"})
     if whole:
         write_passages(folder / "whole", now.values(), {"n": "int"})

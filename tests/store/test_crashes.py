@@ -26,10 +26,11 @@ from kill_at_call import run_and_kill
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, read_questions, write_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, ShardMeta
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.update import update
 from mvr_ray.types import Question
 

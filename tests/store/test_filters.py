@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import FilterError
-from mvr_ray.store.corpus import passage_schema
 from mvr_ray.store.fields import to_json
 from mvr_ray.store.filters import parse_filter
+from mvr_ray.store.parts import passage_schema
 
 FIELDS = {
     "s": "string",

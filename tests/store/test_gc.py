@@ -17,10 +17,11 @@ from drafts import describe, make_shard
 from mvr_ray.config import PrepareConfig
 from mvr_ray.errors import MvrRayError
 from mvr_ray.store import manifest
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions
 
 STEPS, CORPUS = 8, "corpus"
 

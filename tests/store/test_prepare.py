@@ -17,11 +17,12 @@ from prepared_corpus import only_corpus
 from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus, publications, read_questions
+from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions
 from mvr_ray.store.sampling import draw
 from mvr_ray.types import Question
 

@@ -18,17 +18,11 @@ from hypothesis import strategies as st
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import (
-    Corpus,
-    CorpusPart,
-    difference,
-    publications,
-    read_questions,
-    shard_of,
-    write_questions,
-)
+from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
+from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.update import update
 from mvr_ray.types import Passage, Question
 

@@ -13,10 +13,10 @@ from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
-from mvr_ray.store import corpus
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.definition import BM25
 from mvr_ray.studies.entities import (
@@ -181,7 +181,7 @@ def test_the_step_ranks_as_evaluate_does_and_divides_those_questions(own_index, 
         if kind == "answer" and k in ("1", "5"):
             own = rows[names.get(row.system, row.system), ALL, int(k)]
             assert (own.value, own.low, own.high, own.n) == (row.value, row.low, row.high, row.n)
-    questions = corpus.read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     texts = [passage.text for passage in Corpus.open(store, "corpus")]
     entity_names = [entity for question in questions if (entity := entity_of(question.text))]
     assert rows["index", NO_ENTITY, 1].n == len(questions) - len(entity_names)
@@ -192,7 +192,7 @@ def test_the_step_ranks_as_evaluate_does_and_divides_those_questions(own_index, 
     counts = [sum(has_answer(text, [entity]) for text in texts) for entity in entity_names]
     for low, high, n in spans:
         assert sum(low <= count <= high for count in counts) == n
-    corpus.write_questions(
+    write_questions(
         only_corpus(store), "bare", [question._replace(answers=(), answer_starts=()) for question in questions]
     )
     with pytest.raises(ConfigError, match=r"entity_frequency needs answers; question set 'bare' has none"):

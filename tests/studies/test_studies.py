@@ -19,11 +19,12 @@ from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.stage_pool import StagePool
 from mvr_ray.errors import ConfigError, ResourceError, StudyError
-from mvr_ray.store import corpus, manifest
+from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks, read_question_ranks
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.execute import StepRecord, run_plan
@@ -639,9 +640,9 @@ def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
 def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
     """The simulator against the distributed refinement over the same index: the same accuracies, nothing published."""
     store = Store(str(own_index))
-    questions = corpus.read_questions(only_corpus(store), "dev")
-    corpus.write_questions(only_corpus(store), "known", questions[:28])
-    corpus.write_questions(only_corpus(store), "gate", questions[28:])
+    questions = read_questions(only_corpus(store), "dev")
+    write_questions(only_corpus(store), "known", questions[:28])
+    write_questions(only_corpus(store), "gate", questions[28:])
     sections = {
         "refine": {
             "questions": "known",

@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.corpus import Corpus, read_questions
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 
 logger = logging.getLogger(__name__)

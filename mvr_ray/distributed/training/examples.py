@@ -15,7 +15,8 @@ from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.corpus import Corpus, question_digest, read_questions
+from mvr_ray.store.corpus import Corpus, question_digest
+from mvr_ray.store.questions import read_questions
 from mvr_ray.store.sampling import hash_rank
 from mvr_ray.types import IntArray, Passage, Question
 

@@ -1,0 +1,308 @@
+"""Store and read the passages of one shard of a corpus as Arrow files.
+
+A part holds its passages in id order. After an update it may be the earlier part's files and beside them a file of
+changes: passages that are new or differ, and in its metadata the ids of those that are gone.
+"""
+
+import bisect
+import itertools
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mvr_ray.errors import StorageError
+from mvr_ray.store.fields import ARROW_TYPES
+from mvr_ray.store.files import finished_file
+from mvr_ray.types import Passage
+
+_ROWS_WORTH_DIVIDING = 32
+
+
+BATCH_ROWS = 4096
+
+
+CURE = "run `mvr-ray prepare CONFIG` again"
+
+
+DELETED_IDS = b"deleted_ids"
+
+
+_CONTENT = ("id", "title", "text")
+
+
+PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
+
+
+class CorpusPart:
+    """The passages of one shard in id order, mapped from their file; with files of changes, a batch with a few of them
+    is divided around these, and one with many is copied into memory."""
+
+    def __init__(self, path: Path, *changes: Path, fields: Mapping[str, str] | None = None) -> None:
+        """`fields` are those of the corpus; without them passages are read as if they had none."""
+        self.path, self.change_paths = path, changes
+        self._schema = passage_schema(fields or {})
+        self.change_files = [read_part_changes(file, self._schema) for file in changes]
+        self.changes = merge_changes(self.change_files)
+        self._batches = [batch.select(self._schema.names) for batch in map_batches(path)]
+        if changes:
+            self._batches = _changed_batches(self._batches, self.changes)
+        self._starts = [0]
+        for batch in self._batches:
+            self._starts.append(self._starts[-1] + batch.num_rows)
+        self._first_ids = [batch.column(0)[0].as_py() for batch in self._batches]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def passages(self, start: int = 0, stop: int | None = None) -> list[Passage]:
+        """Read rows `start` up to `stop`, like a slice of a list."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        passages: list[Passage] = []
+        for at in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, stop)):
+            first = max(start, self._starts[at])
+            passages += _passages_of(self._batches[at].slice(first - self._starts[at], stop - first))
+        return passages
+
+    def take(self, rows: Sequence[int]) -> list[Passage]:
+        """Read some rows, in ascending order."""
+        edges = [bisect.bisect_left(rows, start) for start in self._starts]
+        passages: list[Passage] = []
+        for batch, first, low, high in zip(self._batches, self._starts, edges, edges[1:]):
+            if low < high:
+                passages += _passages_of(batch.take(pa.array([row - first for row in rows[low:high]], pa.int64())))
+        return passages
+
+    def table(self, columns: Iterable[str]) -> pa.Table:
+        """Some columns of all passages, mapped: any of id, title, text and the corpus's fields."""
+        return pa.Table.from_batches(self._batches, self._schema).select(list(columns))
+
+    def ids(self) -> list[str]:
+        return [passage_id for batch in self._batches for passage_id in batch.column(0).to_pylist()]
+
+    def row(self, passage_id: str) -> int:
+        """Find the row of a passage, -1 when it is not in this part."""
+        which = bisect.bisect_right(self._first_ids, passage_id) - 1
+        if which < 0:
+            return -1
+        column = self._batches[which].column(0)
+        at = bisect.bisect_left(range(len(column)), passage_id, key=lambda row: column[row].as_py())
+        is_there = at < len(column) and column[at].as_py() == passage_id
+        return self._starts[which] + at if is_there else -1
+
+    def get(self, passage_id: str) -> Passage | None:
+        row = self.row(passage_id)
+        return self.passages(row, row + 1)[0] if row >= 0 else None
+
+
+class PartDifference(NamedTuple):
+    """How a part differs from an earlier one: rows of passages that are new or changed, and ids that are gone."""
+
+    changed_rows: list[int]
+    deleted_ids: list[str]
+
+
+def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
+    """Compare what an encoder reads of two parts, title and text, passage by passage; of parts that are changes of one
+    file, the changes alone that are not in a file of both."""
+    if before.path == after.path:
+        return _difference_of_changes(before, after)
+    old, new = (part.table(_CONTENT) for part in (before, after))
+    compute: Any = pc
+    found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
+    same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
+    is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
+    rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
+    return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
+
+
+def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDifference:
+    difference = PartDifference([], [])
+    pairs = zip(before.change_paths, after.change_paths)
+    num_both = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    files = [own for part in (before, after) for own in part.change_files[num_both:]]
+    for name in sorted({name for own in files for name in own.ids()}):
+        row, old = after.row(name), before.get(name)
+        if row < 0:
+            difference.deleted_ids.extend([name] if old else [])
+        elif old is None or after.passages(row, row + 1)[0][1:3] != old[1:3]:
+            difference.changed_rows.append(row)
+    return difference
+
+
+def find_contents(
+    part: CorpusPart, contents: Collection[tuple[str, str]], lacking: set[str]
+) -> dict[tuple[str, str], str]:
+    """Find a passage of each of these contents, title and text, in a part; contents that it lacks are left out.
+
+    Each file of the part is searched by itself, but for those named in `lacking`, which have none of these contents;
+    files that turn out to have none are added. Texts are read only where one has the length of a text that is looked
+    for.
+    """
+    names: dict[tuple[str, str], str] = {}
+    base = CorpusPart(part.path)
+    files = [(part.path, base.table(_CONTENT)), *zip(part.change_paths, map(_content_table, part.change_files))]
+    for path, table in files:
+        if path.name in lacking:
+            continue
+        own = [(content, name) for content, name in _rows_with(table, contents) if content in contents]
+        shown = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
+        names |= {content: name for content, name in reversed(shown) if content not in names}
+        if not own:
+            lacking.add(path.name)
+    return names
+
+
+def _content_table(changes: "PartChanges") -> pa.Table:
+    plain = [batch.replace_schema_metadata().select(list(_CONTENT)) for batch in changes.batches]
+    return pa.Table.from_batches(plain, pa.schema([PASSAGE_SCHEMA.field(name) for name in _CONTENT]))
+
+
+def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Title and text, and id, of the rows that have the text of one of these contents."""
+    compute: Any = pc
+    texts = pa.array(sorted({text for _, text in contents}), pa.string())
+    lengths = compute.binary_length(table.column("text"))
+    table = table.filter(compute.is_in(lengths, value_set=compute.unique(compute.binary_length(texts))))
+    table = table.filter(compute.is_in(table.column("text"), value_set=texts))
+    for name, title, text in zip(*(column.to_pylist() for column in table.columns)):
+        yield (title, text), name
+
+
+def passage_schema(fields: Mapping[str, str]) -> pa.Schema:
+    """The columns of a part: id, title, text, and a nullable one for each field."""
+    return pa.schema([*PASSAGE_SCHEMA, *(pa.field(name, ARROW_TYPES[kind]) for name, kind in fields.items())])
+
+
+def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str, str] | None = None) -> int:
+    """Write one part's file, with a column for each of the corpus's fields; the rows must come in id order.
+
+    Returns how many there were.
+    """
+    fields = fields or {}
+    return write_rows(path, passage_schema(fields), _rows(passages, fields))
+
+
+def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    return ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
+
+
+class PartChanges(NamedTuple):
+    """What a file of changes holds, or several laid over each other."""
+
+    batches: list[pa.RecordBatch]
+    deleted_ids: list[str]
+
+    def ids(self) -> list[str]:
+        """All ids that it names: of passages that are new or differ, and of those that are gone."""
+        return [*itertools.chain(*(batch.column(0).to_pylist() for batch in self.batches)), *self.deleted_ids]
+
+    def passages(self) -> dict[str, Passage]:
+        return {passage.id: passage for batch in self.batches for passage in _passages_of(batch)}
+
+
+def write_part_changes(
+    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str]
+) -> int:
+    """Write the file of changes of a part; passages and ids come in order. Returns how many passages there were."""
+    metadata = {DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()}
+    return write_rows(path, passage_schema(fields).with_metadata(metadata), _rows(passages, fields))
+
+
+def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
+    """Read a file of changes, of it the columns of `schema`."""
+    batches, metadata = map_file(path)
+    deleted_ids = json.loads(metadata.get(DELETED_IDS, b"[]"))
+    return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
+
+
+def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
+    """Lay the changes of each file over those of the ones before it. The result has a batch a run of passages."""
+    if len(files) < 2:
+        return files[0] if files else PartChanges([], [])
+    rows: dict[str, pa.RecordBatch] = {}
+    gone: set[str] = set()
+    for file in files:
+        own = _rows_by_id(file.batches)
+        gone = gone.union(file.deleted_ids).difference(own)
+        rows = {name: row for name, row in rows.items() if name not in gone} | own
+    ordered = [rows[name] for name in sorted(rows)]
+    return PartChanges([pa.concat_batches(ordered)] if ordered else [], sorted(gone))
+
+
+def _rows_by_id(batches: Iterable[pa.RecordBatch]) -> dict[str, pa.RecordBatch]:
+    """Each passage as a batch of one row; nothing is copied."""
+    plain = (batch.replace_schema_metadata() for batch in batches)
+    return {name: own.slice(at, 1) for own in plain for at, name in enumerate(own.column(0).to_pylist())}
+
+
+def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
+    """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
+    without those that are gone."""
+    upserts = _rows_by_id(changes.batches)
+    names = sorted({*upserts, *changes.deleted_ids})
+    starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
+    results: list[pa.RecordBatch] = []
+    for batch, low, high in zip(batches, starts, starts[1:]):
+        batch = batch.replace_schema_metadata()
+        parts = list(_divide(batch, names[low:high], upserts))
+        is_divided = (high - low) * _ROWS_WORTH_DIVIDING <= batch.num_rows
+        results += parts if is_divided or len(parts) < 2 else [pa.concat_batches(parts)]
+    return results
+
+
+def _divide(batch: pa.RecordBatch, names: list[str], upserts: Mapping[str, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Parts of a batch around `names`, ascending, and the new ones between them: each is a row of `upserts`, or is gone
+    where there is none. Nothing is copied."""
+    row, column = 0, batch.column(0)
+    for name in names:
+        at = bisect.bisect_left(range(len(column)), name, row, key=lambda at: column[at].as_py())
+        if row < at:
+            yield batch.slice(row, at - row)
+        row = at + (at < len(column) and column[at].as_py() == name)
+        if name in upserts:
+            yield upserts[name]
+    if row < len(column):
+        yield batch.slice(row)
+
+
+def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
+    ids, titles, texts, *columns = (column.to_pylist() for column in batch.columns)
+    if not columns:
+        return map(Passage, ids, titles, texts)
+    names = batch.schema.names[3:]
+    rows = (
+        tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in zip(names, values))
+        for values in zip(*columns)
+    )
+    fields = (tuple(pair for pair in row if pair[1] is not None) for row in rows)
+    return map(Passage, ids, titles, texts, fields)
+
+
+def write_rows(path: Path, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> int:
+    count = 0
+    with finished_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
+        remaining = iter(rows)
+        while chunk := list(islice(remaining, BATCH_ROWS)):
+            columns = [pa.array(values, field.type) for values, field in zip(zip(*chunk), schema)]
+            file.write_batch(pa.record_batch(columns, schema=schema))
+            count += len(chunk)
+    return count
+
+
+def map_batches(path: Path) -> list[pa.RecordBatch]:
+    return map_file(path)[0]
+
+
+def map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
+    """Map the non-empty record batches of an Arrow file; gives its metadata, too."""
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        return [batch for batch in batches if batch.num_rows], reader.schema.metadata or {}
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StorageError(f"{path} is missing or damaged ({error}); {CURE}") from error

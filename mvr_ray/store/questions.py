@@ -1,0 +1,132 @@
+"""Store and read the question sets of a corpus.
+
+The questions lie in an Arrow file that is named by its content, and that the description of the set names (`corpus`).
+It is not parsed before its digest matches.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from mvr_ray.errors import DataError, StorageError
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
+from mvr_ray.store.files import sha256_of
+from mvr_ray.store.parts import CURE, map_batches, write_rows
+from mvr_ray.types import Question
+
+_TITLES_READ = 8192
+
+
+QUESTION_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), False),
+        pa.field("text", pa.string(), False),
+        pa.field("answers", pa.list_(pa.string()), False),
+        pa.field("positive_ids", pa.list_(pa.string()), False),
+        pa.field("hard_negative_ids", pa.list_(pa.string()), False),
+        pa.field("answer_starts", pa.list_(pa.int32()), False),
+        pa.field("teacher_scores", pa.list_(pa.float32()), False),
+    ]
+)
+
+
+def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
+    """Store a question set of a corpus, replacing it in one step. Returns how many questions there were."""
+    with corpus.store.scratch() as folder:
+        file = folder / "questions.arrow"
+        count = write_question_file(file, name, questions)
+        put_questions(corpus, name, file, count)
+    return count
+
+
+def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> None:
+    """Move a finished local file of questions to its place in the store, and describe it as this set of the corpus."""
+    digest, num_bytes = sha256_of(file), file.stat().st_size
+    info = SetInfo(corpus.digest, name, paths.question_file(name, digest), num_questions, num_bytes, digest)
+    corpus.store.put_file(file, f"{paths.corpus_dir(corpus.name)}/{info.file}")
+    corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
+
+
+def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
+    """Give a corpus a question set of an earlier corpus of its name; both describe one file."""
+    if info := question_set(source, name):
+        info = replace(info, corpus_digest=corpus.digest)
+        corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
+    else:
+        write_questions(corpus, name, read_questions(source, name))
+
+
+def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
+    return write_rows(path, QUESTION_SCHEMA, (_checked_question(question, name) for question in questions))
+
+
+def read_questions(corpus: Corpus, name: str) -> list[Question]:
+    """Read a question set of a corpus, after its digest matched.
+
+    Raises MissingInputError that names the sets that the corpus has, StorageError for a set that is damaged.
+    """
+    rows: list[Question] = []
+    for batch in _question_batches(corpus, name):
+        lists = [column.to_pylist() for column in batch.columns]
+        rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
+    return rows
+
+
+def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
+    """Map the questions of a set as they lie in its file. Raises as `read_questions` does."""
+    if info := question_set(corpus, name):
+        return map_batches(corpus.open_file(f"question set {name!r}", info))
+    return _map_undescribed(corpus.store.local_path(undescribed_path(corpus, name)))
+
+
+def example_queries(corpus: Corpus, num: int) -> list[str]:
+    """Up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at even
+    distances, so that they are of several articles."""
+    for name in question_sets(corpus):
+        batches = _question_batches(corpus, name)
+        if texts := _spread(pa.chunked_array([batch.column(1) for batch in batches], pa.string()), num):
+            return texts
+    titles = dict.fromkeys(passage.title for passage in corpus.part(0).passages(0, _TITLES_READ) if passage.title)
+    return _spread(pa.chunked_array([list(titles)], pa.string()), num)
+
+
+def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
+    step = max(1, len(texts) // num)
+    return texts.take(pa.array(range(0, len(texts), step)[:num], pa.int64())).to_pylist()
+
+
+def _checked_question(question: Question, name: str) -> Question:
+    if not question.id or not question.text.strip():
+        raise DataError(f"question set {name!r}: question {question.id!r} has no id or no text")
+    if question.answer_starts and len(question.answer_starts) != len(question.answers):
+        raise DataError(
+            f"question set {name!r}: question {question.id!r} has {len(question.answers)} answers and "
+            f"{len(question.answer_starts)} answer starts; give one each, -1 where unknown"
+        )
+    if question.teacher_scores and len(question.teacher_scores) != 1 + len(question.hard_negative_ids):
+        raise DataError(
+            f"question set {name!r}: question {question.id!r} has {len(question.hard_negative_ids)} hard negatives and "
+            f"{len(question.teacher_scores)} teacher scores; give one for the positive and one for each negative"
+        )
+    return question
+
+
+def _map_undescribed(path: Path) -> list[pa.RecordBatch]:
+    """Map a file whose digest is not known. What it says about lengths is checked before anything is copied.
+
+    Raises StorageError where it holds more than its bytes, as a compressed or damaged file does.
+    """
+    batches = map_batches(path)
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            if not batch.schema.equals(pa.schema(list(QUESTION_SCHEMA)[: batch.num_columns])):
+                raise pa.ArrowInvalid("it has other columns than questions have")
+    except pa.ArrowException as error:
+        raise StorageError(f"{path} is damaged ({error}); {CURE}") from error
+    if sum(batch.nbytes for batch in batches) > path.stat().st_size:
+        raise StorageError(f"{path} is damaged (it says that it holds more than its bytes); {CURE}")
+    return batches
