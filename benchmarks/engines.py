@@ -1,17 +1,19 @@
 """The same passages of several views in three engines that run inside a program: mvr_ray, Qdrant Edge and LanceDB.
 
-    python benchmarks/engines.py [passages]     # 20,000 unless said otherwise; 200,000 takes 8 GB of disk
+    python benchmarks/engines.py [passages]     # 20,000 unless said otherwise; 200,000 takes 10 GB of disk
 
 Each has a process of its own and, the peers, an environment of its own (`.peers/`). One question at a time, exact
-search; engines take turns, so that what else runs on the machine meets them alike. All answers are compared with those
-of a matrix product. Real passages come first: all SQuAD paragraphs of eight sentences or more, whose views are the
-snippet means of MiniLM; the others are made up as these are (`synthetic`). Values are what half precision can hold, so
-an engine of float16 has the same ones.
+search; engines take turns, so that what else runs on the machine meets them alike. Over more passages than 20,000 those
+of one precision and number of threads do, for all of them together would not stay in memory. All answers are compared
+with those of a matrix product. Real passages come first: all SQuAD paragraphs of eight sentences or more, whose views
+are the snippet means of MiniLM; the others are made up as these are (`synthetic`). Values are what half precision can
+hold, so an engine of float16 has the same ones.
 
 Shapes: Q questions, P passages, V views per passage, D dimension.
 """
 
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -244,17 +246,40 @@ NOTES = {"k 10": WHOLE, "k 100": WHOLE, "k 10, 1 % pass": FEW, "k 10, 10 % pass"
 NOTES[BATCH_TITLE] = MANY
 
 
+def groups(passages: int) -> list[list[Contender]]:
+    """Contenders that are open together and take turns: all of them, or so few that what they map fits in memory, those
+    of one precision and number of threads."""
+    if passages <= PASSAGES:
+        return [CONTENDERS]
+    kinds = dict.fromkeys((one.precision.removesuffix(CODES), one.threads) for one in CONTENDERS)
+    return [[one for one in CONTENDERS if (one.precision.removesuffix(CODES), one.threads) == kind] for kind in kinds]
+
+
 def main(passages: int) -> None:
     torch.set_num_threads(2)
     PEERS.mkdir(exist_ok=True)
     name = "engines" if passages == PASSAGES else f"engines-{passages}"
     part = Part(name, f"Engines inside a program, {passages:,} passages", "questions")
-    with tempfile.TemporaryDirectory(dir=PEERS) as scratch, ExitStack() as stack:
-        folder = Path(scratch)
-        real = make_data(folder, passages)
-        oracle = Oracle(folder, QUESTIONS)
-        peers: dict[Contender, Peer] = {}
-        for one in CONTENDERS:
+    with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
+        real = make_data(Path(scratch), passages)
+        for contenders in groups(passages):
+            measure(part, contenders, Path(scratch))
+    bars(part, CONTENDERS)
+    part.facts |= {
+        "passages": f"{passages:,}, of which {real:,} are real, {VIEWS} views of {DIMENSION} dimensions each",
+        "answers": "all checked against a matrix product",
+        "Qdrant Edge, LanceDB": f"{PINS['qdrant'][0]}, {PINS['lancedb'][0]}",
+        "load average at the end": Path("/proc/loadavg").read_text().split()[0],
+    }
+    write(part)
+
+
+def measure(part: Part, contenders: Sequence[Contender], folder: Path) -> None:
+    """Build, open and ask the engines, change 1 % of what they hold, and remove it."""
+    oracle = Oracle(folder, QUESTIONS)
+    peers: dict[Contender, Peer] = {}
+    with ExitStack() as stack:
+        for one in contenders:
             ours = one.engine == "mvr_ray"
             python = Path(sys.executable) if ours else environment(PEERS, FOLDERS[one.engine], PINS[one.engine])
             words = (str(folder), one.engine, one.precision, str(one.threads))
@@ -283,14 +308,8 @@ def main(passages: int) -> None:
             count = LONG_QUESTIONS if slow else AT_ONCE
             took = ask(peer, f"search 10 {EVERY} 0 {count}", oracle, Case(10), one.tie)
             keep(part, "k 10, after the update", one, [Took(*pair) for pair in zip(*took)], 1)
-    bars(part, CONTENDERS)
-    part.facts |= {
-        "passages": f"{passages:,}, of which {real:,} are real, {VIEWS} views of {DIMENSION} dimensions each",
-        "answers": "all checked against a matrix product",
-        "Qdrant Edge, LanceDB": f"{PINS['qdrant'][0]}, {PINS['lancedb'][0]}",
-        "load average at the end": Path("/proc/loadavg").read_text().split()[0],
-    }
-    write(part)
+    for one in contenders:
+        shutil.rmtree(folder / f"{one.engine}-{one.precision}-{one.threads}", ignore_errors=True)
 
 
 def _megabytes(size: dict[str, Any]) -> str:
