@@ -311,9 +311,9 @@ def backends(peers: Path, num: int) -> Part:
         task = {**told, "threads": THREADS, "texts": texts, "calibration": seen}
         (Path(scratch) / "task.json").write_text(json.dumps(task))
         for name, (folder, pins) in BACKENDS.items():
-            words = (scratch, name)
+            words, unused = (scratch, name), ("torchvision",) if pins is ON_OPENVINO else ()
             peer = stack.enter_context(
-                Peer(environment(peers, folder, pins), "encoding_peer.py", *words, threads=THREADS)
+                Peer(environment(peers, folder, pins, unused), "encoding_peer.py", *words, threads=THREADS)
             )
             cases[name] = lambda peer=peer: peer.ask("passages")
             peer.ask(f"save {name}")

