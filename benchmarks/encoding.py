@@ -36,9 +36,10 @@ from measure import ROUNDS, Bar, Part, interleaved, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding import quantized
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
@@ -319,12 +320,14 @@ def backends(peers: Path, num: int) -> Part:
             peer.ask(f"save {name}")
             cosines[name] = _cosine(np.load(Path(scratch) / f"{name}.npy", allow_pickle=False), truth_PD)
         part.add(interleaved(cases), num)
+    default = f"mvr_ray {fastest_float(full.passage_tower)}"
+    part.facts["the default, index.precision: auto"] = default
     for ours, theirs in (
         ("mvr_ray fp32", "openvino-fp32"),
         ("mvr_ray fp32", "mvr_ray openvino"),
         ("mvr_ray bf16", "openvino"),
         ("mvr_ray int8", "openvino-int8"),
-        *((f"mvr_ray {RunConfig().index.precision}", name) for name in ("onnx", "openvino")),
+        *((default, name) for name in ("onnx", "openvino")),
     ):
         if ours in part.samples:
             what = f"{ours}, passages/s over {theirs}"

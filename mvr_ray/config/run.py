@@ -212,11 +212,12 @@ class IndexConfig(Section):
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
-    precision: Literal["fp32", "bf16", "int8", "openvino"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "int8", "openvino"] = "auto"
     """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
-    fingerprint of its own. A GPU reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of
-    the corpus. openvino: fp32 by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local
-    attention."""
+    fingerprint of its own. auto: bf16 where encoders run on CPUs, the processor of this machine has instructions for it
+    and the model is read without padding, else fp32; what the store's passages were embedded in before, stays. A GPU
+    reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of the corpus. openvino: fp32 by
+    OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot

@@ -17,9 +17,11 @@ import torch
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
 from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -58,7 +60,28 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
     `corpus` is read where `encoder.sentences` or int8 asks for its texts; absent: the run's own.
     """
     found = _named_encoder(run, corpus)
-    return found if run.index.precision == "fp32" else _in_lower_precision(run, found, corpus)
+    precision = _auto_precision(run, found) if run.index.precision == "auto" else run.index.precision
+    return found if precision == "fp32" else _in_lower_precision(run, found, corpus, precision)
+
+
+def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
+    """What the passages of the store were embedded in by this encoder; where there are none, what is fastest here."""
+    store = Store(run.store.path)
+    if run.resources.gpus_per_encoder > 0 or _has_embedded(store, full.fingerprint):
+        return "fp32"
+    if store.exists(paths.lowered_encoder(full.name, full.fingerprint, "bf16", run.prepare.corpus)):
+        return "bf16"
+    encoder = DualEncoder.load(full.folder)
+    return fastest_float(encoder.passage_tower) if encoder.precision.name == "fp32" else "fp32"
+
+
+def _has_embedded(store: Store, fingerprint: str) -> bool:
+    """Whether the live version of an index has embeddings of this encoder. One that cannot be read is passed over."""
+    for name in store.list(paths.indexes_dir()):
+        with suppress(StorageError):
+            if manifests.read(store, name).encoder_fingerprint == fingerprint:
+                return True
+    return False
 
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
@@ -160,9 +183,11 @@ def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> L
     return held
 
 
-def _in_lower_precision(run: RunConfig, full: LocalEncoder, corpus: Corpus | None) -> LocalEncoder:
+def _in_lower_precision(
+    run: RunConfig, full: LocalEncoder, corpus: Corpus | None, precision: PrecisionName
+) -> LocalEncoder:
     """The encoder that was lowered for a corpus of this name stays its encoder when the corpus grows."""
-    store, name, precision = Store(run.store.path), full.name, run.index.precision
+    store, name = Store(run.store.path), full.name
     encoder = DualEncoder.load(full.folder)
     if encoder.precision.name == precision:
         return full

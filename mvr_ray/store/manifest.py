@@ -30,7 +30,7 @@ from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-_SEVERAL_FORMAT = 2
+NEWEST_FORMAT = 2
 """Of versions with a shard that has several files of changes, of which earlier programs would read the first alone."""
 DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
@@ -174,10 +174,10 @@ class Manifest:
             format_version, digest = fields["format_version"], fields.pop("digest", None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
-        if format_version not in (FORMAT_VERSION, _SEVERAL_FORMAT):
+        if format_version not in (FORMAT_VERSION, NEWEST_FORMAT):
             raise ManifestError(
                 f"{where} has format version {format_version}, this program reads {FORMAT_VERSION} and "
-                f"{_SEVERAL_FORMAT}; use the program that wrote it, or {_ROLL_BACK}"
+                f"{NEWEST_FORMAT}; use the program that wrote it, or {_ROLL_BACK}"
             )
         if digest_of(fields) != digest:
             raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
@@ -381,7 +381,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     _require_files(store, manifest, version)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     several = any(len(paths.changes_files(entry.files)) > 1 for entry in manifest.shards)
-    own_format = _SEVERAL_FORMAT if several else FORMAT_VERSION
+    own_format = NEWEST_FORMAT if several else FORMAT_VERSION
     own = {"version": version, "created": now, "token": uuid.uuid4().hex, "format_version": own_format}
     manifest = dataclasses.replace(manifest, **own)
     path, data = paths.manifest(index, version), manifest.to_json()

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pytest
 
 from mvr_ray.checksums import json_with_checksum
+from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
-from mvr_ray.distributed import build_index, encode
+from mvr_ray.distributed import build_index, encode, encoders
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
@@ -73,22 +74,41 @@ def test_encoder_choices_name_what_is_missing(empty_store, run_over):
 def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store, run_over):
     store = Store(str(empty_store))
     corpus = Corpus.open(store, run_over(empty_store).prepare.corpus)
-    full = resolve_encoder(run_over(empty_store))
+    full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     lowered = resolve_encoder(run_over(empty_store, index={"precision": "int8"}), corpus)
     assert lowered.fingerprint != full.fingerprint
     assert DualEncoder.load(lowered.folder).precision.name == "int8"
     for index in ({"precision": "int8"}, {"precision": "int8", "encoder": lowered.fingerprint}):
         assert resolve_encoder(run_over(empty_store, index=index)) == lowered
     assert resolve_encoder(run_over(empty_store, index={"encoder": lowered.fingerprint})) == lowered
-    assert resolve_encoder(run_over(empty_store)) == full
+    assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
     tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, lowered)]
     assert tasks[0].key != tasks[1].key
 
 
 @pytest.mark.data
+@pytest.mark.parametrize("first", ["fp32", "bf16"])
+def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
+    monkeypatch.setattr(precision, "_cpu_lacks", lambda tower, name: "")
+    monkeypatch.setattr(precision, "reads_unpadded", lambda tower, name: False)  # a way that every processor has
+    chosen = [first]
+    monkeypatch.setattr(encoders, "fastest_float", lambda tower: chosen[0])
+    live = build_index.index(run_over(empty_store, index={"name": "one"}))
+    full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
+    assert (live.encoder_fingerprint == full.fingerprint) == (first == "fp32")
+    chosen[0] = "bf16" if first == "fp32" else "fp32"
+    for name in ("one", "two"):
+        again = build_index.index(run_over(empty_store, index={"name": name}))
+        assert again.encoder_fingerprint == live.encoder_fingerprint
+        assert (again == live) if name == "one" else (again.metrics["encoded"] == 0)
+    on_gpus = run_over(empty_store, index={"name": "three"}, resources={"gpus_per_encoder": 1})
+    assert resolve_encoder(on_gpus) == full
+
+
+@pytest.mark.data
 def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_newer_or_damaged(empty_store, run_over):
     store, run = Store(str(empty_store)), run_over(empty_store, index={"precision": "int8"})
-    full = resolve_encoder(run_over(empty_store))
+    full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     path = paths.lowered_encoder(full.name, full.fingerprint, "int8", run.prepare.corpus)
     known = {"fingerprint": full.fingerprint}
     for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first programs wrote no format

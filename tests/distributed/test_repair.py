@@ -275,9 +275,9 @@ def test_the_command_names_repairs_and_verifies(
 def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path, record_property):
     described = publish_random_index(tmp_path, random_views(30, 3), 2)
     store = Store(str(tmp_path))
-    newer = json.loads(described.to_json()) | {"parent": 1, "version": 2, "format_version": manifest.FORMAT_VERSION + 1}
+    newer = json.loads(described.to_json()) | {"parent": 1, "version": 2, "format_version": manifest.NEWEST_FORMAT + 1}
     store.create_once(paths.manifest("random", 2), json.dumps(newer).encode())
-    refusal = r"2\.json has format version 2, this program reads 1; use the program that wrote it, or roll back"
+    refusal = r"2\.json has format version 3, this program reads 1 and 2; use the program that wrote it, or roll back"
     for ask in (manifest.read, lambda *where: collect(*where, keep=1, grace_s=0)):
         with pytest.raises(ManifestError, match=refusal):
             ask(store, "random")
