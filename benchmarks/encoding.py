@@ -37,7 +37,7 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core.encoding import quantized
+from mvr_ray.core.encoding import openvino_cpu, quantized
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
@@ -302,6 +302,10 @@ def backends(peers: Path, num: int) -> Part:
             encoders[name] = full.to_precision(name, calibration)
         except EncoderError as error:
             part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
+    if "bf16" in encoders:
+        openvino_cpu.PRODUCTS, encoders["openvino, bf16"] = "bf16", full.to_precision("openvino")
+        embed(encoders["openvino, bf16"], texts[:1])  # compiled now
+        openvino_cpu.PRODUCTS = "f32"
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
@@ -325,6 +329,7 @@ def backends(peers: Path, num: int) -> Part:
     for ours, theirs in (
         ("mvr_ray fp32", "openvino-fp32"),
         ("mvr_ray fp32", "mvr_ray openvino"),
+        ("mvr_ray bf16", "mvr_ray openvino, bf16"),
         ("mvr_ray bf16", "openvino"),
         ("mvr_ray int8", "openvino-int8"),
         *((default, name) for name in ("onnx", "openvino")),

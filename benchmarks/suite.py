@@ -24,6 +24,7 @@ OTHERS = (
     "search-avx2",
     "encoding-large",
     "encoding-memory",
+    "encoding-backends",
     "first_hour",
     "first_hour-cold",
     "load",

@@ -25,6 +25,8 @@ from mvr_ray.errors import EncoderError
 
 BATCH_TOKENS = 2048
 """Tokens of a batch, padding counted."""
+PRODUCTS = "f32"
+"""What it multiplies; by itself it takes bf16 where the processor has it."""
 
 
 class StatesModule(nn.Module):
@@ -52,7 +54,7 @@ class OpenVinoTower:
         tower.train(training)
         self._threads = torch.get_num_threads()
         settings = {
-            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_PRECISION_HINT": PRODUCTS,
             "INFERENCE_NUM_THREADS": self._threads,
             "NUM_STREAMS": self._threads,
         }
