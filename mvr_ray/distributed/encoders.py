@@ -76,8 +76,8 @@ def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
 
 
 def _has_embedded(store: Store, fingerprint: str) -> bool:
-    """Whether the live version of an index has embeddings of this encoder. One that is not there yet, or cannot be read,
-    is passed over."""
+    """Whether the live version of an index has embeddings of this encoder. One that cannot be read, or is not there
+    yet, is passed over."""
     for name in store.list(paths.indexes_dir()):
         with suppress(MissingInputError, StorageError):
             if manifests.read(store, name).encoder_fingerprint == fingerprint:
