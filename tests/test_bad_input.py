@@ -154,7 +154,7 @@ def encoder_folder(store: Path) -> Path:
 @pytest.mark.ray
 def test_an_index_whose_encoder_is_gone_says_which_it_needs(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent)
     assert command("search", config, "which river?") == (
         1,
         "",
@@ -197,7 +197,7 @@ def store_questions(folder: Path) -> Path:
 def test_a_missing_encoder_is_named_before_a_cluster_is_joined(config: str, tmp_path: Path) -> None:
     file = store_questions(tmp_path)
     folder = encoder_folder(tmp_path / "store")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent)
     commands = [
         ("search", config, "which river?"),
         ("explain", config, "which river?"),
