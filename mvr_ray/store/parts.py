@@ -21,20 +21,10 @@ from mvr_ray.store.files import finished_file
 from mvr_ray.types import Passage
 
 _ROWS_WORTH_DIVIDING = 32
-
-
 BATCH_ROWS = 4096
-
-
 CURE = "run `mvr-ray prepare CONFIG` again"
-
-
 DELETED_IDS = b"deleted_ids"
-
-
 _CONTENT = ("id", "title", "text")
-
-
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 
 
@@ -221,7 +211,7 @@ def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
 
 
 def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
-    """Lay the changes of each file over those of the ones before it. The result has a batch a run of passages."""
+    """Lay the changes of each file over those of the ones before it. The result of several has one batch."""
     if len(files) < 2:
         return files[0] if files else PartChanges([], [])
     rows: dict[str, pa.RecordBatch] = {}

@@ -18,8 +18,6 @@ from mvr_ray.store.parts import CURE, map_batches, write_rows
 from mvr_ray.types import Question
 
 _TITLES_READ = 8192
-
-
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), False),
