@@ -24,19 +24,11 @@ from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
 FORMAT_VERSION = 1
-
-
 _PUBLICATION_FORMAT = 2
 """Of publications that say their number, `_NUMBER`; those of earlier programs do not, and have the first format."""
-
-
 _NUMBER = "publication"
-
-
 _SEVERAL_FORMAT = 3
 """Of descriptions of a part with several files of changes, of which earlier programs know one."""
-
-
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
