@@ -76,7 +76,7 @@ def measure_exact(part: Part, passages: int) -> None:
         ("int8", np.float16, True),
     ):
         block = block_of(passages, dtype)
-        index = FlatIndex([block], codes=encode(block.vectors_ND) if with_codes else None, threads=1)
+        index = FlatIndex([block], codes=[encode(block.vectors_ND)] if with_codes else None, threads=1)
         queries_QD = synthetic.questions(block.vectors_ND, max(BATCHES))
         for mask_P in masks.values():
             hits, rows = index.search(queries_QD, K, mask_P), np.flatnonzero(mask_P)

@@ -120,7 +120,7 @@ def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan
                 farthest = max(farthest, away)
         resident.append((rows_ND, scale_N1))
     residual_N = np.broadcast_to(np.float32(farthest), (count,))
-    scan = Scan([block], kernel, codes=Codes(nothing_ND, residual_N, residual_N) if coding else None)
+    scan = Scan([block], kernel, codes=[Codes(nothing_ND, residual_N, residual_N)] if coding else None)
     scan.resident.extend(resident)
     return scan
 

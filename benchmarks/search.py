@@ -194,7 +194,7 @@ def main(passages: int) -> None:
         kinds = {
             "fp32": (4, FlatIndex([whole], threads=threads)),
             "fp16": (2, FlatIndex([half], threads=threads)),
-            "int8 + re-scoring": (1, FlatIndex([whole], codes=codes, threads=threads)),
+            "int8 + re-scoring": (1, FlatIndex([whole], codes=[codes], threads=threads)),
             "fp32, not compiled": (4, FlatIndex([whole], engine="torch", threads=threads)),
         }
         if library():

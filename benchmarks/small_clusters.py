@@ -101,7 +101,7 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
     """One thread over one shard's views, as stored and by their codes."""
     ids = [f"{number:09d}" for number in range(passages)]
     blocks = [block(ids[low : low + BLOCK], low // BLOCK) for low in range(0, passages, BLOCK)]
-    codes = encode(np.concatenate([one.vectors_ND for one in blocks]))
+    codes = [encode(one.vectors_ND) for one in blocks]
     one_QD, many_QD = queries(1), queries(32)
     found = {}
     for name, index in (

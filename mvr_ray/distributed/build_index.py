@@ -37,6 +37,7 @@ from mvr_ray.distributed.shards import (
     build_shard,
     folder_recall,
     index_params,
+    keep_codes,
     mean_over_passages,
     read_note,
     recall_metrics,
@@ -50,7 +51,7 @@ from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
-from mvr_ray.index.kinds import check_params, searches_embeddings
+from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -108,7 +109,7 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 
 def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, shards: Sequence[int]) -> int:
     """Count the passages to encode; where an index file is built of a whole shard, those of the shards that changed."""
-    if searches_embeddings(IndexParams(**draft.index_params)):
+    if draft.index_params["kind"] == "flat":
         return count_passages(task, corpus, shards)["encoded"]
     return sum(corpus.info.parts[shard].num_passages for shard in shards)
 
@@ -342,6 +343,8 @@ def _write_embeddings(
                 same_file(base.path.with_name(name), folder / name)
         elif kept := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
             known_files = {name: base_files[name] for name in kept}
+            if same_params:
+                known_files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, base_files, folder)
             if same_params and draft.index_params["kind"] != "flat":
                 _update_index(plan.base, base.path.parent, folder, upserts, cfg, shard)
         embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])

@@ -17,6 +17,7 @@ from mvr_ray.distributed.lexical import repair_lexical
 from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.flat import FIRST_CODES_FILE, shared_codes
 from mvr_ray.index.kinds import build_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -120,8 +121,12 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
     built = folder.with_name("built")
     built.mkdir()
     try:
-        blocks = open_embeddings(folder, entry.files).blocks()
-        build_index(IndexParams(**manifest.index_params), blocks, built)
+        of_first = FIRST_CODES_FILE in entry.files
+        embedded = open_embeddings(folder, [paths.EMBEDDINGS] if of_first else entry.files)
+        build_index(IndexParams(**manifest.index_params), embedded.blocks(), built)
+        if of_first:
+            for name, own in shared_codes([file.name for file in built.iterdir()], has_changes=False).items():
+                (built / name).rename(built / own)
     except ShardIndexError as error:  # such as a library that is not installed here
         log.warning("shard not built: index=%s shard=%d error=%s", manifest.index, entry.shard, error)
         return missing

@@ -19,12 +19,13 @@ from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.flat import shared_codes
 from mvr_ray.index.kinds import build_index, open_index, searches_embeddings, update_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, same_file
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
@@ -96,6 +97,20 @@ def update_shard_index(
     before = open_embeddings(base, base_files).blocks()
     blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
     return update_index(params, before, blocks, changed_ids, base, folder, most_share)
+
+
+def keep_codes(
+    params: IndexParams, base: Path, base_files: Mapping[str, FileEntry], folder: Path
+) -> dict[str, FileEntry]:
+    """Give a shard in `folder`, which has the first file of the one in `base` and changes beside it, the codes of that
+    first file, and return these files; none where the index has none, or the base has other ones."""
+    if params.kind != "flat" or params.scan != "int8":
+        return {}
+    known = {}
+    for name, own in shared_codes(base_files, bool(paths.changes_files(base_files))).items():
+        same_file(base / name, folder / own)
+        known[own] = base_files[name]
+    return known
 
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:

@@ -5,7 +5,7 @@ Shapes: Q queries, D dimension.
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, ShardHits
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 RESIDENT_SHARE = 0.8
 _ROWS = 4096
 _PAGES_SAMPLED = 64
 
 CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
+FIRST_CODES_FILE, FIRST_SCALES_FILE = "first-codes.npy", "first-scales.npy"
+"""In a shard with files of changes, codes of its first file's vectors. Those of the changes are made when it is
+opened, so an update writes none."""
 
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
@@ -46,14 +49,49 @@ def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
     return [CODES_FILE, SCALES_FILE]
 
 
-def open_codes(folder: Path) -> Codes:
-    """Map the codes from their file, and read scales and residuals. Raises ShardIndexError."""
+def shared_codes(names: Collection[str], has_changes: bool) -> dict[str, str]:
+    """Under which names a shard with changes has the codes of one from which it has its first file; `names` are that
+    one's files. Empty where that has changes itself, and codes of all that come of them."""
+    if FIRST_CODES_FILE in names:
+        return {FIRST_CODES_FILE: FIRST_CODES_FILE, FIRST_SCALES_FILE: FIRST_SCALES_FILE}
+    has_codes = CODES_FILE in names and not has_changes
+    return {CODES_FILE: FIRST_CODES_FILE, SCALES_FILE: FIRST_SCALES_FILE} if has_codes else {}
+
+
+def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], first_rows_N: IntArray | None = None) -> list[Codes]:
+    """Map the codes of each block from their file, and read scales and residuals. Raises ShardIndexError.
+
+    In a shard with changes, `first_rows_N` has for each vector its number in the first file, -1 where it comes from a
+    file of changes: these are encoded here. Blocks without changes stay mapped.
+    """
+    of_first = (folder / FIRST_CODES_FILE).exists()
+    names = (FIRST_CODES_FILE, FIRST_SCALES_FILE) if of_first else (CODES_FILE, SCALES_FILE)
     try:
-        codes_ND = np.load(folder / CODES_FILE, mmap_mode="r")
-        scales_N2 = np.load(folder / SCALES_FILE)
+        codes_ND = np.load(folder / names[0], mmap_mode="r")
+        scales_N2 = np.load(folder / names[1])
     except (OSError, ValueError) as error:
         raise ShardIndexError(f"no eight-bit codes can be read in {folder} ({error}); build the index again") from error
-    return Codes(codes_ND, np.ascontiguousarray(scales_N2[:, 0]), np.ascontiguousarray(scales_N2[:, 1]))
+    codes = Codes(codes_ND, np.ascontiguousarray(scales_N2[:, 0]), np.ascontiguousarray(scales_N2[:, 1]))
+    edges = np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)])
+    rows_N = first_rows_N if of_first else np.arange(len(codes_ND))
+    if rows_N is None or len(rows_N) != edges[-1] or rows_N.max(initial=-1) >= len(codes_ND):
+        raise ShardIndexError(
+            f"{folder / names[0]} has codes of {len(codes_ND)} vectors, the embeddings are {edges[-1]}; "
+            f"build the index again"
+        )
+    return [_codes_of(block, codes, rows_N[low:high]) for block, low, high in zip(blocks, edges, edges[1:])]
+
+
+def _codes_of(block: EmbeddingBlock, codes: Codes, rows_N: IntArray) -> Codes:
+    """The codes at these rows, and new ones for the vectors of a block that have none (-1)."""
+    is_new_N = rows_N < 0
+    if not is_new_N.any() and (not len(rows_N) or rows_N[-1] - rows_N[0] == len(rows_N) - 1):
+        return codes.rows(slice(rows_N[0], rows_N[-1] + 1) if len(rows_N) else slice(0))
+    made = codes.rows(np.where(is_new_N, 0, rows_N))
+    new = encode(block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])][is_new_N])
+    for own, own_new in zip(made, new):
+        own[is_new_N] = own_new
+    return made
 
 
 class FlatIndex:
@@ -68,13 +106,17 @@ class FlatIndex:
         self,
         blocks: Sequence[EmbeddingBlock],
         *,
-        codes: Codes | None = None,
+        codes: Sequence[Codes] | None = None,
         device: str = "cpu",
         threads: int | None = None,
         engine: str = "auto",
     ) -> None:
         kernel = make_kernel(engine, device, threads)
-        num_bytes = sum(block.vectors_ND.nbytes for block in blocks) if codes is None else codes.codes_ND.nbytes
+        num_bytes = (
+            sum(block.vectors_ND.nbytes for block in blocks)
+            if codes is None
+            else sum(own.codes_ND.nbytes for own in codes)
+        )
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         self.scan = Scan(blocks, kernel, codes=codes, resident=resident)
         halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)

@@ -15,7 +15,7 @@ from pathlib import Path
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.candidates import GONE, update_labels
-from mvr_ray.types import EmbeddingBlock
+from mvr_ray.types import EmbeddingBlock, IntArray
 
 KINDS = ("flat", "faiss", "hnsw")
 SCANS = ("vectors", "int8")
@@ -98,11 +98,15 @@ def open_index(
     params: IndexParams,
     blocks: Sequence[EmbeddingBlock],
     folder: Path,
+    first_rows_N: IntArray | None = None,
     *,
     device: str = "cpu",
     threads: int | None = None,
 ) -> ShardIndex:
-    """Open what `build_index` wrote to `folder`, over the same blocks. The blocks must stay mapped while it is used."""
+    """Open what `build_index` wrote to `folder`, over the same blocks, which must stay mapped while it is used.
+
+    `first_rows_N` is `EmbeddingShard.first_rows` of the blocks; codes of a shard with changes are found by it.
+    """
     check_params(params, _dimension(blocks))
     if params.kind == "faiss":
         from mvr_ray.index.faiss_index import FaissIndex
@@ -114,7 +118,8 @@ def open_index(
         return HnswIndex(params, blocks, folder, threads=threads)
     from mvr_ray.index.flat import FlatIndex, open_codes
 
-    codes = open_codes(folder) if params.scan == "int8" and any(len(block.ids) for block in blocks) else None
+    has_codes = params.scan == "int8" and any(len(block.ids) for block in blocks)
+    codes = open_codes(folder, blocks, first_rows_N) if has_codes else None
     return FlatIndex(blocks, codes=codes, device=device, threads=threads)
 
 

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from mvr_ray.store import paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views, cut_block, join_blocks
 from mvr_ray.store.files import same_file
-from mvr_ray.types import EmbeddingBlock
+from mvr_ray.types import EmbeddingBlock, IntArray
 
 MOST_SHARE = 0.25
 _PASSAGES_WORTH_DIVIDING = 256
@@ -97,6 +97,19 @@ class DeltaShard(EmbeddingShard):
     def ids(self) -> list[str]:
         """Read the ids alone: blocks would copy the vectors beside them."""
         return changed_ids(super().ids(), self.changes.ids, self.changes.deleted_ids)
+
+    def first_rows(self) -> IntArray:
+        hidden = pa.array([*self.changes.ids, *self.changes.deleted_ids], pa.string())
+        stays_P = ~np.asarray(pc.is_in(super().arrow_ids(), value_set=hidden), bool)  # pyrefly: ignore
+        first_counts_P = self.num_views_by_row()
+        counts_P = np.zeros(self.num_passages, np.int64)
+        is_changed_P = np.zeros(self.num_passages, bool)
+        is_changed_P[np.searchsorted(self.ids(), self.changes.ids)] = True
+        counts_P[is_changed_P] = [len(views.view_numbers_N) for views in self._upserts.values()]
+        counts_P[~is_changed_P] = first_counts_P[stays_P]
+        rows_N = np.full(self.num_vectors, -1)
+        rows_N[np.repeat(~is_changed_P, counts_P)] = np.flatnonzero(np.repeat(stays_P, first_counts_P))
+        return rows_N
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)

@@ -216,11 +216,20 @@ class EmbeddingShard:
         """Return all passage ids as they lie in the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
 
+    def first_rows(self) -> IntArray | None:
+        """For each vector of `blocks`, its number in the first file, -1 where it comes from a file of changes; None
+        where there is no such file."""
+        return None
+
     def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
         """Count the views of these passages in the file."""
-        masks = [pc.is_in(batch.column("id"), passage_ids) for batch in self._batches]  # pyrefly: ignore
+        here_P = pc.is_in(EmbeddingShard.arrow_ids(self), value_set=passage_ids)  # pyrefly: ignore
+        return int(self.num_views_by_row()[np.asarray(here_P, bool)].sum())
+
+    def num_views_by_row(self) -> IntArray:
+        """Count the views of each passage in the file."""
         counts = [np.diff(_as_numpy(batch.column("view").offsets)) for batch in self._batches]
-        return sum(int(count_P[np.asarray(here)].sum()) for here, count_P in zip(masks, counts))
+        return np.concatenate([np.zeros(0, np.int64), *counts])
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         """Copy the views of these passages from the file; ids that the shard does not hold are absent."""

@@ -71,7 +71,7 @@ def test_hybrid_search_over_shards_is_exhaustive_search_over_both_scores_to_the_
         if precision == "int8":
             folder = tmp_path_factory.mktemp("codes")
             build_codes([block], folder)
-            codes = open_codes(folder)
+            codes = open_codes(folder, [block])
         index = FlatIndex([block], codes=codes, threads=1)
         lexical_QP = (rng.integers(0, 9, (Q, size)) * (rng.random((Q, size)) < share)).astype(np.float32)
         own = exhaustive(block, queries_QD, lexical_QP, weight)

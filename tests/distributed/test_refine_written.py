@@ -1,5 +1,6 @@
 """A refined shard at rest, without Ray: few changes are laid over the old file, and searchers answer with them."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import build_shard, shard_folder
+from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, same_file
 from mvr_ray.store.manifest import Manifest
 
 K = 9
@@ -75,9 +78,16 @@ def test_a_refined_version_answers_with_its_changes_generation_after_generation(
     for version, before in ((second, first), (third, second)):
         for entry, old in zip(version.shards, before.shards):
             laid_over = paths.CHANGES in entry.files
-            assert laid_over == (params.scan == "vectors" and entry != first.shards[entry.shard])
+            assert laid_over == (entry != first.shards[entry.shard])
             if laid_over:
                 assert entry.files[paths.EMBEDDINGS] == old.files[paths.EMBEDDINGS]
+            if params.scan == "int8":
+                codes = [name for name in entry.files if name.endswith(".npy")]
+                assert sorted(codes) == (
+                    ["first-codes.npy", "first-scales.npy"] if laid_over else ["codes.npy", "scales.npy"]
+                )
+                of_first = first.shards[entry.shard].files
+                assert all(entry.files[name] == of_first[name.removeprefix("first-")] for name in codes)
         assert not manifest.verify(Store(str(tmp_path)), version).problems
         now = with_feedback(tmp_path, version, views)
         assert sum(view >= V for own in now.values() for view in own) == {2: 3, 3: 4}[version.version]
@@ -106,3 +116,36 @@ def test_lost_changes_are_not_made_up_by_repair(tmp_path):
     [done] = repair(store, refined).repairs
     assert done.state == "lost"
     assert "rollback 1" in done.cure
+
+
+def test_codes_beside_changes_are_made_again_by_repair(tmp_path):
+    params, views = IndexParams(scan="int8"), random_views(60, 6)
+    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
+    store, before = Store(str(tmp_path)), answers(tmp_path, refined)
+    folder = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
+    for name in ("first-codes.npy", "first-scales.npy"):
+        (folder / name).unlink()
+    with pytest.raises(DigestError, match=r"first-codes\.npy .*is missing"):
+        manifest.verify(store, refined).require()
+    [done] = repair(store, refined).repairs
+    assert done.state == "repaired" and not manifest.verify(store, refined).problems
+    assert answers(tmp_path, refined) == before
+
+
+def test_codes_of_a_whole_changed_shard_are_read_and_the_next_changes_have_codes_of_all(tmp_path):
+    """As versions before shared codes wrote them: `codes.npy` of all vectors beside a file of changes."""
+    params, views = IndexParams(scan="int8"), random_views(60, 6)
+    store = Store(str(tmp_path))
+    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
+    source = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
+    with shard_folder(store) as folder:
+        for name in (paths.EMBEDDINGS, paths.CHANGES):
+            same_file(source / name, folder / name)
+        entry = build_shard(store, refined, 0, folder)
+    assert "codes.npy" in entry.files
+    older = manifest.publish(store, dataclasses.replace(refined, shards=(entry,), parent=refined.version))
+    assert answers(tmp_path, older) == answers(tmp_path, refined)
+    later = teach(tmp_path, older, {0: [1, 2]})
+    assert {"codes.npy", paths.CHANGES} <= later.shards[0].files.keys()
+    now = with_feedback(tmp_path, later, views)
+    assert answers(tmp_path, later) == [brute_force(now, query_D, K) for query_D in QUERIES_QD]

@@ -21,6 +21,7 @@ from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.kinds import KINDS
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
@@ -220,14 +221,17 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
     assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
-@pytest.mark.parametrize("kind", ["flat", "hnsw", "faiss"])
-def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(first_store, run_over, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "scan"), [(kind, "vectors") for kind in KINDS] + [("flat", "int8")])
+def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
+    first_store, run_over, tmp_path, kind, scan
+):
     stores: dict[str, Manifest] = {}
     for moment in ("", "look for embeddings", "look for equal", "encode", "build shards"):
         root = shutil.copytree(first_store, tmp_path / (moment or "whole") / "store")
-        store, run = Store(str(root)), own_run(run_over, root, 3, kind=kind, factory="IVF2,Flat", hnsw_m=4)
+        store = Store(str(root))
+        run = own_run(run_over, root, 3, kind=kind, scan=scan, factory="IVF2,Flat", hnsw_m=4)
         write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
-        build_index.index(run)
+        first = build_index.index(run)
         update(
             run.prepare, store, write_rows(root.parent / "changes.jsonl", {"p03": 50, "new": 51, "twin": 51}, {"p04"})
         )
@@ -243,6 +247,12 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(fir
         assert manifest.verify(store, stores[moment]).problems == []
     assert len({version.content_digest() for version in stores.values()}) == 1
     assert any(LABELS_FILE in entry.files for entry in stores[""].shards) == (kind != "flat")
+    if scan == "int8":
+        for before, entry in zip(first.shards, stores[""].shards):
+            renamed = "first-" if paths.CHANGES in entry.files else ""
+            for name in ("codes.npy", "scales.npy"):
+                assert entry.files[renamed + name] == before.files[name], "an update writes no codes"
+        assert any(paths.CHANGES in entry.files for entry in stores[""].shards)
 
 
 @pytest.mark.slow

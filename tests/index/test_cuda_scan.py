@@ -23,7 +23,7 @@ SHAPES = [("gaussian", True), ("ternary", False), ("nearly equal", True), ("canc
 def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, palette, gaps, with_codes):
     blocks = shard(5, 300, palette=palette, gaps=gaps)
     queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     for resident in (False, True):
         scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident)
         check_exact(scan.search(queries_QD, 40), queries_QD, blocks, 40)

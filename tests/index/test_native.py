@@ -70,7 +70,7 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
 ):
     blocks = shard(seed, 80, max_views, dimension, palette=palette, gaps=gaps, empty=gaps, dtype=dtype)
     batch = queries(seed, num_queries, dimension, palette)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
     found = Scan(blocks, kernel, codes=codes).search(batch, 9)
@@ -98,7 +98,7 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
 ):
     blocks = shard(seed, 80, max_views, dimension, palette=palette, gaps=gaps, empty=gaps, dtype=dtype)
     batch = queries(seed, num_queries, dimension, palette)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     kernel = native.Avx2Kernel(threads)
     kernel.vectors_per_step = step
     chance_P = np.random.default_rng(seed).random(sum(len(block.ids) for block in blocks))
@@ -112,7 +112,7 @@ def test_loops_for_avx2_give_the_bytes_of_the_plain_ones(
 @pytest.mark.parametrize("with_codes", [False, True])
 def test_a_few_queries_under_a_filter_read_what_passes_alone(shard, queries, with_codes):
     blocks, batch = shard(3, 400, 4, 48), queries(3, 3, 48)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     index, mask_P = FlatIndex(blocks, codes=codes), np.arange(400) % 4 == 0
     assert isinstance(index.scan_for(3, 0.25).kernel, native.Avx2Kernel)
     assert not isinstance(index.scan_for(9, 0.25).kernel, native.Avx2Kernel)
@@ -162,8 +162,8 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
     shard, queries, seed, dimension, dtype, with_codes, skew, num_queries, threads
 ):
     block, *_ = shard(seed, 30, 3, dimension, dtype=dtype)
-    codes = encode(block.vectors_ND) if with_codes else None
-    codes = codes and codes._replace(codes_ND=misalign(codes.codes_ND, skew))
+    codes = [encode(block.vectors_ND)] if with_codes else None
+    codes = codes and [own._replace(codes_ND=misalign(own.codes_ND, skew)) for own in codes]
     kernel = native.NativeKernel(threads)
     kernel.vectors_per_step = 20
     batch = queries(seed, num_queries, dimension)
@@ -176,7 +176,7 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
 @pytest.mark.parametrize("num_queries", [1, 2])
 def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
-    codes = encode(np.concatenate([block.vectors_ND for block in blocks])) if with_codes else None
+    codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     found = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
     assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
 

@@ -63,6 +63,24 @@ def passages_in(shard: EmbeddingShard) -> dict[str, Views]:
     return found
 
 
+def check_first_rows(shard, folder):
+    """A vector that is said to be of the first file is that one, of the same passage; others are of changed ones."""
+    rows_N = shard.first_rows()
+    owner_N = [
+        name for block in shard.blocks() for name, own in zip(block.ids, np.diff(block.row_ptr)) for _ in range(own)
+    ]
+    if rows_N is None:
+        assert not (folder / paths.CHANGES).exists()
+        return
+    first = EmbeddingShard.open(folder / paths.EMBEDDINGS)
+    of_first = [(name, vector.tobytes()) for name, own in passages_in(first).items() for vector in own.vectors_ND]
+    now = np.concatenate([block.vectors_ND for block in shard.blocks()])
+    assert len(rows_N) == len(now) == len(owner_N)
+    for name, row, vector in zip(owner_N, rows_N.tolist(), now):
+        assert (row < 0) == (name in shard.changes.ids)
+        assert row < 0 or of_first[row] == (name, vector.tobytes())
+
+
 CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 90), max_size=5)) | st.tuples(
     st.sets(st.integers(0, 90), max_size=1), st.sets(st.integers(0, 90), max_size=1)
 )
@@ -102,6 +120,7 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         assert num_changes(laid) == len(hidden)
         assert (laid.num_passages, laid.num_vectors) == (plain.num_passages, plain.num_vectors)
         assert laid.ids() == plain.ids() == laid.arrow_ids().to_pylist() == sorted(truth)
+        check_first_rows(laid, folder)
         found = laid.find([f"p{at:06d}" for at in rng.permutation(92)])
         assert set(found) == set(truth)
         assert all(found[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import FloatArray
+from mvr_ray.types import FloatArray, IntArray
 
 LEVELS = 127
 
@@ -25,6 +25,10 @@ class Codes(NamedTuple):
     codes_ND: NDArray[np.int8]
     scale_N: NDArray[np.float32]
     residual_N: NDArray[np.float32]
+
+    def rows(self, which: slice | IntArray) -> "Codes":
+        """The codes of some vectors; not copied where `which` is a slice."""
+        return Codes(self.codes_ND[which], self.scale_N[which], self.residual_N[which])
 
 
 def encode(vectors_ND: FloatArray) -> Codes:

@@ -83,14 +83,14 @@ class Step(NamedTuple):
     counts_P  number of views
     uniform   the common number of views, 0 where they differ
     vectors   of the block, N of them
-    first     number of the first vector in the shard
+    codes     of these vectors, where they are scanned in place of them
     """
 
     row_P: IntArray
     counts_P: IntArray
     uniform: int
     vectors_ND: FloatArray
-    first: int
+    codes: Codes | None = None
 
 
 class StepPart(NamedTuple):
@@ -127,10 +127,9 @@ def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_shar
     return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
 
 
-def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
-    """Cut the blocks, in order, into steps of about `vectors_per_step` vectors; no step parts a passage."""
-    before = 0
-    for block, first_row in zip(table.blocks, table.starts):
+def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | None]) -> Iterator[Step]:
+    """Cut the blocks, each with its codes, into steps of about `vectors_per_step` vectors; no step parts a passage."""
+    for block, first_row, own in zip(table.blocks, table.starts, codes):
         ptr = np.asarray(block.row_ptr)
         low, last = 0, len(block.ids)
         while low < last:
@@ -142,14 +141,14 @@ def cut_steps(table: BlockTable, vectors_per_step: int) -> Iterator[Step]:
                 counts_P = counts_P[counts_P > 0]
                 uniform = int(counts_P[0]) if (counts_P == counts_P[0]).all() else 0
                 vectors_ND = block.vectors_ND[ptr[low] : ptr[high]]
-                yield Step(int(first_row) + local_P, counts_P, uniform, vectors_ND, before + int(ptr[low] - ptr[0]))
+                vectors = slice(int(ptr[low] - ptr[0]), int(ptr[high] - ptr[0]))
+                yield Step(int(first_row) + local_P, counts_P, uniform, vectors_ND, own and own.rows(vectors))
             low = high
-        before += int(ptr[-1] - ptr[0])
 
 
 class Scan(Generic[Array, Queries]):
     """Searches all vectors of one shard, any number of times. It keeps norms only, 24 bytes a step, unless `resident`
-    keeps the vectors on the kernel's device. With `codes` (of all vectors, in order) it scans these in place of the
+    keeps the vectors on the kernel's device. With `codes` (of each block's vectors) it scans these in place of the
     vectors, which it then reads for candidates only."""
 
     def __init__(
@@ -157,7 +156,7 @@ class Scan(Generic[Array, Queries]):
         blocks: Sequence[EmbeddingBlock],
         kernel: Kernel[Array, Queries],
         *,
-        codes: Codes | None = None,
+        codes: Sequence[Codes] | None = None,
         resident: bool = False,
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
@@ -165,22 +164,19 @@ class Scan(Generic[Array, Queries]):
         self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
-        self.steps = list(cut_steps(self.table, kernel.vectors_per_step))
+        self.has_codes = codes is not None
+        own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
+        self.steps = list(cut_steps(self.table, kernel.vectors_per_step, own))
         self.norms = [-1.0] * len(self.steps)
         self.coarse_residuals = [-1.0] * len(self.steps)
-        self.codes = codes
-        if codes is not None and len(codes.codes_ND) != self.table.num_vectors:
-            raise ShardIndexError(
-                f"there are codes of {len(codes.codes_ND)} vectors, the embeddings are {self.table.num_vectors}; "
-                f"build the index again"
-            )
         self.residuals = [_round_up(self._residual(step)) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def of_vectors(self) -> "Scan[Array, Queries]":
         """Make a scan of the vectors themselves, over the same steps."""
         scan = copy.copy(self)
-        scan.codes, scan.resident = None, []
+        scan.has_codes, scan.resident = False, []
+        scan.steps = [step._replace(codes=None) for step in self.steps]
         scan.norms, scan.coarse_residuals = [-1.0] * len(self.steps), [-1.0] * len(self.steps)
         scan.residuals = [0.0] * len(self.steps)
         return scan
@@ -253,14 +249,14 @@ class Scan(Generic[Array, Queries]):
         return batches
 
     def _is_measured(self, number: int, coarse: Coarse | None) -> bool:
-        needs_residual = coarse is not None and self.codes is None
+        needs_residual = coarse is not None and not self.has_codes
         return self.norms[number] >= 0 and (self.coarse_residuals[number] >= 0 or not needs_residual)
 
     def _measure(self, number: int, ready: Any, coarse: Coarse | None) -> None:
         """Bound norms and residuals of a step, where they are not known yet."""
         if self.norms[number] < 0:
             self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(ready)))
-        if coarse and self.coarse_residuals[number] < 0 and self.codes is None:
+        if coarse and self.coarse_residuals[number] < 0 and not self.has_codes:
             self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
@@ -278,22 +274,19 @@ class Scan(Generic[Array, Queries]):
             resident: tuple[Any, Any] = self.resident[number]
             rows, scales = resident
             return rows[vectors_M], None if scales is None else scales[vectors_M]
-        if self.codes is None:
-            return self.kernel.put(self.steps[number].vectors_ND[vectors_M]), None
-        own = self.steps[number].first + vectors_M
-        return self.kernel.put(self.codes.codes_ND[own]), self.kernel.put(self.codes.scale_N[own, None])
+        step = self.steps[number]
+        if step.codes is None:
+            return self._put(step._replace(vectors_ND=step.vectors_ND[vectors_M]))
+        return self._put(step._replace(codes=step.codes.rows(vectors_M)))
 
     def _put(self, step: Step) -> tuple[Array, Array | None]:
-        if self.codes is None:
+        if step.codes is None:
             return self.kernel.put(step.vectors_ND), None
-        own = slice(step.first, step.first + len(step.vectors_ND))
-        return self.kernel.put(self.codes.codes_ND[own]), self.kernel.put(self.codes.scale_N[own, None])
+        return self.kernel.put(step.codes.codes_ND), self.kernel.put(step.codes.scale_N[:, None])
 
     def _residual(self, step: Step) -> float:
         """Largest distance of a code of the step from its vector."""
-        if self.codes is None:
-            return 0.0
-        return float(self.codes.residual_N[step.first : step.first + len(step.vectors_ND)].max())
+        return 0.0 if step.codes is None else float(step.codes.residual_N.max())
 
     def _norm(self, step: Step, norm: float) -> float:
         """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
@@ -324,7 +317,7 @@ class QueryBatch(Generic[Array, Queries]):
     def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
         self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
-        self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.codes is not None)
+        self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
         self.pending: list[ScoredPairs] = []  # upper bounds in place of scores
         self.num_pending = 0
         self.exact: list[ScoredPairs] = []
@@ -337,7 +330,7 @@ class QueryBatch(Generic[Array, Queries]):
         """Scan one step. `coarse_residual` bounds what coarse products round off the step's vectors; off codes they
         round nothing."""
         self.num_seen += part.num_passages
-        if self.queries.coarse and self.scan_of.codes is None:
+        if self.queries.coarse and not self.scan_of.has_codes:
             if math.isfinite(coarse_residual) and self._scan_coarsely(part, ready, norm, coarse_residual):
                 return
             self.queries.coarse = None
@@ -447,6 +440,17 @@ def _take(todo: deque[StepPart]) -> Iterator[StepPart]:
             yield todo.popleft()
         except IndexError:
             return
+
+
+def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
+    """The codes of those blocks that have passages. Raises ShardIndexError unless each block has as many as vectors."""
+    sizes = [int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks]
+    given = [len(own.codes_ND) for own in codes]
+    if given != sizes:
+        raise ShardIndexError(
+            f"there are codes of {sum(given)} vectors, the embeddings are {sum(sizes)}; build the index again"
+        )
+    return [own for block, own in zip(blocks, codes) if len(block.ids)]
 
 
 def _none(num_queries: int) -> IntArray:

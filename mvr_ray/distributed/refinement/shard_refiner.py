@@ -24,9 +24,9 @@ from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, overlay_hits
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
-from mvr_ray.distributed.shards import build_shard, shard_recall
+from mvr_ray.distributed.shards import build_shard, keep_codes, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
-from mvr_ray.index.kinds import open_index, searches_embeddings
+from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import MOST_SHARE, open_embeddings, rewrite, write_changed
@@ -274,12 +274,12 @@ class ShardRefiner:
             with self.store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                known = {}
-                if not searches_embeddings(IndexParams(**self.manifest.index_params)):
-                    rewrite(self.stored[shard], folder / paths.EMBEDDINGS, changes)
-                else:
-                    kept = write_changed(self.stored[shard], folder, changes, most_share=self.task.compact_share)
+                params, stored, known = IndexParams(**self.manifest.index_params), self.stored[shard], {}
+                if params.kind != "flat":
+                    rewrite(stored, folder / paths.EMBEDDINGS, changes)
+                elif kept := write_changed(stored, folder, changes, most_share=self.task.compact_share):
                     known = {name: entry.files[name] for name in kept}
+                    known |= keep_codes(params, stored.path.parent, entry.files, folder)
                 entry = build_shard(self.store, self.manifest, shard, folder, known)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 

@@ -434,7 +434,8 @@ class ShardSearcher:
         if not embedded.num_passages:
             return OpenShard(None, embedded, pa.nulls(0, pa.string()), entry.num_bytes, files)
         params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
-        index = open_index(params, blocks, folder, device=self.task.device, threads=self.task.threads)
+        rows_N = embedded.first_rows() if params.scan == "int8" else None
+        index = open_index(params, blocks, folder, rows_N, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
         ids = pa.concat_arrays(embedded.arrow_ids().chunks)
         return OpenShard(index, embedded, ids, entry.num_bytes, files, BlockTable(blocks))
