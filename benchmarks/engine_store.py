@@ -17,7 +17,8 @@ import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.shards import build_shard, index_params, shard_folder
+from mvr_ray.distributed.shards import build_shard, index_params, keep_codes, shard_folder
+from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
@@ -130,6 +131,8 @@ class Ours:
             with shard_folder(store) as folder:
                 kept = write_changed(base, folder, upserts, (), self.run.index.compact_share)
                 files = {name: entry.files[name] for name in kept}
+                if kept:
+                    files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, entry.files, folder)
                 entries.append(build_shard(store, draft, entry.shard, folder, files))
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
         self.close()

@@ -106,13 +106,13 @@ def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan
     nothing_ND = np.broadcast_to(np.int8(0), (count, dimension))  # the codes are on the device alone
     coding, farthest = kind == "int8", 0.0
     resident = []
-    for step in cut_steps(BlockTable([block]), kernel.vectors_per_step):
-        size = len(step.vectors_ND)
+    for step in cut_steps(BlockTable([block]), kernel.vectors_per_step, [None]):
+        first, size = int(step.row_P[0]) * V, len(step.vectors_ND)
         rows_ND = torch.empty(size, dimension, device=device, dtype=torch.int8 if coding else torch.float16)
         scale_N1 = torch.empty(size, 1, device=device) if coding else None
         for low in range(0, size, GPU_STEP):
             high = min(low + GPU_STEP, size)
-            views_ND = made(torch.arange(step.first + low, step.first + high, device=device), dimension)
+            views_ND = made(torch.arange(first + low, first + high, device=device), dimension)
             if scale_N1 is None:
                 rows_ND[low:high] = views_ND
             else:
