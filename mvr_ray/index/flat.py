@@ -112,11 +112,8 @@ class FlatIndex:
         engine: str = "auto",
     ) -> None:
         kernel = make_kernel(engine, device, threads)
-        num_bytes = (
-            sum(block.vectors_ND.nbytes for block in blocks)
-            if codes is None
-            else sum(own.codes_ND.nbytes for own in codes)
-        )
+        rows = [block.vectors_ND for block in blocks] if codes is None else [own.codes_ND for own in codes]
+        num_bytes = sum(own_ND.nbytes for own_ND in rows)
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         self.scan = Scan(blocks, kernel, codes=codes, resident=resident)
         halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)

@@ -14,9 +14,11 @@ from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.distributed.shards import build_shard, shard_folder
-from mvr_ray.errors import DigestError
+from mvr_ray.errors import DigestError, ShardIndexError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, same_file
 from mvr_ray.store.manifest import Manifest
 
@@ -123,6 +125,8 @@ def test_codes_beside_changes_are_made_again_by_repair(tmp_path):
     refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
     store, before = Store(str(tmp_path)), answers(tmp_path, refined)
     folder = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
+    with pytest.raises(ShardIndexError, match=r"first-codes\.npy has codes of .* vectors, the embeddings are"):
+        open_index(params, open_embeddings(folder, refined.shards[0].files).blocks(), folder)
     for name in ("first-codes.npy", "first-scales.npy"):
         (folder / name).unlink()
     with pytest.raises(DigestError, match=r"first-codes\.npy .*is missing"):
