@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from mvr_ray.config import TrainConfig
+from mvr_ray.core.learning.attention import training_attention
 from mvr_ray.core.learning.batches import plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
@@ -49,7 +51,7 @@ def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
 
 
 class StepLoop(ABC):
-    """Runs `learn` until the schedule ends. A model has `set_dropout` and `set_gradient_checkpointing`."""
+    """Runs `learn` until the schedule ends. A model is a `StoredModel`."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class StepLoop(ABC):
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
         cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+        with torch.random.fork_rng(devices=[self.device] if cuda else []), training_attention(self.model.transformers):
             return self._run()
 
     def _run(self) -> TrainState:
@@ -173,7 +175,7 @@ class StepLoop(ABC):
         groups = self.groups()
         for group in groups:
             group["base_lr"] = group["lr"]
-        return torch.optim.AdamW(groups, eps=self.cfg.adam_eps)
+        return torch.optim.AdamW(groups, eps=self.cfg.adam_eps, fused=True)
 
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
         self.model.train()
@@ -185,6 +187,7 @@ class StepLoop(ABC):
         torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm)
         self.scaler.step(optimiser)
         self.scaler.update()
+        increment_version(self.parameters)  # which the fused step leaves out: copies for inference are made anew by it
         warm = self.warm
         self.state.step += 1
         self._tell(loss, warm)

@@ -1,0 +1,87 @@
+"""Compute attention in bfloat16 on a CPU with a backward pass of whole matrices.
+
+    P = softmax(q k' / sqrt(d) + mask)                              o = P v
+    dv = P' do,   dS = P * (do v' - rowsum(P * do v')),             dq = dS k / sqrt(d),   dk = dS' q / sqrt(d)
+
+torch's own backward pass for bfloat16 takes 4 to 10 times as long over texts of up to 200 tokens, a third of a whole
+step (benchmarks/results/bench.md). P is computed anew in the backward pass, so memory holds one layer's at a time.
+
+Shapes: B texts, H heads, T tokens, E the width of a head.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION, REPLACED = "mvr_ray_training", "sdpa"
+
+
+@contextmanager
+def training_attention(transformers: Sequence[Any]) -> Iterator[None]:
+    """Let transformers that attend by torch's `scaled_dot_product_attention` do it in this way within the block."""
+    changed = [model for model in transformers if model.config._attn_implementation == REPLACED]
+    for model in changed:
+        model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        for model in changed:
+            model.set_attn_implementation(REPLACED)
+
+
+class MatrixAttention(torch.autograd.Function):
+    """o_BHTE of q_BHTE, k_BHTE, v_BHTE and a mask that is added to the scores, or None."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.scale = scale
+        return _weights(q, k, mask, scale) @ v
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = ctx.saved_tensors
+        given_BHTE = gradients[0].contiguous()
+        weights_BHTT = _weights(q, k, mask, ctx.scale)
+        scores_BHTT = torch._softmax_backward_data(given_BHTE @ v.mT, weights_BHTT, -1, q.dtype).mul_(ctx.scale)
+        return scores_BHTT @ k, scores_BHTT.mT @ q, weights_BHTT.mT @ given_BHTE, None, None
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores_BHTT = (q * scale) @ k.mT
+    return torch.softmax(scores_BHTT if mask is None else scores_BHTT.add_(mask), -1)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it. What is not in bfloat16, reads from left to right without a mask, shares keys among
+    heads or drops weights is left to torch."""
+    is_causal = attention_mask is None and options.get("is_causal", getattr(module, "is_causal", True))
+    if query.dtype != torch.bfloat16 or query.is_cuda or dropout or is_causal or key.shape != query.shape:
+        own = {"dropout": dropout, "scaling": scaling, **options}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **own)  # pyrefly: ignore
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = query.new_zeros(()).masked_fill(~attention_mask, torch.finfo(query.dtype).min)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attended = MatrixAttention.apply(query, key, value, attention_mask, scale)
+    assert isinstance(attended, Tensor)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
