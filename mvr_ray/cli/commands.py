@@ -418,17 +418,18 @@ def reshard(
 @exit_on_error
 def study(
     files: Annotated[
-        list[str], typer.Argument(metavar="STUDY... [size=NAME] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]...")
+        list[str],
+        typer.Argument(metavar="STUDY... [size=NAME] [only=REGEX] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]..."),
     ],
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of variants and write its report.
 
-    `study configs/studies/mvr-views.yaml size=quick`
+    `study configs/studies/mvr-views.yaml size=quick`, and only=REGEX for the variants whose names have a match
     """
-    usage = "give study files, size=quick|gpu|paper, output=DIR, at_once=N, section.key=value"
+    usage = "give study files, size=quick|gpu|paper, only=REGEX, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
-    options = named_arguments("study", words, (), ("size", "output", "at_once"), usage, show_only=False)
+    options = named_arguments("study", words, (), ("size", "only", "output", "at_once"), usage, show_only=False)
     if not paths:
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
@@ -443,7 +444,7 @@ def study(
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            result = run_study(path, size, overrides, output, progress, at_once)
+            result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""))
         if as_json:
             print_json(to_plain(result))
             continue

@@ -77,6 +77,9 @@ class TrainConfig(Section):
     max_passage_tokens: Annotated[int, Field(ge=0)] = 0
     """Shorter passages in training; 0: the encoder's."""
     checkpoint_steps: Count = 100
+    snapshot_steps: list[Count] = Field(default_factory=list, exclude_if=lambda steps: not steps)
+    """Also store the weights after so many steps (the warm start's not counted), when training has ended, as models of
+    the names `NAME-step-STEPS`: for a curve over the budget."""
     seed: int = 12345
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationError
 
 from mvr_ray.config import RunConfig, loader, parse_run
-from mvr_ray.config.base import Name, Section, explain
+from mvr_ray.config.base import Count, Name, Section, explain
 from mvr_ray.errors import ConfigError
 
 StepName = Literal[
@@ -66,6 +66,8 @@ class SizeConfig(Section):
     about: str = ""
     set: list[str] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [1])
+    curve: list[Count] = Field(default_factory=list)
+    """Training steps after which every variant is measured too, beside the end of its last training."""
     at_once: Annotated[int, Field(ge=1)] = 1
     """Steps side by side, where none needs the other and the cluster has room for so many."""
 
@@ -125,6 +127,10 @@ class Study(NamedTuple):
         size = self.config.sizes[self.size].set
         own = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
         return [*common, *size, *own, *self.extra]
+
+    @property
+    def curve(self) -> list[int]:
+        return self.config.sizes[self.size].curve
 
     def resolve(self, overrides: list[str]) -> RunConfig:
         data = loader.read(self.run_file)

@@ -73,7 +73,7 @@ def run_plan(
 
     Raises StudyError naming the step that failed; those beside it are stopped and continue the next time.
     """
-    records = {key: record for key in plan.steps if (record := read_step(store, key))}
+    records = read_records(plan, store)
     waiting = [step for step in plan.steps.values() if step.key not in records]
     if not waiting:
         return records
@@ -183,6 +183,11 @@ def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: 
         digest = None
     if marker.get("key") != step.corpus or marker.get("digest") != digest:
         _prepare(plan.steps[step.corpus], store, progress)
+
+
+def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
+    """The records of the steps that are on file, by key."""
+    return {key: record for key in plan.steps if (record := read_step(store, key))}
 
 
 def read_step(store: Store, key: str) -> StepRecord | None:

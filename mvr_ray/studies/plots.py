@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mvr_ray.studies.definition import Study
+from mvr_ray.studies.definition import BM25, Study
 from mvr_ray.studies.refinement_tables import MANY_ROUNDS
 from mvr_ray.studies.results import VariantResult, stage_reports
 
@@ -33,7 +33,7 @@ class Plot(NamedTuple):
 
 def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
     """Every plot for which the study has values."""
-    plots = [*_bars(study, results), *_budget(results)]
+    plots = [*_bars(study, results), *_learning_curves(study, results), *_budget(results)]
     for result in results:
         for _, report in stage_reports([result], "analyze", first_seed=True):
             if report["attention_kl_table"]:
@@ -56,6 +56,38 @@ def _bars(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
     axes.set_xlim(left=max(0.0, float((values - errors[0]).min()) - 3))
     axes.set_xlabel(f"{metric}, percent, with 95 % interval")
     yield _plot(figure, "retrieval", f"{metric} of every variant")
+
+
+def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
+    """The first metric over training steps with its interval, and BM25's as a line."""
+    metric = study.config.metrics[0]
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for result in results:
+        ends = [report["epochs"][-1]["step"] for report in result.reports.get("train", [])[-1:] if report.get("epochs")]
+        points = {at: cells[metric] for at, cells in result.curve.items() if metric in cells}
+        if not points or metric not in result.cells:
+            continue
+        points |= {ends[0]: result.cells[metric]} if ends else {}
+        steps, cells = zip(*sorted(points.items()))
+        [line] = axes.plot(steps, [100 * cell.value for cell in cells], marker="o", label=result.name)
+        axes.fill_between(
+            steps,
+            [100 * cell.low for cell in cells],
+            [100 * cell.high for cell in cells],
+            color=line.get_color(),
+            alpha=0.08,
+        )
+    if not axes.lines:
+        plt.close(figure)
+        return
+    for result in results:
+        if result.name == BM25 and metric in result.cells:
+            axes.axhline(100 * result.cells[metric].value, linestyle=":", color="grey", label=BM25)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("training steps")
+    axes.set_ylabel(f"{metric}, percent")
+    axes.legend(fontsize=7)
+    yield _plot(figure, "curve", f"{metric} over the training budget, with 95 % intervals over articles")
 
 
 def _budget(results: Sequence[VariantResult]) -> Iterator[Plot]:

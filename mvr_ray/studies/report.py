@@ -69,7 +69,10 @@ class StudyReport(NamedTuple):
 
 
 def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> StudyReport:
-    """The report of finished steps."""
+    """The report of the variants whose steps are all on file."""
+    ready = [run for run in plan.variants if all(key in records for key in run.keys)]
+    missing = [run for run in plan.variants if run not in ready]
+    plan = StudyPlan(plan.steps, ready)
     results = variant_results(study, plan, records)
     tables = (
         retrieval_tables.retrieval_table(study, results),
@@ -80,6 +83,7 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         view_tables.answer_view_table(results),
         view_tables.attention_table(results),
         view_tables.examples_table(results),
+        training_tables.curve_table(study, results),
         training_tables.training_table(results),
         training_tables.cross_encoder_table(results),
         training_tables.mining_table(results),
@@ -96,6 +100,8 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     variants = {key: [run.variant.name for run in plan.variants if key in run.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
+    if missing:
+        facts["not run yet"] = "; ".join(dict.fromkeys(run.variant.name for run in missing))
     content = _Content(study, facts, [table for table in tables if table], plots, commands)
     files = {f"{plot.name}.png": plot.png for plot in plots}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)

@@ -8,6 +8,7 @@ Shapes: S seeds, Q questions.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,8 @@ class VariantResult(NamedTuple):
     cells: dict[str, Cell]
     ranks: dict[int, QuestionRanks]
     reports: dict[str, list[Report]]
+    curve: Mapping[int, Mapping[str, Cell]] = MappingProxyType({})
+    """The metrics after so many steps of training, where the study measures them."""
 
 
 class _SystemRows(NamedTuple):
@@ -63,7 +66,16 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
     results: list[VariantResult] = []
     for variant in study.config.variants:
         runs = [run for run in plan.variants if run.variant.name == variant.name]
-        results += _system_results(study, variant, runs, records)
+        if all(run.at for run in runs):
+            continue
+        systems = list(_system_results(study, variant, [run for run in runs if not run.at], records))
+        curves: dict[str, dict[int, Mapping[str, Cell]]] = {}
+        for at in sorted({run.at for run in runs} - {0}):
+            for then in _system_results(study, variant, [run for run in runs if run.at == at], records):
+                curves.setdefault(then.name, {})[at] = then.cells
+        results += [
+            system._replace(curve={} if system.name == BM25 else curves.get(system.name, {})) for system in systems
+        ]
     return results
 
 

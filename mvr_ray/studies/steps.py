@@ -12,12 +12,14 @@ to one place. A corpus keeps its name, under which question sets and messages re
 
 import hashlib
 import json
+import re
 import shlex
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import pair_spec, reader_spec
+from mvr_ray.distributed.training.train_model import SNAPSHOT
 from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
@@ -105,11 +107,13 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """A variant with one seed: the keys of its steps, in order."""
+    """A variant with one seed: the keys of its steps, in order. `at`: measured after so many steps of its last
+    training; 0: at its end."""
 
     variant: VariantConfig
     seed: int
     keys: tuple[str, ...]
+    at: int = 0
 
 
 @dataclass
@@ -119,31 +123,58 @@ class StudyPlan:
     steps: dict[str, PlannedStep] = field(default_factory=dict)
     variants: list[PlannedVariant] = field(default_factory=list)
 
+    def part(self, pattern: str) -> "StudyPlan":
+        """The variants in whose names this regular expression has a match, and their steps. Raises ConfigError where
+        there is none."""
+        try:
+            variants = [run for run in self.variants if re.search(pattern, run.variant.name)]
+        except re.error as error:
+            raise ConfigError(f"only={pattern} is no regular expression: {error}") from None
+        if not variants:
+            names = dict.fromkeys(run.variant.name for run in self.variants)
+            raise ConfigError(f"only={pattern} has a match in no variant's name; there are {', '.join(names)}")
+        keys: set[str] = set()
+        todo = [key for run in variants for key in run.keys]
+        while todo:
+            if (key := todo.pop()) not in keys:
+                keys.add(key)
+                todo += [*self.steps[key].after, self.steps[key].corpus]
+        return StudyPlan({key: step for key, step in self.steps.items() if key in keys}, variants)
+
 
 def plan_study(study: Study) -> StudyPlan:
     """The steps of every variant and seed, in the order of the file, equal ones once."""
     plan = StudyPlan()
     for variant in study.config.variants:
+        steps = study.steps(variant)
+        last_train = max((number for number, step in enumerate(steps) if step.stage == "train"), default=-1)
         for seed in study.seeds if variant.seeds else study.seeds[:1]:
-            chain = _Chain(study, variant, seed)
-            keys = [chain.add(plan, step) for step in study.steps(variant)]
-            plan.variants.append(PlannedVariant(variant, seed, tuple(keys)))
+            for at in [*(study.curve if last_train >= 0 else []), 0]:
+                chain = _Chain(study, variant, seed, at)
+                keys = [chain.add(plan, step, number == last_train) for number, step in enumerate(steps)]
+                plan.variants.append(PlannedVariant(variant, seed, tuple(keys), at))
     return plan
 
 
 class _Chain:
-    """The steps of one variant with one seed. `latest` has the key of the last step of each product."""
+    """The steps of one variant with one seed. `latest` has the key of the last step of each product, and `snapshot` the
+    steps after which the encoder's weights are read, 0 at the end; that begins behind the last training."""
 
-    def __init__(self, study: Study, variant: VariantConfig, seed: int) -> None:
-        self.study, self.variant, self.seed = study, variant, seed
+    def __init__(self, study: Study, variant: VariantConfig, seed: int, at: int) -> None:
+        self.study, self.variant, self.seed, self.at = study, variant, seed, at
         self.latest: dict[str, str] = {}
+        self.snapshot = 0
 
-    def add(self, plan: StudyPlan, step: StepConfig) -> str:
+    def add(self, plan: StudyPlan, step: StepConfig, is_last_train: bool) -> str:
         """Plan a step and the preparation of its corpus; returns its key."""
         overrides = self.study.overrides(self.variant, step, self.seed)
+        if is_last_train and self.study.curve:
+            overrides.append(f"train.snapshot_steps={self.study.curve}")
         run = self.study.resolve(overrides)
         self._plan(plan, StepConfig.model_construct(stage="prepare"), run, overrides)
-        return self._plan(plan, step, run, overrides)
+        key = self._plan(plan, step, run, overrides)
+        self.snapshot = self.at if is_last_train else self.snapshot
+        return key
 
     def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
         stage = step.stage
@@ -151,6 +182,8 @@ class _Chain:
         rule = RULES[stage]
         needs = [self.latest[name] for name in self._needs(product, rule, run) if name in self.latest]
         report_fields = [rule.report_fields] if rule.report_fields else []
+        if self.snapshot and "train" in rule.needs:
+            report_fields.append(f"{SNAPSHOT}{self.snapshot}")
         key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_fields])
         names = self._names(product, run, key)
         if key not in plan.steps:
@@ -193,7 +226,8 @@ class _Chain:
             return {}
         latest = {**self.latest, product: key}
         encoder = latest.get("train") or _digest([_deciding(run, "encoder")])
-        names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}"}}
+        snapshot = f"{SNAPSHOT}{self.snapshot}" if self.snapshot else ""
+        names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}{snapshot}"}}
         if "index" in latest:
             encoder_kind = "trained" if "train" in latest else "untrained"
             names["index"] = {"name": f"study-{latest['index']}", "encoder": encoder_kind}

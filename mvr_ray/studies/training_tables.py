@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from mvr_ray.studies.definition import Study
 from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult, stage_reports
-from mvr_ray.studies.tables import Row, Table, format_number, format_percent, make_table, mean
+from mvr_ray.studies.tables import Row, Table, format_cell, format_number, format_percent, make_table, mean
 
 
 def training_table(results: Sequence[VariantResult]) -> Table | None:
@@ -24,6 +25,22 @@ def training_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 _LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view-pair cosine", "lv": "LV"}
+
+
+def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
+    """Every trained variant over its training budget."""
+    rows: list[Row] = []
+    for result in results:
+        for metric in study.config.metrics if result.curve else []:
+            points = {f"{at} steps": cells.get(metric) for at, cells in sorted(result.curve.items())}
+            row: Row = {"variant": result.name, "metric": metric}
+            row |= {column: format_cell(cell) for column, cell in points.items()}
+            rows.append(row | {"at the end": format_cell(result.cells.get(metric))})
+    note = (
+        "Percent, with 95 % intervals over articles, after so many steps of one training: the rate of learning falls "
+        "to nothing at its end, so a shorter training may do better than the same steps of a longer one."
+    )
+    return make_table("Over the training budget", note, rows)
 
 
 def cross_encoder_table(results: Sequence[VariantResult]) -> Table | None:

@@ -1,4 +1,4 @@
-"""Attention in training: values and gradients equal torch's own, for every kind of backbone, and only within its block."""
+"""Attention in training: values and gradients equal torch's, for every kind of backbone, within its block alone."""
 
 import math
 

@@ -229,7 +229,7 @@ def checkpoint(store: Store) -> tuple[str, Checkpoints, torch.nn.Linear]:
     """The folder of a training that is 7 steps far, best after 5 of them; its checkpoints and its weights."""
     checkpoints = Checkpoints(store, folder := paths.training_dir("encoder", "key"))
     model = torch.nn.Linear(3, 2)
-    checkpoints.save_best(model, 5)
+    checkpoints.save_weights(model, 5, "best")
     checkpoints.save(model, torch.optim.AdamW(model.parameters()), TrainState(step=6, best_step=5))
     Checkpoints(store, folder).save(model, torch.optim.AdamW(model.parameters()), TrainState(step=7, best_step=5))
     return folder, Checkpoints(store, folder), model
@@ -260,7 +260,7 @@ def test_a_changed_byte_of_a_checkpoint_is_named_and_never_trained_on(store: Sto
         "step-00000007/state.json": lambda: checkpoints.state(7),
         "step-00000007/model.safetensors": lambda: checkpoints.load_model(model, 7),
         "step-00000007/optimiser.safetensors": lambda: checkpoints.load_optimiser(optimiser, 7),
-        "best-00000005/model.safetensors": lambda: checkpoints.load_model(model, 5, best=True),
+        "best-00000005/model.safetensors": lambda: checkpoints.load_model(model, 5, "best"),
     }
     files = {path for path in content(store) if path.startswith(f"{folder}/")}
     assert files == {f"{folder}/latest.json", *(f"{folder}/{name}" for name in reads)}

@@ -2,6 +2,7 @@
 
     <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json
     <store>/training/<name>/<key>/best-00000080/model.safetensors
+    <store>/training/<name>/<key>/snapshot-00000040/model.safetensors     of each of `train.snapshot_steps`
     <store>/training/<name>/<key>/latest.json        the step and the sha256 of every file that it rests on: written
                                                      last, so that a checkpoint counts once it is whole
     <store>/training/<name>/<key>/finished.json      instead of all these once the snapshot is saved: what came out
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, re
 from mvr_ray.errors import DigestError, FormatError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
+WeightsKind = Literal["step", "best", "snapshot"]
 LATEST = "latest.json"
 FINISHED = "finished.json"
 RECORD_FORMAT = 1
@@ -80,7 +82,7 @@ class Checkpoints:
 
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
         """Write a checkpoint, point to it, and drop what nothing points to."""
-        name = _step_name(state.step)
+        name = _folder_name("step", state.step)
         with self._store.scratch() as scratch:
             folder = scratch / name
             folder.mkdir()
@@ -88,7 +90,8 @@ class Checkpoints:
             _save_tensors(_flat(optimiser), folder / "optimiser.safetensors")
             (folder / "state.json").write_bytes(state.to_json())
             self._put(folder, name)
-        kept = {name, _best_name(state.best_step)}
+        kept = {name, _folder_name("best", state.best_step)}
+        kept |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
         digests = self._latest().get("files", {}) | self._digests
         self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in kept}
         self._write(LATEST, {"step": state.step, "files": self._digests})
@@ -96,23 +99,22 @@ class Checkpoints:
             if entry.startswith(("step-", "best-")) and entry not in kept:
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
-    def save_best(self, model: nn.Module, step: int) -> None:
+    def save_weights(self, model: nn.Module, step: int, kind: Literal["best", "snapshot"]) -> None:
         """Keep these weights; they count once a checkpoint says so."""
         with self._store.scratch() as scratch:
-            folder = scratch / _best_name(step)
+            folder = scratch / _folder_name(kind, step)
             folder.mkdir()
             _save_tensors(model.state_dict(), folder / "model.safetensors")
             self._put(folder, folder.name)
 
     def state(self, step: int) -> TrainState:
-        return TrainState.from_json(self._whole(_step_name(step), "state.json").read_bytes())
+        return TrainState.from_json(self._whole(_folder_name("step", step), "state.json").read_bytes())
 
-    def load_model(self, model: nn.Module, step: int, *, best: bool = False) -> None:
-        name = _best_name(step) if best else _step_name(step)
-        model.load_state_dict(load_file(self._whole(name, "model.safetensors")))
+    def load_model(self, model: nn.Module, step: int, kind: WeightsKind = "step") -> None:
+        model.load_state_dict(load_file(self._whole(_folder_name(kind, step), "model.safetensors")))
 
     def load_optimiser(self, optimiser: torch.optim.Optimizer, step: int) -> None:
-        tensors = load_file(self._whole(_step_name(step), "optimiser.safetensors"))
+        tensors = load_file(self._whole(_folder_name("step", step), "optimiser.safetensors"))
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             number, _, name = key.partition("/")
@@ -124,7 +126,7 @@ class Checkpoints:
         self._write(FINISHED, record)
         self._store.delete(f"{self._folder}/{LATEST}")
         for entry in self._store.list(self._folder):
-            if entry.startswith(("step-", "best-")):
+            if entry.startswith(("step-", "best-", "snapshot-")):
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
     def result(self) -> dict[str, Any]:
@@ -181,12 +183,8 @@ class Checkpoints:
         self._store.upload_dir(folder, f"{self._folder}/{name}")
 
 
-def _step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _best_name(step: int) -> str:
-    return f"best-{step:08d}"
+def _folder_name(kind: WeightsKind, step: int) -> str:
+    return f"{kind}-{step:08d}"
 
 
 def _flat(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:

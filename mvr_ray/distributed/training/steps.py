@@ -21,6 +21,7 @@ from mvr_ray.core.learning.attention import training_attention
 from mvr_ray.core.learning.batches import plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
+from mvr_ray.errors import ConfigError
 from mvr_ray.types import IntArray, Progress
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class StepLoop(ABC):
         progress: Progress,
         device: torch.device,
     ) -> None:
+        if cfg.snapshot_steps and max(cfg.snapshot_steps) > schedule.steps:
+            raise ConfigError(
+                f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {schedule.steps} steps; "
+                f"leave it out, or train longer (train.epochs, train.max_steps)"
+            )
         self.cfg, self.schedule, self.checkpoints, self.progress = cfg, schedule, checkpoints, progress
         self.device = device
         self.model = model.to(device)
@@ -104,6 +110,9 @@ class StepLoop(ABC):
                 if self.state.step == self.schedule.warm:
                     optimiser = self._optimiser()
                 self._step(optimiser)
+                done = self.state.step - self.schedule.warm
+                if done in self.cfg.snapshot_steps and not rank():
+                    self.checkpoints.save_weights(self.model, done, "snapshot")
                 if self._epoch_ended():
                     self.end_epoch()
                 if self._epoch_ended() or self.state.step % self.cfg.checkpoint_steps == 0:
@@ -150,7 +159,7 @@ class StepLoop(ABC):
         if accuracy is None or accuracy > self.state.best_accuracy:
             self.state.best_accuracy = -1.0 if accuracy is None else accuracy
             self.state.best_step = self.state.step
-            self.checkpoints.save_best(self.model, self.state.step)
+            self.checkpoints.save_weights(self.model, self.state.step, "best")
 
     def _resume(self) -> torch.optim.Optimizer:
         """The state, weights and optimiser of the newest checkpoint that rank 0 sees, or of the start."""

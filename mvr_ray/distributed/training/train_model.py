@@ -22,6 +22,9 @@ from mvr_ray.types import Progress
 
 log = logging.getLogger(__name__)
 
+SNAPSHOT = "-step-"
+"""Between a model's name and the steps after which its weights were kept."""
+
 
 class TrainingJob(NamedTuple):
     """Everything a rank needs; `model` is as training starts from it, `dev` what its loop measures on."""
@@ -78,6 +81,7 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
         else:
             state = task.loop(job, progress, own_device(run)).run()
         record = _save(task, store, name, job, state)
+        _save_snapshots(task, store, name, job)
         snapshot = _announce(task, store, name, record)
         job.checkpoints.finish(record)
         return snapshot
@@ -97,7 +101,7 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
     """Save the best weights; returns what is recorded of them."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
-        job.checkpoints.load_model(model, state.best_step, best=True)
+        job.checkpoints.load_model(model, state.best_step, "best")
     fingerprint = save_model(store, task.kind, name, model)
     best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
     metrics = {"steps": float(state.step)}
@@ -110,6 +114,15 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
             figures = (state.before, state.best_accuracy)
             log.warning("training did not raise dev accuracy: before=%.3f best=%.3f; " + advice, *figures)
     return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
+
+
+def _save_snapshots(task: TrainingTask, store: Store, name: str, job: TrainingJob) -> None:
+    """Save the weights of `train.snapshot_steps`, each as the newest model of a name of its own."""
+    for step in job.run.train.snapshot_steps:
+        job.checkpoints.load_model(job.model, step, "snapshot")
+        own = f"{name}{SNAPSHOT}{step}"
+        record = {"fingerprint": save_model(store, task.kind, own, job.model), "metrics": {"steps": float(step)}}
+        record_latest(store, task.kind, own, {**record, "epochs": []})
 
 
 def _announce(task: TrainingTask, store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
