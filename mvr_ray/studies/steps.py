@@ -147,13 +147,20 @@ def plan_study(study: Study) -> StudyPlan:
     plan = StudyPlan()
     for variant in study.config.variants:
         steps = study.steps(variant)
-        last_train = max((number for number, step in enumerate(steps) if step.stage == "train"), default=-1)
+        last_train = max(
+            (number for number, step in enumerate(steps) if _trains_encoder(study, variant, step)), default=-1
+        )
         for seed in study.seeds if variant.seeds else study.seeds[:1]:
             for at in [*(study.curve if last_train >= 0 else []), 0]:
                 chain = _Chain(study, variant, seed, at)
                 keys = [chain.add(plan, step, number == last_train) for number, step in enumerate(steps)]
                 plan.variants.append(PlannedVariant(variant, seed, tuple(keys), at))
     return plan
+
+
+def _trains_encoder(study: Study, variant: VariantConfig, step: StepConfig) -> bool:
+    run = study.resolve(study.overrides(variant, step, study.seeds[0]))
+    return step.stage == "train" and run.train.task == "retriever"
 
 
 class _Chain:

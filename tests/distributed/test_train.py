@@ -22,6 +22,7 @@ from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training.retriever import loss_name, make_schedule
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
@@ -101,6 +102,7 @@ def stop_at(step: int):
 )
 def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):
     cfg = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
+    cfg["snapshot_steps"] = [1, 4, 5]
     whole = train(run_of(store_path, cfg, {"name": f"{name}-whole", **encoder}))
     broken = run_of(store_path, cfg, {"name": f"{name}-broken", **encoder})
     for step in (1, 5):
@@ -110,6 +112,24 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     assert again.fingerprint == whole.fingerprint
     assert again.metrics == whole.metrics
     assert again.epochs == whole.epochs
+    store = Store(broken.store.path)
+    kept = [
+        [latest_fingerprint(store, ENCODERS, f"{name}-{which}-step-{step}") for step in cfg["snapshot_steps"]]
+        for which in ("whole", "broken")
+    ]
+    assert kept[0] == kept[1] and len({*kept[0]}) == 3
+    if "dev_questions" not in settings:
+        assert kept[0][-1] == whole.fingerprint, "without dev questions the last weights are the model"
+    for step, fingerprint in zip(cfg["snapshot_steps"], kept[0]):
+        folder = paths.model_dir(ENCODERS.room, f"{name}-whole-step-{step}", fingerprint)
+        assert DualEncoder.load(store.local_path(folder)).spec.max_passage_tokens == 48
+
+
+@pytest.mark.data
+def test_a_snapshot_behind_the_last_step_is_refused_before_training(store_path):
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 2, "snapshot_steps": [1, 3]}
+    with pytest.raises(ConfigError, match=r"train\.snapshot_steps has 3, but training ends after 2 steps"):
+        train(run_of(store_path, cfg, {"name": "late", **QUICK}))
 
 
 @pytest.mark.data

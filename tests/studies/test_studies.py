@@ -15,6 +15,7 @@ from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.distributed.encoders import open_encoder
+from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.stage_pool import StagePool
@@ -213,6 +214,43 @@ def test_a_variant_and_a_step_may_be_set_otherwise_in_one_size(write):
         _, train_step = plan_study(load_study(file, size)).steps.values()
         assert (train_step.run.train.lr, train_step.run.train.epochs, train_step.run.train.seed) == (lr, 2, seed)
         assert not train_step.run.train.siblings
+
+
+def test_a_variant_is_measured_along_its_last_training_which_runs_once(write):
+    reader = {"stage": "train", "set": ["train.task=reader"]}
+    steps = ["train", "index", {"stage": "mine", "set": ["mine.method=index"]}, "train", "index", reader, "evaluate"]
+    size = {"quick": {"set": ["train.max_steps=9"], "curve": [2, 4], "seeds": [1]}}
+    variants = [
+        {"name": "along", "steps": steps},
+        {"name": "untrained", "steps": ["index", "evaluate"], "seeds": False},
+    ]
+    plan = plan_study(load_study(write({}, variants=variants, sizes=size)))
+    assert [(run.variant.name, run.at) for run in plan.variants] == [
+        ("along", 2), ("along", 4), ("along", 0), ("untrained", 0)
+    ]  # fmt: skip
+    chains = [[plan.steps[key] for key in run.keys] for run in plan.variants[:3]]
+    assert len({chain[3].key for chain in chains}) == len({chain[5].key for chain in chains}) == 1
+    assert [chain[3].run.train.snapshot_steps for chain in chains] == [[2, 4]] * 3
+    assert {tuple(step.run.train.snapshot_steps) for chain in chains for step in (chain[0], chain[5])} == {()}
+    name = chains[0][3].run.encoder.name
+    assert [chain[4].run.encoder.name for chain in chains] == [f"{name}-step-2", f"{name}-step-4", name]
+    assert [chain[6].run.encoder.name for chain in chains] == [f"{name}-step-2", f"{name}-step-4", name]
+    assert len({chain[4].run.index.name for chain in chains}) == len({chain[6].key for chain in chains}) == 3
+    plain = plan_study(load_study(write({}, variants=variants, sizes={"quick": {**size["quick"], "curve": []}})))
+    first = plain.variants[0].keys
+    assert first[:3] == plan.variants[0].keys[:3], "what comes before the last training is the same without a curve"
+
+
+def test_a_part_of_a_study_has_the_steps_that_its_variants_need(write):
+    plan = plan_study(load_study(write({})))
+    part = plan.part("^snip")
+    assert {run.variant.name for run in part.variants} == {"snippets"} and len(part.variants) == 2
+    assert [step.stage for step in part.steps.values()] == ["prepare", *["train", "index", "analyze"] * 2]
+    assert plan.part("").steps == plan.steps
+    with pytest.raises(ConfigError, match=r"only=x\+ has a match in no variant's name; there are mean, snippets, untr"):
+        plan.part("x+")
+    with pytest.raises(ConfigError, match=r"only=\( is no regular expression"):
+        plan.part("(")
 
 
 def test_a_step_may_belong_to_some_sizes_alone(write):
@@ -522,6 +560,45 @@ def test_a_study_runs_each_step_once_and_goes_on_after_a_failure(write, small, t
     assert "A &lt;small&gt; study" in page and "http" not in page.replace("data:image", "")
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "attention-kl-snippets.png").is_file()
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on_file(
+    write, small, tmp_path, ray_session
+):
+    size = {
+        "set": ["train.max_steps=3", "train.batch_questions=8", "index.precision=fp32"],
+        "curve": [1, 2],
+        "seeds": [1],
+    }
+    path = write(small, sizes={"quick": size}, variants=[STUDY["variants"][0], STUDY["variants"][2]])
+    run_study(path, output=tmp_path / "out", only="mean")
+    content = json.loads((tmp_path / "out" / "small-quick" / "report.json").read_text())
+    assert content["facts"]["not run yet"] == "untrained"
+    assert (tmp_path / "out" / "small-quick" / "curve.png").is_file()
+    curve = next(table for table in content["tables"] if table["title"] == "Over the training budget")
+    assert curve["columns"] == ["variant", "metric", "1 steps", "2 steps", "at the end"]
+    plan, store = plan_study(load_study(path)), Store(small["store"]["path"])
+    for column, run in enumerate(plan.variants[:3], 2):
+        index, encoder = (getattr(plan.steps[run.keys[1]].run, part).name for part in ("index", "encoder"))
+        version = manifest.read(store, index)
+        assert (version.encoder_name, version.encoder_fingerprint) == (
+            encoder, latest_fingerprint(store, ENCODERS, encoder)
+        )  # fmt: skip
+        report = execute.read_step(store, run.keys[2]).report
+        [row] = [row for row in report["rows"] if row["metric"] == "gold/top-1"]
+        assert curve["rows"][0][column].startswith(f"{100 * row['value']:.1f} (")
+    steps = [(run.at, run.keys[0]) for run in plan.variants[:3]]
+    assert len({key for _, key in steps}) == 1
+    fingerprints = {
+        manifest.read(store, plan.steps[run.keys[1]].run.index.name).encoder_fingerprint for run in plan.variants[:3]
+    }
+    assert len(fingerprints) == 3
+    run_study(path, output=tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "small-quick" / "report.json").read_text())
+    assert "not run yet" not in content["facts"]
+    assert [row[0] for row in content["tables"][0]["rows"]] == ["mean", "untrained"]
 
 
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
