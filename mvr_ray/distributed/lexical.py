@@ -2,8 +2,9 @@
 
 A shard of which the version before has the same passages keeps its files. Where few passages changed, only their words
 are read, and written beside the postings as they are; the statistics follow in the same way, by what the passages that
-came and went add and take. Beyond `index.compact_share` a file is written whole. Names come from content, so whole
-files of the same corpus are the same whatever was built before.
+came and went add and take. Files of changes that are about as small are written again with the new ones (`num_kept`).
+Beyond `index.compact_share` a file is written whole. Names come from content, so whole files of the same corpus are the
+same whatever was built before.
 """
 
 import math
@@ -30,7 +31,7 @@ from mvr_ray.index.lexical import (
 )
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.delta import MOST_SHARE, num_kept
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest
 from mvr_ray.store.parts import CorpusPart, PartDifference, difference
@@ -156,23 +157,33 @@ def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_
 
 
 def repair_lexical(store: Store, manifest: Manifest) -> bool:
-    """Write the files of words of a version again, from its corpus and those of the versions whose files its changes
-    lie beside; whether they are now what its manifest says."""
+    """Write the files of words of a version again, from its corpus and those of the earlier versions whose files its
+    changes lie beside, in their order; whether they are now what its manifest says."""
     assert manifest.lexical, "the version has no words"
-    index, num_shards = manifest.index, len(manifest.shards)
-    corpus = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
-    build_lexical(lexical_task(corpus, index, num_shards))
-    for number in manifests.list_versions(store, index) if manifest.lexical.has_changes else ():
-        base = manifests.read(store, index, number)
-        if base.lexical is None or base.lexical.has_changes or not {*base.lexical.files} & {*manifest.lexical.files}:
+    earlier: list[Manifest] = []
+    for number in manifests.list_versions(store, manifest.index) if manifest.lexical.has_changes else ():
+        version = manifests.read(store, manifest.index, number)
+        if number >= manifest.version or version.lexical is None or len(version.shards) != len(manifest.shards):
             continue
-        try:
-            earlier = Corpus.open(store, base.corpus, base.corpus_digest)
-            build_lexical(lexical_task(earlier, index, num_shards))
-        except (MissingInputError, StorageError):
-            continue
+        if {*version.lexical.files} & {*manifest.lexical.files}:
+            try:
+                _write_again(store, version, earlier)
+            except (MissingInputError, StorageError):
+                continue
+            earlier.append(version)
+    return _write_again(store, manifest, earlier)
+
+
+def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -> bool:
+    """Write the words of a version whole, and beside those of each earlier one, until all its files are there."""
+    assert version.lexical, "the version has no words"
+    index, num_shards, files = version.index, len(version.shards), version.lexical.files
+    for base in [None, *reversed(earlier)]:
+        if are_whole(store, index, files):
+            return True
+        corpus = Corpus.open(store, version.corpus, version.corpus_digest)
         build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0))
-    return are_whole(store, index, manifest.lexical.files)
+    return are_whole(store, index, files)
 
 
 def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
@@ -214,18 +225,20 @@ def _write_changes(
         postings = Postings(*manifests.open_lexical(Store(task.store), task.index, files))
     except (StorageError, ShardIndexError):
         return None
+    sizes = [move.num_changes for move in postings.moves]
+    kept = num_kept(sizes, 2 * len(changes.changed_rows) + len(changes.deleted_ids))
     source_P = _sources(postings, old, part, changes.changed_rows)
-    num_whole = len(postings.whole.length_P)
-    is_kept_P = (source_P >= 0) & (source_P < num_whole)
-    is_hidden_P = np.ones(num_whole, bool)
-    is_hidden_P[source_P[is_kept_P]] = False
-    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(is_hidden_P)
-    if len(places) + len(hidden_rows) > task.most_share * num_whole:
+    stays_N = np.zeros(postings.num_rows(kept), bool)
+    is_kept_P = (source_P >= 0) & (source_P < len(stays_N))
+    stays_N[source_P[is_kept_P]] = True
+    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(~stays_N[postings.sources(kept)])
+    if sum(sizes[:kept]) + len(places) + len(hidden_rows) > task.most_share * len(postings.whole.length_P):
         return None
     if not len(places) and not len(hidden_rows):
-        return files[:1]
+        return files[: 1 + kept]
     passages = [_passage(part, row) for row in places.tolist()]
-    return files[0], _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
+    entry = _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
+    return *files[: 1 + kept], entry
 
 
 def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows: Sequence[int]) -> IntArray:
@@ -242,9 +255,11 @@ def _change_statistics(task: LexicalTask, files: Files, change: WordCounts) -> F
     if change == NO_CHANGE:
         return files
     before = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
-    if before.num_changes(change) > task.most_share * before.num_terms:
+    sizes, num_own = before.num_changes, len(change.frequencies)
+    if sum(sizes) + num_own > task.most_share * before.num_terms:
         return _merged_statistics(task, files, change)
-    return files[0], _add(task, lambda path: write_statistics_changes(before, change, path))
+    kept = num_kept(sizes, num_own)
+    return *files[: 1 + kept], _add(task, lambda path: write_statistics_changes(before, kept, change, path))
 
 
 def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> FileEntry:

@@ -9,10 +9,10 @@ passages stay the same keeps its postings whatever changed around it. Every step
 that of one bm25s index over the whole corpus, to the last bit, in however many shards the corpus lies.
 
 Files are Arrow with one row of lists, mapped and never copied: postings {term, end, row, count, length}, the statistics
-{term, frequency} and the numbers of passages and words. Where few passages changed since a file was written, a second
-file of the same form lies beside it: the postings of new and changed passages with `place`, their rows in the shard as
-it is now, and `hidden`, the rows of the first file that are gone; and by how much the statistics have grown or fallen.
-So an update writes in proportion to what it changes.
+{term, frequency} and the numbers of passages and words. Where few passages changed since a file was written, files of
+the same form lie beside it, each of a change after those before it: the postings of new and changed passages with
+`place`, their rows in the shard after the change, and `hidden`, the rows before it that are gone; and by how much the
+statistics have grown or fallen. So an update writes in proportion to what it changes.
 
 Shapes: P passages of a shard, T terms in order of their characters, N postings in order of term and row.
 """
@@ -98,25 +98,46 @@ def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
     return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
 
 
-class Postings:
-    """The words of one shard's passages, from a file of all and, where it has one, a file of the changes since."""
+class PostingsMoves(NamedTuple):
+    """What a file of changes does to the rows of a shard: those before that are gone, and those after that are new."""
 
-    def __init__(self, path: Path, changes: Path | None = None) -> None:
+    hidden_rows: IntArray
+    places: IntArray
+
+    @property
+    def num_changes(self) -> int:
+        return len(self.hidden_rows) + len(self.places)
+
+
+class Postings:
+    """The words of one shard's passages, from a file of all and files of the changes since."""
+
+    def __init__(self, path: Path, *changes: Path) -> None:
         """Map the files. Raises ShardIndexError where they are none of postings."""
         self.whole = PostingsFile(_open(path, _POSTINGS))
-        self.changes: PostingsFile | None = None
-        num_whole = len(self.whole.length_P)
-        self.source_P: IntArray = np.arange(num_whole)
-        """Where each passage of the shard is: a row of the first file, or of the second, counted on from the first."""
-        if changes is not None:
-            columns = _open(changes, _CHANGES)
-            self.changes = PostingsFile(columns)
-            hidden_rows, places = _as_numpy(columns["hidden"]), _as_numpy(columns["place"])
-            kept = np.delete(self.source_P, hidden_rows)
-            self.source_P = np.empty(len(kept) + len(places), np.int64)
-            is_kept_P = np.ones(len(self.source_P), bool)
+        opened = [_open(file, _CHANGES) for file in changes]
+        self.changes = [PostingsFile(columns) for columns in opened]
+        self.moves = [PostingsMoves(*(_as_numpy(columns[name]) for name in ("hidden", "place"))) for columns in opened]
+        self.source_P = self.sources(len(changes))
+        """`sources` after all files of changes."""
+
+    def sources(self, num_changes: int) -> IntArray:
+        """Where each passage of the shard is after so many files of changes: a row of the first file, or of a file of
+        changes, whose rows count on from those of the files before it."""
+        num_rows = len(self.whole.length_P)
+        source_P: IntArray = np.arange(num_rows)
+        for hidden_rows, places in self.moves[:num_changes]:
+            kept = np.delete(source_P, hidden_rows)
+            source_P = np.empty(len(kept) + len(places), np.int64)
+            is_kept_P = np.ones(len(source_P), bool)
             is_kept_P[places] = False
-            self.source_P[is_kept_P], self.source_P[places] = kept, num_whole + np.arange(len(places))
+            source_P[is_kept_P], source_P[places] = kept, num_rows + np.arange(len(places))
+            num_rows += len(places)
+        return source_P
+
+    def num_rows(self, num_changes: int) -> int:
+        """Rows of the first file and of so many files of changes."""
+        return sum(len(file.length_P) for file in (self.whole, *self.changes[:num_changes]))
 
     @property
     def num_passages(self) -> int:
@@ -124,15 +145,16 @@ class Postings:
 
     @property
     def num_bytes(self) -> int:
-        return self.whole.num_bytes + (self.changes.num_bytes + self.source_P.nbytes if self.changes else 0)
+        own = sum(file.num_bytes for file in (self.whole, *self.changes))
+        return own + (self.source_P.nbytes if self.changes else 0)
 
     def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
         """The float32 score of every passage of the shard [P]; 0 for one that has none of the words. Words may come
         twice."""
         score_P = self.whole.scores(words, statistics)
-        if self.changes is None:
+        if not self.changes:
             return score_P
-        return np.concatenate([score_P, self.changes.scores(words, statistics)])[self.source_P]
+        return np.concatenate([score_P, *(own.scores(words, statistics) for own in self.changes)])[self.source_P]
 
 
 def write_postings(passages: Sequence[Passage], path: Path) -> None:
@@ -141,8 +163,8 @@ def write_postings(passages: Sequence[Passage], path: Path) -> None:
 
 
 def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path) -> None:
-    """Write the postings of passages that have these rows in their shard now, ascending, and which rows of the first
-    file are gone."""
+    """Write the postings of passages that have these rows in their shard now, ascending, and which rows of the shard
+    before are gone."""
     _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden_rows, "place": places})
 
 
@@ -186,9 +208,9 @@ class WordCounts(NamedTuple):
 class CorpusStatistics:
     """What the weight of a word depends on: the corpus's passages, their mean length, and how many have a term."""
 
-    def __init__(self, path: Path, changes: Path | None = None) -> None:
-        """Map the file, and that of changes. Raises ShardIndexError where they are none of statistics."""
-        columns = [_open(file, _STATISTICS) for file in (path, changes) if file is not None]
+    def __init__(self, path: Path, *changes: Path) -> None:
+        """Map the file, and those of changes. Raises ShardIndexError where they are none of statistics."""
+        columns = [_open(file, _STATISTICS) for file in (path, *changes)]
         self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
@@ -199,9 +221,10 @@ class CorpusStatistics:
         """Terms of the first file."""
         return len(self.frequencies[0][0])
 
-    def num_changes(self, change: WordCounts) -> int:
-        """An upper bound of the terms that a file of changes would hold after this one."""
-        return sum(len(term_T) for term_T, _ in self.frequencies[1:]) + len(change.frequencies)
+    @property
+    def num_changes(self) -> list[int]:
+        """Terms of each file of changes."""
+        return [len(term_T) for term_T, _ in self.frequencies[1:]]
 
     @property
     def mean_length(self) -> float:
@@ -242,9 +265,9 @@ def write_merged_statistics(before: CorpusStatistics, change: WordCounts, path: 
     _write_changed(path, before.frequencies, before.sizes, change)
 
 
-def write_statistics_changes(before: CorpusStatistics, change: WordCounts, path: Path) -> None:
-    """Write by how much statistics differ from those of their first file, after a further change."""
-    _write_changed(path, before.frequencies[1:], before.sizes[1:], change)
+def write_statistics_changes(before: CorpusStatistics, num_kept: int, change: WordCounts, path: Path) -> None:
+    """Write by how much statistics differ from those of their first file and of so many of changes, after a change."""
+    _write_changed(path, before.frequencies[1 + num_kept :], before.sizes[1 + num_kept :], change)
 
 
 def _write_changed(

@@ -30,8 +30,8 @@ from mvr_ray.store.files import Store, known_sha256_of, sha256_of
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-NEWEST_FORMAT = 2
-"""Of versions with a shard that has several files of changes, of which earlier programs would read the first alone."""
+NEWEST_FORMAT = 3
+"""3: words have several files of changes; 2: a shard has. Earlier programs, which read one, refuse them by name."""
 DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
@@ -79,17 +79,17 @@ class ShardEntry:
         return sum(file.num_bytes for file in self.files.values())
 
 
-OneOrTwo = Annotated[tuple[FileEntry, ...], Field(min_length=1, max_length=2)]
+WordFiles = Annotated[tuple[FileEntry, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class LexicalPart:
-    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one, or two where
-    the second has what changed since the first was written."""
+    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one of all, and
+    behind it one for each change since."""
 
-    statistics: OneOrTwo
+    statistics: WordFiles
     """Of the whole corpus."""
-    postings: tuple[OneOrTwo, ...]
+    postings: tuple[WordFiles, ...]
     """Of each shard, in the order of the version's shards."""
 
     @property
@@ -137,7 +137,7 @@ class Manifest:
     """What a hybrid search scores words by; None for a version without."""
     token: Word = ""
     """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
-    format_version: Literal[1, 2] = 1
+    format_version: Literal[1, 2, 3] = 1
 
     @property
     def num_passages(self) -> int:
@@ -174,9 +174,9 @@ class Manifest:
             format_version, digest = fields["format_version"], fields.pop("digest", None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(f"{where} is not a manifest ({error}); publish again or roll back") from error
-        if format_version not in (FORMAT_VERSION, NEWEST_FORMAT):
+        if format_version not in range(FORMAT_VERSION, NEWEST_FORMAT + 1):
             raise ManifestError(
-                f"{where} has format version {format_version}, this program reads {FORMAT_VERSION} and "
+                f"{where} has format version {format_version}, this program reads {FORMAT_VERSION} to "
                 f"{NEWEST_FORMAT}; use the program that wrote it, or {_ROLL_BACK}"
             )
         if digest_of(fields) != digest:
@@ -369,6 +369,13 @@ def latest_version(store: Store, index: str) -> int:
     return max(list_versions(store, index), default=0)
 
 
+def _format_of(manifest: Manifest) -> int:
+    words = (manifest.lexical.statistics, *manifest.lexical.postings) if manifest.lexical else ()
+    if any(len(files) > 2 for files in words):
+        return NEWEST_FORMAT
+    return 2 if any(len(paths.changes_files(entry.files)) > 1 for entry in manifest.shards) else FORMAT_VERSION
+
+
 def publish(store: Store, manifest: Manifest) -> Manifest:
     """Make a manifest the live version: number `parent + 1`, where `parent` must be live now.
 
@@ -380,9 +387,7 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
         raise _conflict(index, version, live)
     _require_files(store, manifest, version)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    several = any(len(paths.changes_files(entry.files)) > 1 for entry in manifest.shards)
-    own_format = NEWEST_FORMAT if several else FORMAT_VERSION
-    own = {"version": version, "created": now, "token": uuid.uuid4().hex, "format_version": own_format}
+    own = {"version": version, "created": now, "token": uuid.uuid4().hex, "format_version": _format_of(manifest)}
     manifest = dataclasses.replace(manifest, **own)
     path, data = paths.manifest(index, version), manifest.to_json()
     try:

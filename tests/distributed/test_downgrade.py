@@ -77,7 +77,7 @@ def require_refusals(store: Store, error: type[MvrRayError], text: str, *actions
 def test_a_newer_manifest_is_refused_by_name_and_nothing_is_changed_beside_it(store: Store, run: RunConfig) -> None:
     raise_format(store, paths.manifest(INDEX, 2), newest=2)
     text = (
-        r"store/indexes/flat/versions/2\.json has format version 3, this program reads 1 and 2; use the program that "
+        r"store/indexes/flat/versions/2\.json has format version 4, this program reads 1 to 3; use the program that "
         r"wrote it, or roll back: mvr-ray versions CONFIG rollback N"
     )
     require_refusals(
@@ -305,7 +305,7 @@ def test_a_changed_format_number_is_damage_not_a_newer_format(store: Store) -> N
     path = f"{paths.shard_dir(INDEX, entry.digest)}/{paths.SHARD_JSON}"
     fields = json.loads(store.read_bytes(path)) | {"format_version": 1}
     store.write_bytes(
-        path, json.dumps(json_with_checksum(fields)).replace('"format_version": 1', '"format_version": 3').encode()
+        path, json.dumps(json_with_checksum(fields)).replace('"format_version": 1', '"format_version": 4').encode()
     )
     assert manifest.open_shard(store, INDEX, entry).is_dir()
     [problem] = manifest.verify(store, manifest.read(store, INDEX)).problems

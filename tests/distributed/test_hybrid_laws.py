@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,18 @@ from random_index import (
 from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed.lexical import build_lexical, compact_lexical, find_base, lexical_task
+from mvr_ray.distributed.lexical import (
+    build_lexical,
+    compact_lexical,
+    find_base,
+    lexical_task,
+    open_statistics,
+    repair_lexical,
+)
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.lexical import Postings, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -203,3 +212,70 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
     for version, there, own in history:
         assert_brute_force(local_router(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
         assert manifests.verify(store, version).problems == []
+
+
+SMALL_CHANGES = st.lists(
+    st.tuples(st.sets(st.integers(0, 130), max_size=12), st.sets(st.integers(0, 130), max_size=3)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SMALL_CHANGES, st.integers(1, 3), st.integers(0, 999))
+def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory, steps, shards, seed):
+    """After every change, of every passage, to the last bit; a file that stays is larger than what follows it."""
+    root, rng = tmp_path_factory.mktemp("words"), np.random.default_rng(seed)
+    store, names = Store(str(root)), {f"p{at:03d}": np.zeros((1, D), np.float32) for at in range(100)}
+    rows = random_rows(names, seed)
+    corpus = corpus_of(root, rows, shards)
+    version = publish_random_index(root, random_views(100, seed), shards, IndexParams(), corpus=corpus, with_words=True)
+    most_files = 1
+    for added, deleted in steps:
+        changed = random_rows({f"p{at:03d}": names["p000"] for at in added}, int(rng.integers(1 << 30)))
+        gone = {f"p{at:03d}" for at in deleted} & {*rows} - {*changed}
+        corpus = update_corpus(root, changed, gone)
+        rows = {name: row for name, row in (rows | changed).items() if name not in gone}
+        lexical = build_lexical(lexical_task(corpus, "random", shards, version, most_share=100.0))
+        whole = build_lexical(lexical_task(corpus, "random", shards))
+        statistics, exact = (
+            open_statistics(store, dataclasses.replace(version, lexical=own)) for own in (lexical, whole)
+        )
+        for own_files, whole_file in zip(lexical.postings, whole.postings, strict=True):
+            own, other = (
+                Postings(*manifests.open_lexical(store, "random", files)) for files in (own_files, whole_file)
+            )
+            for words in tokenize(QUESTIONS):
+                np.testing.assert_array_equal(own.scores(words, statistics), other.scores(words, exact))
+            sizes = [move.num_changes for move in own.moves]
+            assert all(2 * size > 3 * after for size, after in pairwise(sizes))
+            most_files = max(most_files, len(own_files))
+        assert compact_lexical(lexical_task(corpus, "random", shards), lexical) == whole
+        own = {"parent": version.version, "corpus_digest": corpus.digest, "lexical": lexical}
+        version = manifests.publish(store, dataclasses.replace(version, **own))
+        several = any(len(files) > 2 for files in (lexical.statistics, *lexical.postings))
+        assert version.format_version == (manifests.NEWEST_FORMAT if several else 1)
+    event(f"files: {most_files}")
+    assert version.lexical
+    damaged = version.lexical.files[int(rng.integers(len(version.lexical.files)))]
+    path = root / manifests.lexical_path("random", damaged)
+    whole_bytes = path.read_bytes()
+    path.write_bytes(whole_bytes[:-1])
+    assert repair_lexical(store, version) and path.read_bytes() == whole_bytes
+
+
+def test_small_changes_after_a_larger_one_do_not_write_its_words_again(tmp_path):
+    names = {f"p{at:04d}": np.zeros((1, D), np.float32) for at in range(3000)}
+    rows = {name: row | {"text": f"{row['text']} w{name}"} for name, row in random_rows(names, 1).items()}
+    corpus = corpus_of(tmp_path, rows, 1)
+    version = publish_random_index(tmp_path, random_views(3000, 1), 1, IndexParams(), corpus=corpus, with_words=True)
+    num_bytes: list[int] = []
+    for change in [range(0, 3000, 5), *([at] for at in range(5, 2000, 200))]:
+        changed = {f"p{at:04d}": rows[f"p{at:04d}"] | {"text": f"new{at} words"} for at in change}
+        before, corpus = version, update_corpus(tmp_path, changed, set())
+        lexical = build_lexical(lexical_task(corpus, "random", 1, before))
+        own = {"parent": before.version, "corpus_digest": corpus.digest, "lexical": lexical}
+        version = manifests.publish(Store(str(tmp_path)), dataclasses.replace(before, **own))
+        assert before.lexical and version.lexical
+        num_bytes.append(sum(file.num_bytes for file in {*version.lexical.files} - {*before.lexical.files}))
+    assert max(num_bytes[1:]) < num_bytes[0] / 6, "a change of one passage, beside one of 600"

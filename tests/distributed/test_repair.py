@@ -277,7 +277,7 @@ def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(t
     store = Store(str(tmp_path))
     newer = json.loads(described.to_json()) | {"parent": 1, "version": 2, "format_version": manifest.NEWEST_FORMAT + 1}
     store.create_once(paths.manifest("random", 2), json.dumps(newer).encode())
-    refusal = r"2\.json has format version 3, this program reads 1 and 2; use the program that wrote it, or roll back"
+    refusal = r"2\.json has format version 4, this program reads 1 to 3; use the program that wrote it, or roll back"
     for ask in (manifest.read, lambda *where: collect(*where, keep=1, grace_s=0)):
         with pytest.raises(ManifestError, match=refusal):
             ask(store, "random")
