@@ -182,6 +182,9 @@ class EncoderConfig(Section):
     title_view: bool = False
     """For `snippets`: the title is the first view's snippet and the text is cut into num_views - 1, as CAMVR. A passage
     without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
+    whole_view: bool = False
+    """For `snippet_means`: the first view is the mean of the whole passage, as `mean` reads it, and the text is cut
+    into num_views - 1 snippets."""
     use_title: bool = True
     """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
     query_prompt: str | None = None

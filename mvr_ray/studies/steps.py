@@ -72,6 +72,7 @@ _BEFORE = {
     "encoder": {
         "empty_snippets": "masked",
         "title_view": False,
+        "whole_view": False,
         "query_prompt": None,
         "passage_prompt": None,
         "overlap_tokens": 0,

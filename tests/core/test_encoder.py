@@ -33,6 +33,7 @@ STRATEGIES = {
     "mean": replace(SPEC, strategy="mean"),
     "first_k": replace(SPEC, strategy="first_k"),
     "snippet_means": SPEC,
+    "snippet_means whole": replace(SPEC, whole_view=True),
     "viewers": replace(SPEC, strategy="viewers"),
     "viewers own": replace(SPEC, strategy="viewers", viewer_position="own"),
     "snippets": replace(SPEC, strategy="snippets"),
@@ -269,6 +270,42 @@ def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
         s is not None for s in spans
     ]
     assert encoder.view_spans(PASSAGES[3]) == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "qwen3"])
+@pytest.mark.parametrize("settings", [{}, {"passage_prompt": "passage: "}, {"use_title": False}])
+def test_a_whole_view_is_that_of_mean_and_the_others_are_of_one_snippet_fewer(tiny, kind, settings):
+    spec = replace(SPEC, **settings)
+    whole = DualEncoder.from_backbone(tiny(kind), replace(spec, whole_view=True))
+    mean = DualEncoder.from_backbone(tiny(kind), replace(spec, strategy="mean"))
+    snippets = DualEncoder.from_backbone(tiny(kind), replace(spec, num_views=spec.num_views - 1))
+    views, one, others = (own.embed_passages(own.tokenize_passages(PASSAGES)) for own in (whole, mean, snippets))
+    np.testing.assert_allclose(views.views_PVD[:, :1], one.views_PVD, atol=1e-5)
+    assert views.mask_PV[:, 0].all()
+    is_text_P = [bool(passage.text.strip()) for passage in PASSAGES]
+    np.testing.assert_allclose(views.views_PVD[is_text_P, 1:], others.views_PVD[is_text_P], atol=1e-5)
+    assert (views.mask_PV[is_text_P, 1:] == others.mask_PV[is_text_P]).all()
+    assert whole.view_spans(PASSAGES[0]) == [None, *snippets.view_spans(PASSAGES[0])]
+    np.testing.assert_allclose(whole.embed_queries(QUERIES), mean.embed_queries(QUERIES), atol=1e-5)
+
+
+def test_a_whole_view_of_windows_is_the_mean_over_all_their_own_tokens(tiny):
+    """A passage that one window holds is read as without windows; a longer one has each of its tokens once."""
+    spec = replace(SPEC, whole_view=True, max_passage_tokens=40, overlap_tokens=8)
+    encoder = DualEncoder.from_backbone(tiny("bert"), spec)
+    plain = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, max_passage_tokens=40))
+    [short, passage] = encoder.tokenize_passages([PASSAGES[1], PASSAGES[4]])
+    rows = encoder.layout.rows(passage)
+    assert len(rows) > 2 and len(encoder.layout.rows(short)) == 1
+    states = [plain.states([row])[0][0].detach().numpy()[row.view_T >= 0] for row in rows]
+    title, text = (
+        len(plain.passage_tower.tokenizer(one, add_special_tokens=False).input_ids) for one in PASSAGES[4][1:]
+    )
+    frame = plain.layout.prefix, plain.layout.separator, plain.layout.suffix
+    assert sum(map(len, states)) == sum(map(len, frame)) + title + text
+    mean_D = np.concatenate(states).mean(0)
+    views = encoder.embed_passages([passage]).views_PVD[0]
+    np.testing.assert_allclose(views[0], mean_D / np.linalg.norm(mean_D), atol=1e-5)
 
 
 def test_a_title_view_is_the_first_and_the_texts_snippets_are_one_fewer_by_algorithm_1(tiny):

@@ -17,13 +17,13 @@ QUESTIONS = ["where does the river rise", "what made the town rich", "when did b
 KINDS = ("bert", "distilbert", "roberta", "mpnet", "modernbert", "qwen3")
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize(("texts", "heads", "tokens", "width"), [(1, 1, 1, 4), (3, 2, 7, 8), (2, 12, 161, 32)])
-def test_values_and_gradients_equal_torchs_own_in_float64(masked, texts, heads, tokens, width):
+def test_values_and_gradients_equal_torchs_own_in_float64(has_mask, texts, heads, tokens, width):
     rng = torch.Generator().manual_seed(tokens)
     q, k, v, given = (torch.randn(texts, heads, tokens, width, generator=rng, dtype=torch.float64) for _ in range(4))
     mask = None
-    if masked:
+    if has_mask:
         hidden_BT = torch.rand(texts, tokens, generator=rng) < 0.3
         hidden_BT[:, 0] = False
         mask = torch.zeros(texts, 1, 1, tokens, dtype=torch.float64).masked_fill(hidden_BT[:, None, None], -math.inf)

@@ -216,6 +216,9 @@ def test_settings_without_a_title_view_are_those_that_fingerprints_on_file_were_
            "normalize": True, "readout": "viewer"}  # fmt: skip
     assert replace(SPEC, strategy="snippets").settings() == old
     assert replace(SPEC, strategy="snippets", title_view=True).settings() == {**old, "title_view": True}
+    means = replace(SPEC, strategy="snippet_means")
+    assert replace(means, whole_view=True).settings() == {**means.settings(), "whole_view": True}
+    assert "whole_view" not in means.settings()
 
 
 QUERIES = {
@@ -366,6 +369,11 @@ def test_what_a_backbone_can_express_is_accepted(spec):
             "with readout 'viewer' has none; leave it at 'masked'",
         ),
         ({"empty_snippets": "zero"}, "encoder empty_snippets is 'zero'; known are masked, kept"),
+        (
+            {"strategy": "snippets", "whole_view": True},
+            "encoder whole_view needs strategy 'snippet_means' and 2 views or more; here they are 'snippets' and 8; "
+            "correct these, or leave it out",
+        ),
         (
             {"strategy": "viewers", "title_view": True},
             "encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are 'viewers', "

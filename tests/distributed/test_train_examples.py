@@ -52,20 +52,22 @@ def ids(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("answer_views", "title_view", "second", "unplaced"),
+    ("answer_views", "first_view", "second", "unplaced"),
     [
-        ("first", False, [1], []),
-        ("all", False, [0, 1], [0, 1]),
-        ("first", True, [2], []),
-        ("all", True, [1, 2], [1, 2]),
+        ("first", {}, [1], []),
+        ("all", {}, [0, 1], [0, 1]),
+        ("first", {"title_view": True}, [2], []),
+        ("all", {"title_view": True}, [1, 2], [1, 2]),
+        ("first", {"strategy": "snippet_means", "whole_view": True}, [0, 2], []),
+        ("all", {"strategy": "snippet_means", "whole_view": True}, [0, 1, 2], [0, 1, 2]),
     ],
 )
-def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, title_view, second, unplaced):
+def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, first_view, second, unplaced):
     """The place is that of the second sentence; a question whose answer has no place is found by words alone. With a
-    title view the sentences have the views after it, and the title holds no answer."""
+    title view the sentences have the views after it, and the title holds no answer; a whole view holds what they do."""
     text = "Paris is old. The capital is Paris. Nobody stayed."
     loop = RetrieverLoop.__new__(RetrieverLoop)
-    spec = EncoderSpec(strategy="snippets", num_views=4, title_view=title_view)
+    spec = EncoderSpec(**{"strategy": "snippets", "num_views": 4, **first_view})
     loop.model = SimpleNamespace(spec=spec, num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
     loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views)
     loop.matcher = AnswerMatcher()

@@ -376,6 +376,8 @@ class DualEncoder(StoredModel):
             views_PVD, count_PV = self._states(tower, batch, num_views, precision)
         else:
             views_PVD, count_PV = self._joined_rows(tower, rows, num_views, precision)
+        if self.spec.whole_view and num_views == self.num_views:
+            views_PVD, count_PV = _join_whole_view(views_PVD, count_PV)
         if len(tower.heads):
             with torch.autocast(views_PVD.device.type, enabled=False):
                 views_PVD = tower.heads(views_PVD.float()) * (count_PV > 0)[..., None]
@@ -446,6 +448,13 @@ class DualEncoder(StoredModel):
             tokens = pad(tower, plain)
             states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()
             return tower.heads((states_PTD * tokens.real_PT[..., None]).sum(1) / tokens.real_PT.sum(1, keepdim=True))
+
+
+def _join_whole_view(views_PVD: Tensor, count_PV: Tensor) -> Means:
+    """Make the first view the mean over the tokens of all views."""
+    sum_PD, count_P = (views_PVD * count_PV[..., None]).sum(1), count_PV.sum(1)
+    whole_PD = sum_PD / count_P.clamp(min=1)[:, None]
+    return Means(torch.cat([whole_PD[:, None], views_PVD[:, 1:]], 1), torch.cat([count_P[:, None], count_PV[:, 1:]], 1))
 
 
 def complete_spec(spec: EncoderSpec, tower: Tower) -> EncoderSpec:

@@ -32,6 +32,7 @@ PUNKT_FILE = "punkt.json"
 SCALES_FILE = "scales.safetensors"
 _LATER_SETTINGS: Mapping[str, Any] = {
     "title_view": False,
+    "whole_view": False,
     "query_prompt": "",
     "passage_prompt": "",
     "overlap_tokens": 0,

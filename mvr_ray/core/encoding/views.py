@@ -5,6 +5,7 @@
     mean           the same                                    the one view is the mean of all states
     first_k        the same                                    view i is the state of token i            (ME-BERT)
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
+      whole_view   the same                                    view 1 is that of `mean`, and the others are snippets
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
     snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means
       title_view   [VIE_1] title [VIE_2] snippet_1 .. [SEP]    the same; the title is view 1's snippet (CAMVR)
@@ -14,7 +15,8 @@
 With `empty_snippets: kept` viewers without a snippet stand before the last [SEP], in the order of their numbers, as in
 CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
 
-Every view is the mean over a set of tokens, and a token belongs to one view at most. Questions are `[CLS] question
+Every view is the mean over a set of tokens, and a token belongs to one view at most; but the whole view is the mean
+over its own tokens, those of no snippet, and those of all snippets, as the encoder joins them. Questions are `[CLS] question
 [SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0. [CLS] and the last
 [SEP] stand for what the model's tokenizer puts around a text: nothing, or other tokens, for some. A prompt comes first
 in the text, or in the title where there is one; it enters a view only under pooling and mean, and under these not where
@@ -62,6 +64,7 @@ class EncoderSpec:
     viewer_init: Literal["random", "cls"] = "random"
     empty_snippets: Literal["masked", "kept"] = "masked"
     title_view: bool = False
+    whole_view: bool = False
     use_title: bool = True
     query_prompt: str | None = None
     passage_prompt: str | None = None
@@ -103,6 +106,12 @@ class EncoderSpec:
                 f"{self.strategy!r}, use_title {self.use_title} and {self.num_views}; correct these, or leave it out"
             )
 
+        if self.whole_view and (self.strategy != "snippet_means" or self.num_views < 2):
+            raise EncoderError(
+                f"encoder whole_view needs strategy 'snippet_means' and 2 views or more; here they are "
+                f"{self.strategy!r} and {self.num_views}; correct these, or leave it out"
+            )
+
     def fill(self, own: Mapping[str, Any]) -> "EncoderSpec":
         """Put the model's own values, by names of `MODEL_SETTINGS`, where this spec has None."""
         return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
@@ -122,8 +131,8 @@ class EncoderSpec:
 
     @property
     def first_text_view(self) -> int:
-        """The view of the text's first snippet, counted from 0: with a title view the text has views 1 to V - 1."""
-        return int(self.title_view)
+        """The view of the text's first snippet, counted from 0: behind a view of the title, or of the whole passage."""
+        return int(self.title_view or self.whole_view)
 
     @property
     def has_pieces(self) -> bool:
@@ -167,8 +176,7 @@ class EncoderSpec:
             settings["readout"] = self.readout
         if self.empty_snippets == "kept":
             settings["empty_snippets"] = self.empty_snippets
-        if self.title_view:
-            settings["title_view"] = True
+        settings |= {name: True for name in ("title_view", "whole_view") if getattr(self, name)}
         later = ("query_prompt", "passage_prompt", "overlap_tokens", "truncate_dim")
         return settings | {name: value for name in later if (value := getattr(self, name))}
 
@@ -337,16 +345,21 @@ class Layout:
             view_T[:first] = range(first)
         elif text_ids:
             start = len(self.prefix) + len(head)
-            view_T[start : start + len(text_ids)] = snippet_of_token(text.ends[: len(text_ids)], snippets)
+            if spec.whole_view:
+                view_T = self._members(self._mean, len(ids), self.prompts.passage)
+            view_T[start : start + len(text_ids)] = self._snippet_views(spec, text.ends[: len(text_ids)], snippets)
         else:
             view_T = [0] * len(ids)
         return self._arrays(ids, range(len(ids)), view_T)
+
+    def _snippet_views(self, spec: EncoderSpec, ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
+        return [spec.first_text_view + snippet for snippet in snippet_of_token(ends, snippets)]
 
     def _windows(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span], room: int
     ) -> TokenizedPassage:
         """Lay out windows of `room` tokens of text; the last one reaches back as far as it needs to be full."""
-        views = snippet_of_token(text.ends, snippets)
+        views = self._snippet_views(spec, text.ends, snippets)
         last = len(text.ids) - room
         starts = [*range(0, last, room - spec.overlap_tokens), last]
         bounds = [0, *((start + before + room) // 2 for before, start in pairwise(starts)), len(text.ids)]
@@ -359,6 +372,10 @@ class Layout:
             ids += row
             positions += range(len(row))
             view_T += [-1] * (len(self.prefix) + len(head)) + own + [-1] * len(self.suffix)
+        if spec.whole_view:
+            own_head = len(self.prefix) + len(head)
+            view_T[:own_head] = self._members(self._mean, own_head + room, self.prompts.passage)[:own_head]
+            view_T[len(view_T) - len(self.suffix) :] = [0] * len(self.suffix)
         return self._arrays(ids, positions, view_T)
 
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:

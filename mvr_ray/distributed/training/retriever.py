@@ -193,6 +193,8 @@ class RetrieverLoop(StepLoop):
                 text = batch.passages[row].text
                 for view, (begin, end) in enumerate(spans[row], first):
                     answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
+        if self.model.spec.whole_view:  # it holds what a snippet holds
+            answers_QV[:, 0] = answers_QV.any(1)
         return answers_QV
 
     def _count(self, output: StepOutput, positive_Q: Tensor) -> None:
