@@ -53,7 +53,7 @@ class Hosts:
 
     def nodes(self) -> list[str]:
         """The addresses of the nodes that the head takes for alive; empty where it does not answer."""
-        asking = "import ray; ray.init(logging_level='ERROR'); "
+        asking = "import ray; ray.init(logging_level='ERROR', log_to_driver=False); "
         asking += "print(*(n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']))"
         with self.on("head", [sys.executable, "-c", asking], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as told:
             return told.communicate(timeout=60)[0].split()

@@ -83,6 +83,7 @@ def worker(cluster: Cluster, cpus: int = 6):
 def run_file(run_over, store: Path, prepare: dict | None = None, encoder: dict | None = None, **resources) -> str:
     path = store.parent / f"{store.name}.yaml"
     sections = {"prepare": prepare or {}, "encoder": encoder or {}, "refine": {**REFINE, "max_heldout_loss": 100}}
+    sections["index"] = {"precision": "fp32"}  # so that encoding takes long enough for a node to come, on any processor
     run = run_over(store, **sections, resources={**WIDE, **resources})
     path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     return str(path)

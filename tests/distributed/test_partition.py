@@ -55,7 +55,7 @@ def test_a_host_that_is_cut_off_while_it_encodes_changes_no_byte(
     finish(command(hosts, "index", run_file(run_over, store)), "encode:", hosts.cut)
     took = time.monotonic() - began
     assert live(store).content_digest() == live(calm).content_digest()
-    assert len(hosts.nodes()) == 1
+    hosts.until_nodes(1)
     mended(hosts)
     record_property("figures", f"{took:.0f} s with the network cut")
 
@@ -91,7 +91,7 @@ def test_a_host_that_is_cut_off_while_it_searches_gives_no_wrong_answer(
     assert all(answer["hits"] == answers[0]["hits"] and answer["coverage"] == 1 for answer in whole)
     assert all("CoverageError" in answer.get("error", "") for answer in partial)
     gaps = [late["at"] - early["at"] for early, late in pairwise(answers)]
-    assert len(hosts.nodes()) == 1
+    hosts.until_nodes(1)
     mended(hosts)
     figures = f"{len(answers)} answers, {len(partial)} refused as not covered, longest wait {max(gaps):.1f} s"
     record_property("figures", figures)
