@@ -302,7 +302,7 @@ def own_index(small_index, tmp_path) -> Path:
     return shutil.copytree(small_index, tmp_path / "store")
 
 
-FAULTS: list[tuple[str, ...]] = []
+FAULTS: list[list[str]] = []
 SECONDS: dict[str, float] = defaultdict(float)
 """Setup, call and teardown of each test together."""
 BEGINNING = time.monotonic()
@@ -332,7 +332,7 @@ def pytest_runtest_logreport(report):
         figures = "; ".join(str(value) for name, value in report.user_properties if name == "figures")
         test = report.nodeid.rpartition("/")[2].replace("|", "/")
         for fault, outcome in faults:
-            FAULTS.append((fault, outcome, report.outcome, f"{report.duration:.1f}", figures, f"`{test}`"))
+            FAULTS.append([fault, outcome, report.outcome, f"{report.duration:.1f}", figures, f"`{test}`"])
 
 
 def circumstances() -> str:
@@ -346,21 +346,29 @@ def pytest_sessionfinish(session):
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     if (file := session.config.getoption("--fault-table")) and FAULTS:
-        write_fault_table(Path(file))
+        is_part = bool(session.config.option.keyword) or session.config.args_source is pytest.Config.ArgsSource.ARGS
+        write_fault_table(Path(file), is_part)
     if (file := session.config.getoption("--durations-table")) and SECONDS:
         write_durations(Path(file), session.config.option.markexpr)
 
 
-def write_fault_table(file: Path) -> None:
-    passed = sum(row[2] == "passed" for row in FAULTS)
+def write_fault_table(file: Path, is_part: bool) -> None:
+    """Write this run's rows. A run of a part of the tests leaves the rows of the others as they are."""
+    date, commit, cores = circumstances().split(", ")
+    rows = [[*row, f"{date} {commit.removeprefix('commit ')}"] for row in FAULTS]
+    if is_part and file.is_file():
+        ran = {row[5] for row in rows}
+        old = (line[2:-2].split(" | ") for line in file.read_text(encoding="utf-8").splitlines() if line.endswith(" |"))
+        rows += [row for row in old if len(row) == len(rows[0]) and row[0] != "fault" and row[5] not in ran]
+    passed = sum(row[2] == "passed" for row in rows)
     lines = [
         "# Faults that were made to happen, and what came of them",
         "",
-        f"`make chaos`, {circumstances()}: {passed} of {len(FAULTS)} cases as expected.",
+        f"`make chaos`, {cores}: {passed} of {len(rows)} cases as expected. A row names the day and the commit of its run.",
         "",
-        "| fault | expected | outcome | seconds | figures | test |",
-        "|---|---|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in sorted(FAULTS)),
+        "| fault | expected | outcome | seconds | figures | test | run |",
+        "|---|---|---|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in sorted(rows)),
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
