@@ -364,7 +364,7 @@ def write_fault_table(file: Path, is_part: bool) -> None:
     lines = [
         "# Faults that were made to happen, and what came of them",
         "",
-        f"`make chaos`, {cores}: {passed} of {len(rows)} cases as expected. A row names the day and the commit of its run.",
+        f"`make chaos`, {cores}: {passed} of {len(rows)} cases as expected; a row has the day and commit of its run.",
         "",
         "| fault | expected | outcome | seconds | figures | test | run |",
         "|---|---|---|---|---|---|---|",

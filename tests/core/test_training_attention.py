@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.learning.attention import ATTENTION, MatrixAttention, training_attention
+from mvr_ray.core.encoding.padded import padded_views
+from mvr_ray.core.encoding.training_attention import ATTENTION, MatrixAttention, training_attention
+from mvr_ray.core.encoding.training_pass import supports_training_pass, training_views
 from mvr_ray.core.learning.losses import dpr_loss
 from mvr_ray.core.learning.training import PassSettings, RankInputs, loss_and_gradients
 from mvr_ray.types import Passage
@@ -50,6 +52,42 @@ def test_a_step_in_bfloat16_has_the_gradient_of_float32_up_to_its_rounding(tiny,
     assert [model.config._attn_implementation for model in encoder.transformers] == before
     far, plain_far = (float((one_N - exact_N).norm() / exact_N.norm()) for one_N in (ours_N, plain_N))
     assert 0 < far < 2 * plain_far
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("strategy", ["mean", "snippet_means", "viewers", "first_k"])
+def test_the_training_pass_has_the_views_and_the_gradient_of_the_padded_pass(tiny, kind, strategy):
+    """In float32, of texts of many lengths in one group and in many."""
+    encoder = DualEncoder.from_backbone(tiny(kind), EncoderSpec(strategy=strategy, num_views=3, max_passage_tokens=64))
+    texts = [" ".join(TEXTS)[: 9 + 7 * at] for at in range(20)]
+    tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts)])
+    tower, results = encoder.passage_tower, []
+    for views in (padded_views(tower, tokenized, 3), training_views(tower, tokenized, 3, torch.float32)):
+        encoder.zero_grad()
+        weights = torch.randn(views.views_PVD.shape, generator=torch.Generator().manual_seed(1))
+        (views.views_PVD * weights).sum().backward()
+        gradients = {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+        results.append((views, gradients))
+    (padded, gradients), (ours, own_gradients) = results
+    assert torch.equal(ours.count_PV, padded.count_PV)
+    torch.testing.assert_close(ours.views_PVD, padded.views_PVD, atol=5e-6, rtol=0)
+    assert set(own_gradients) == set(gradients)
+    whole = math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
+    for name, gradient in gradients.items():
+        assert float((own_gradients[name] - gradient).norm()) < 2e-6 * whole, name
+
+
+def test_the_training_pass_is_taken_for_berts_layers_in_bfloat16_without_dropout(tiny):
+    taken = {}
+    for kind in ("bert", "mpnet", "distilbert"):
+        encoder = DualEncoder.from_backbone(tiny(kind), EncoderSpec(strategy="mean")).train()
+        encoder.set_dropout(0.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            taken[kind] = supports_training_pass(encoder.passage_tower)
+            encoder.set_dropout(0.1)
+            assert not supports_training_pass(encoder.passage_tower)
+        assert not supports_training_pass(encoder.eval().passage_tower), "float32"
+    assert taken == {"bert": True, "mpnet": False, "distilbert": False}
 
 
 def test_attention_is_put_back_after_an_error(tiny):

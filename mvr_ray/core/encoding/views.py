@@ -16,11 +16,11 @@ With `empty_snippets: kept` viewers without a snippet stand before the last [SEP
 CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
 
 Every view is the mean over a set of tokens, and a token belongs to one view at most; but the whole view is the mean
-over its own tokens, those of no snippet, and those of all snippets, as the encoder joins them. Questions are `[CLS] question
-[SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0. [CLS] and the last
-[SEP] stand for what the model's tokenizer puts around a text: nothing, or other tokens, for some. A prompt comes first
-in the text, or in the title where there is one; it enters a view only under pooling and mean, and under these not where
-the model's pooling leaves prompts out.
+over its own tokens, those of no snippet, and those of all snippets, as the encoder joins them. Questions are `[CLS]
+question [SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0. [CLS] and
+the last [SEP] stand for what the model's tokenizer puts around a text: nothing, or other tokens, for some. A prompt
+comes first in the text, or in the title where there is one; it enters a view only under pooling and mean, and under
+these not where the model's pooling leaves prompts out.
 
 Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
 of the longest snippets. A title keeps at most a quarter of the tokens. Under `snippet_means` with `overlap_tokens` it

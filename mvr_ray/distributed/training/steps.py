@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from mvr_ray.config import TrainConfig
-from mvr_ray.core.learning.attention import training_attention
+from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState

@@ -1,0 +1,94 @@
+"""Run a tower in training in bfloat16 on a CPU: the layers of `unpadded_cpu`, with a gradient.
+
+Texts of about one length attend in groups; everything else runs over the tokens of all groups at once, so that a layer
+is four products whatever the lengths, and its weights are rounded to bfloat16 once. States between the products stay in
+float32, as under autocast, so the gradient is that of the padded pass up to rounding.
+
+Shapes: N tokens of all groups, P texts of a group, T tokens of its longest, H heads, D dimension, E = D / H.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mvr_ray.core.encoding.length_batches import token_batches
+from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
+from mvr_ray.core.encoding.tower import Tower
+from mvr_ray.core.encoding.training_attention import MatrixAttention
+from mvr_ray.core.encoding.unpadded_cpu import Affine, Means, layer_norm, supports_unpadded_cpu
+from mvr_ray.core.encoding.views import TokenizedPassage
+
+GROUP_TOKENS = 512
+
+
+def supports_training_pass(tower: Tower) -> bool:
+    """Whether this pass replaces the padded one: under autocast to bfloat16, for the layers of BERT, without dropout
+    and without gradient checkpointing."""
+    backbone: Any = tower.backbone
+    return (
+        torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        and supports_unpadded_cpu(backbone)
+        and not backbone.is_gradient_checkpointing
+        and not (tower.training and any(one.p for one in backbone.modules() if isinstance(one, torch.nn.Dropout)))
+    )
+
+
+def training_views(
+    tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, dtype: torch.dtype = torch.bfloat16
+) -> Means:
+    """Average the states of each view's tokens, differentiable. Products are computed in `dtype`."""
+    groups = token_batches([text.num_tokens for text in batch], GROUP_TOKENS)
+    tokens = [pad(tower, [batch[row] for row in rows]) for rows in groups]
+    with torch.autocast("cpu", enabled=False):
+        states_ND = _states(tower, tokens, dtype)
+        own = states_ND.split([group.ids_PT.numel() for group in tokens])
+        parts = [mean_states(group, part.view(*group.ids_PT.shape, -1), num_views) for group, part in zip(tokens, own)]
+    back = torch.from_numpy(np.argsort(np.concatenate(groups)))
+    views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
+    return Means(views_PVD, count_PV)
+
+
+def _states(tower: Tower, tokens: Sequence[PaddedTokens], dtype: torch.dtype) -> Tensor:
+    backbone: Any = tower.backbone
+    table, eps, heads = backbone.embeddings, backbone.config.layer_norm_eps, backbone.config.num_attention_heads
+    ids_N, positions_N = (torch.cat([own.flatten() for own in part]) for part in list(zip(*tokens))[:2])
+    masks = [_mask(group, dtype) for group in tokens]
+
+    def product(x_ND: Tensor, *modules: Any) -> Tensor:
+        weight = torch.cat([module.weight.to(dtype) for module in modules])
+        return F.linear(x_ND.to(dtype), weight, torch.cat([module.bias.to(dtype) for module in modules]))
+
+    def norm(x_ND: Tensor, module: Any) -> Tensor:
+        return layer_norm(x_ND, Affine(module.weight, module.bias), eps)
+
+    position_D = table.position_embeddings.weight + table.token_type_embeddings.weight[0]
+    x_ND = norm(tower.embed_ids(ids_N) + position_D[positions_N], table.LayerNorm)
+    for layer in backbone.encoder.layer:
+        own = layer.attention.self
+        qkv_NE = product(x_ND, own.query, own.key, own.value)
+        parts = qkv_NE.split([group.ids_PT.numel() for group in tokens])
+        attended = (_attend(part, len(own.ids_PT), heads, mask) for part, own, mask in zip(parts, tokens, masks))
+        attended_ND = torch.cat(list(attended))
+        x_ND = norm(x_ND + product(attended_ND, layer.attention.output.dense), layer.attention.output.LayerNorm)
+        up_ND = F.gelu(product(x_ND, layer.intermediate.dense))
+        x_ND = norm(x_ND + product(up_ND, layer.output.dense), layer.output.LayerNorm)
+    return x_ND
+
+
+def _mask(tokens: PaddedTokens, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of a group's keys; None where nothing is padded."""
+    if bool(tokens.real_PT.all()):
+        return None
+    return torch.zeros(tokens.real_PT.shape, dtype=dtype).masked_fill(~tokens.real_PT, -torch.inf)[:, None, None]
+
+
+def _attend(qkv_NE: Tensor, num_texts: int, heads: int, mask: Tensor | None) -> Tensor:
+    q, k, v = qkv_NE.view(num_texts, -1, 3, heads, qkv_NE.shape[1] // (3 * heads)).permute(2, 0, 3, 1, 4)
+    attended = MatrixAttention.apply(q, k, v, mask, q.shape[-1] ** -0.5)
+    assert isinstance(attended, Tensor)
+    return attended.transpose(1, 2).reshape(len(qkv_NE), -1)
