@@ -3,9 +3,10 @@
     python benchmarks/training.py [--peers .peers]
 
 Same MiniLM weights, same pairs of a SQuAD question and its paragraph, 32 a batch in the same order, at most 256 tokens,
-the softmax over the batch's paragraphs at scale 20, AdamW, one clipping of the gradient. The time of a step is that
-between the ends of two, so what a trainer does once does not count. Ours is the loop that `mvr-ray train` runs on each
-rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128 tokens.
+the softmax over the batch's paragraphs at scale 20, AdamW, one clipping of the gradient; in float32 with dropout, and
+in bfloat16 without. The matrix rate is that of one large product of bfloat16 numbers on the same threads. The time of a
+step is that between the ends of two, so what a trainer does once does not count. Ours is the loop that `mvr-ray train`
+runs on each rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128 tokens.
 """
 
 import argparse
@@ -76,9 +77,12 @@ class Timed(RetrieverLoop):
         """Nor kept."""
 
 
-def train(task: dict[str, Any], steps: int, batch: int, dropout: float, tokens: int, chunk: int) -> dict[str, Any]:
+def train(
+    task: dict[str, Any], steps: int, batch: int, dropout: float, precision: str, tokens: int, chunk: int
+) -> dict[str, Any]:
     spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
     settings = {"batch_questions": batch, "max_steps": steps, "dropout": dropout, "cache_chunk": chunk}
+    settings |= {"precision": precision}
     encoder = {"strategy": "mean", "use_title": False, "max_passage_tokens": tokens, "max_query_tokens": tokens}
     run = RunConfig.model_validate(
         {"encoder": encoder, "train": {**settings, "loss": "dpr", "temperature": 1.0, "checkpoint_steps": steps + 1}}
@@ -116,8 +120,8 @@ def ours(folder: Path) -> None:
         if word == "loss":
             told: dict[str, Any] = plain_loss(task, int(numbers[0]), int(numbers[1]))
         else:
-            steps, batch, tokens, chunk = (int(number) for number in (word, numbers[0], numbers[2], numbers[3]))
-            told = train(task, steps, batch, float(numbers[1]), tokens, chunk)
+            steps, batch, tokens, chunk = (int(number) for number in (word, numbers[0], numbers[3], numbers[4]))
+            told = train(task, steps, batch, float(numbers[1]), numbers[2], tokens, chunk)
         print("\n" + json.dumps(told), flush=True)
 
 
@@ -131,6 +135,33 @@ def alone(folder: str, line: str) -> dict[str, Any]:
         return process.ask(line)
 
 
+def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
+    """Of a step over these pairs: three times the forward pass's products of weights, and those of attention."""
+    spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS, max_query_tokens=TOKENS)
+    model = DualEncoder.from_backbone(task["backbone"], spec)
+    texts = [*model.tokenize_queries([question for question, _ in pairs])]
+    texts += model.tokenize_passages([Passage("", "", text) for _, text in pairs])
+    layers: Any = model.passage_tower.backbone
+    num_weights = sum(weight.numel() for weight in layers.encoder.parameters() if weight.dim() == 2)
+    lengths = [text.num_tokens for text in texts]
+    attended = 4 * layers.config.num_hidden_layers * layers.config.hidden_size * sum(length**2 for length in lengths)
+    return 3.0 * (2 * num_weights * sum(lengths) + attended)
+
+
+def matrix_rate() -> float:
+    """FLOP a second of a product of bfloat16 matrices of 2,048 rows and columns, the best of ten."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    torch.set_num_threads(before)
+    return 2 * 2048**3 / best
+
+
 def measured(peers: Path) -> Part:
     part = Part("training", f"Training on a CPU: {BATCH} SQuAD questions and paragraphs a step", "pairs")
     data = squad()
@@ -141,26 +172,42 @@ def measured(peers: Path) -> Part:
     with tempfile.TemporaryDirectory() as folder:
         task = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": 384, "threads": THREADS}
         (Path(folder) / "task.json").write_text(json.dumps({**task, "pairs": pairs}))
-        samples: dict[str, list[float]] = {"mvr_ray": [], "sentence-transformers": []}
+        samples: dict[str, list[float]] = {}
         with open_ours(folder) as us, Peer(python, "training_peer.py", folder, threads=THREADS) as them:
-            asked = {"mvr_ray": f"{{}} {BATCH} {{}} {TOKENS} 0", "sentence-transformers": f"{{}} {BATCH} {{}}"}
+            asked = {
+                "mvr_ray": f"{{}} {BATCH} {{}} {{}} {TOKENS} 0",
+                "sentence-transformers": f"{{}} {BATCH} {{}} {{}}",
+            }
             both = {"mvr_ray": us, "sentence-transformers": them}
             print("losses", flush=True)
-            same = {name: process.ask(asked[name].format(1, 0.0))["loss"] for name, process in both.items()}
+            same, rounded = (
+                {name: process.ask(asked[name].format(1, 0.0, own))["loss"] for name, process in both.items()}
+                for own in ("fp32", "bf16")
+            )
             told: dict[str, dict[str, Any]] = {}
             for number in range(ROUNDS):
                 print(f"round {number + 1}", flush=True)
                 for name, process in both.items():
-                    told[name] = process.ask(asked[name].format(STEPS + 1, DROPOUT))
-                    samples[name].append(statistics.mean(told[name]["seconds"]))
+                    told[name] = process.ask(asked[name].format(STEPS + 1, DROPOUT, "fp32"))
+                    samples.setdefault(name, []).append(statistics.mean(told[name]["seconds"]))
+                    in_bf16 = process.ask(asked[name].format(STEPS + 1, 0.0, "bf16"))
+                    samples.setdefault(f"{name}, bf16", []).append(statistics.mean(in_bf16["seconds"]))
         print("cached gradients", flush=True)
-        plain = alone(folder, f"2 {CHUNK} {DROPOUT} {SHORT} 0")
-        cached = alone(folder, f"1 {CACHED} 0.0 {SHORT} {CHUNK}")
+        plain = alone(folder, f"2 {CHUNK} {DROPOUT} fp32 {SHORT} 0")
+        cached = alone(folder, f"1 {CACHED} 0.0 fp32 {SHORT} {CHUNK}")
         wanted = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
     part.add(samples, BATCH)
+    timed = [step_flops(task, pairs[at : at + BATCH]) for at in range(BATCH, (STEPS + 1) * BATCH, BATCH)]
+    rate = matrix_rate()
+    shares = {name: statistics.mean(timed) / statistics.median(own) / rate for name, own in samples.items()}
     grown = {"plain": plain["peak"] - plain["before"], "cached": cached["peak"] - cached["before"]}
     part.bars = [
         Bar("steps/s over sentence-transformers' trainer", speedup(samples, "mvr_ray", "sentence-transformers"), 1.1),
+        Bar(
+            "steps/s over sentence-transformers' trainer, bf16",
+            speedup(samples, "mvr_ray, bf16", "sentence-transformers, bf16"),
+            1.1,
+        ),
         Bar(
             "peak memory under sentence-transformers'",
             told["sentence-transformers"]["peak"] / told["mvr_ray"]["peak"],
@@ -189,6 +236,9 @@ def measured(peers: Path) -> Part:
     ]
     part.facts = {
         "first loss": same,
+        "first loss, bf16": rounded,
+        "TFLOP/s of one product of 2,048 x 2,048 bfloat16 matrices": rate / 1e12,
+        "share of that rate": shares,
         "peak MB of the process": {name: one["peak"] / 1e6 for name, one in told.items()},
         f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {
             name: size / 1e6 for name, size in grown.items()

@@ -2,8 +2,9 @@
 
     python training_peer.py FOLDER
 
-Reads FOLDER/task.json, says that it is ready, and trains for each line `STEPS BATCH DROPOUT`, on the pairs in their
-order. It answers with the seconds between the ends of its steps, the loss of the first, and the peak of its memory.
+Reads FOLDER/task.json, says that it is ready, and trains for each line `STEPS BATCH DROPOUT PRECISION`, on the pairs in
+their order. It answers with the seconds between the ends of its steps, the loss of the first, and the peak of its
+memory.
 """
 
 import json
@@ -34,7 +35,7 @@ def made(task: dict[str, Any], dropout: float) -> Any:
     return SentenceTransformer(modules=[body, Pooling(task["dimension"], "mean"), Normalize()], device="cpu")
 
 
-def train(task: dict[str, Any], steps: int, batch: int, dropout: float) -> dict[str, Any]:
+def train(task: dict[str, Any], steps: int, batch: int, dropout: float, precision: str) -> dict[str, Any]:
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -72,6 +73,7 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float) -> dict[
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
+            bf16=precision == "bf16",
         )
         trainer = InOrder(
             model=model,
@@ -90,8 +92,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(task["threads"])
     print(json.dumps({"ready": "sentence-transformers"}), flush=True)
     for line in sys.stdin:
-        steps, batch, dropout = line.split()
-        print("\n" + json.dumps(train(task, int(steps), int(batch), float(dropout))), flush=True)
+        steps, batch, dropout, precision = line.split()
+        print("\n" + json.dumps(train(task, int(steps), int(batch), float(dropout), precision)), flush=True)
 
 
 if __name__ == "__main__":
