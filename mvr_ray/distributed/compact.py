@@ -26,6 +26,7 @@ from mvr_ray.distributed.shards import (
 )
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.flat import CODES_FILES
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -111,6 +112,7 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     with shard_folder(store) as folder:
         rewrite(embedded, folder / paths.EMBEDDINGS, {})
         is_rebuilt, kept = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
+        kept -= CODES_FILES  # of the first file, or of vectors in another order: they are made of what is there now
         if is_rebuilt:
             kept &= {paths.PRUNED_JSON}
         index_files = {name: file for name, file in entry.files.items() if name in kept}

@@ -28,6 +28,7 @@ CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
 FIRST_CODES_FILE, FIRST_SCALES_FILE = "first-codes.npy", "first-scales.npy"
 """In a shard with files of changes, codes of its first file's vectors. Those of the changes are made when it is
 opened, so an update writes none."""
+CODES_FILES = frozenset((CODES_FILE, SCALES_FILE, FIRST_CODES_FILE, FIRST_SCALES_FILE))
 
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:

@@ -75,7 +75,7 @@ def require_refusals(store: Store, error: type[MvrRayError], text: str, *actions
 
 
 def test_a_newer_manifest_is_refused_by_name_and_nothing_is_changed_beside_it(store: Store, run: RunConfig) -> None:
-    raise_format(store, paths.manifest(INDEX, 2), newest=2)
+    raise_format(store, paths.manifest(INDEX, 2), newest=manifest.NEWEST_FORMAT)
     text = (
         r"store/indexes/flat/versions/2\.json has format version 4, this program reads 1 to 3; use the program that "
         r"wrote it, or roll back: mvr-ray versions CONFIG rollback N"

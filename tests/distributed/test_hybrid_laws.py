@@ -236,7 +236,7 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
         gone = {f"p{at:03d}" for at in deleted} & {*rows} - {*changed}
         corpus = update_corpus(root, changed, gone)
         rows = {name: row for name, row in (rows | changed).items() if name not in gone}
-        lexical = build_lexical(lexical_task(corpus, "random", shards, version, most_share=100.0))
+        lexical = build_lexical(lexical_task(corpus, "random", shards, version, most_share=1.0))
         whole = build_lexical(lexical_task(corpus, "random", shards))
         statistics, exact = (
             open_statistics(store, dataclasses.replace(version, lexical=own)) for own in (lexical, whole)

@@ -224,7 +224,7 @@ MADE_UP = [
     (("refined_queries",), {"dev": "0" * 32}, "not_whole", "manifest.refined_queries"),
     (("corpus_digest",), "0" * 32, "no_corpus", "manifest.corpus_digest"),
     (("encoder_fingerprint",), "0" * 16, "no_encoder", "manifest.encoder_fingerprint"),
-    (("format_version",), 3, "wrong_value", "manifest.format_version"),
+    (("format_version",), 4, "wrong_value", "manifest.format_version"),
     (("surprise",), 1, "unknown_field", "manifest.surprise"),
 ]
 

@@ -42,7 +42,6 @@ from mvr_ray.core.encoding.snippets import (
 )
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, refuse_damage
 from mvr_ray.core.encoding.tower import Tower
-from mvr_ray.core.encoding.training_pass import supports_training_pass, training_views
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, Prompts, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
@@ -417,8 +416,11 @@ class DualEncoder(StoredModel):
         """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of about one length."""
         if not self._learns() and reads_otherwise(tower, precision.name):
             return self._inference.of(tower, precision).views(batch, num_views)
-        if supports_training_pass(tower):
-            return training_views(tower, batch, num_views)
+        if torch.is_autocast_enabled("cpu"):
+            from mvr_ray.core.encoding import training_pass  # it imports transformers, which a search does without
+
+            if training_pass.supports_training_pass(tower):
+                return training_pass.training_views(tower, batch, num_views)
         if self.device.type != "cpu" or len(batch) == 1:
             return padded_views(tower, batch, num_views)
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
