@@ -41,7 +41,7 @@ chaos: $(STAMP)
 chaos-soak: $(STAMP)
 	MVR_RAY_HISTORIES=$(SEEDS) $(PYTEST) -m chaos tests/histories $(ARGS)
 
-# Every study at the size for two cores; what is on file is not run again.
+# Every study at the size for two cores; what is on file is not run again. `decided` alone takes days.
 studies: $(STAMP)
 	$(BIN)/python benchmarks/base_model.py
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)

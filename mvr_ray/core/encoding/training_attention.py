@@ -3,8 +3,8 @@
     P = softmax(q k' / sqrt(d) + mask)                              o = P v
     dv = P' do,   dS = P * (do v' - rowsum(P * do v')),             dq = dS k / sqrt(d),   dk = dS' q / sqrt(d)
 
-torch's own backward pass for bfloat16 takes 4 to 10 times as long over texts of up to 200 tokens, a third of a whole
-step (benchmarks/results/bench.md). P is computed anew in the backward pass, so memory holds one layer's at a time.
+torch's own backward pass for bfloat16 took 570 ms of a step over 48 questions and 11 passages of up to 192 tokens, this
+one 160 (torch 2.13, one core with AMX). P is computed anew in it, so memory holds one layer's at a time.
 
 Shapes: B texts, H heads, T tokens, E the width of a head.
 """
