@@ -253,6 +253,12 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
             for name in ("codes.npy", "scales.npy"):
                 assert entry.files[renamed + name] == before.files[name], "an update writes no codes"
         assert any(paths.CHANGES in entry.files for entry in stores[""].shards)
+        compact.compact(run)
+        whole = manifest.read(store, "index")
+        assert not any(name.startswith("first-") for entry in whole.shards for name in entry.files)
+        router = Router(store, whole, LocalFleet(SearcherTask(store.root, whole, (0, 1, 2))))
+        answer = router.search(np.ones((1, whole.dimension), np.float32), 5)
+        assert answer.exact.certified and answer.coverage_share == 1.0, "codes fit what compaction wrote"
 
 
 @pytest.mark.slow
