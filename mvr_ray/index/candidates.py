@@ -96,7 +96,7 @@ class ApproximateIndex(ABC):
         """Search, and count the candidates that were scored exactly."""
         queries_QD = check_queries(queries_QD, self.dimension)
         num_scorable = self.scan.table.num_scorable
-        num_passing = num_scorable if mask_P is None else sum(one.num_passages for one in self.scan.parts_of(mask_P))
+        num_passing = num_scorable if mask_P is None else len(self.scan.table.rows_of(mask_P))
         if check_k(k) >= num_passing or (mask_P is not None and self._is_scanned(k, num_passing / num_scorable)):
             return self.scan.search_with_counts(queries_QD, k, mask_P)
         candidates, unlucky_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)

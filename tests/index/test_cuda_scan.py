@@ -25,7 +25,7 @@ def test_answers_are_exhaustive_searchs_to_the_last_tie(shard, check_exact, pale
     queries_QD = np.random.default_rng(6).standard_normal((3, 16)).astype(np.float32)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     for resident in (False, True):
-        scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident)
+        scan = Scan(blocks, FusedKernel("cpu"), codes=codes, resident=resident, views_a_step=0)
         check_exact(scan.search(queries_QD, 40), queries_QD, blocks, 40)
         for share in (0.0, 0.05, 0.5, 1.0):
             mask_P = np.random.default_rng(7).random(300) < share

@@ -86,11 +86,12 @@ def test_flat_search_equals_brute_force(
     pending=st.sampled_from([0, 1 << 18]),
     with_codes=st.booleans(),
     threads=st.sampled_from([1, 3]),
+    views_a_step=st.sampled_from([0, 12, 1024]),
 )
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs, gaps,
-    dtype, per_block, engine, step, pending, with_codes, threads,
+    dtype, per_block, engine, step, pending, with_codes, threads, views_a_step,
 ):  # fmt: skip
     """Passages pass at random or in runs; none, fewer than k, most or all of them; one scan has several masks."""
     blocks = shard(
@@ -107,13 +108,23 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     asked = queries(seed, num_queries, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
-    scan = Scan(blocks, kernel, codes=codes_of(blocks) if with_codes else None, candidates_at_once=pending)
+    codes = codes_of(blocks) if with_codes else None
+    scan = Scan(blocks, kernel, codes=codes, candidates_at_once=pending, views_a_step=views_a_step)
     rng = np.random.default_rng(seed)
     for _ in range(3):
         chances_P = rng.random(num_passages)
         mask_P = (np.sort(chances_P) if runs else chances_P) < share
         check_exact(scan.search(asked, k, mask_P), asked, blocks, k, mask_P)
     check_exact(scan.search(asked, k), asked, blocks, k)
+
+
+@pytest.mark.parametrize(("share", "scanned"), [(0.01, False), (0.9, True)])
+def test_where_few_pass_all_of_them_are_scored_exactly_and_nothing_is_scanned(shard, queries, share, scanned):
+    blocks, batch = shard(4, 4000, 4, 16, gaps=True, per_block=4000), queries(4, 2, 16)
+    index, mask_P = FlatIndex(blocks), np.random.default_rng(4).random(4000) < share
+    num_passing = int(np.count_nonzero(mask_P & (np.concatenate([np.diff(block.row_ptr) for block in blocks]) > 0)))
+    rescored_Q = index.search_with_counts(batch, 3, mask_P).rescored_Q
+    assert (rescored_Q < num_passing).all() if scanned else (rescored_Q == num_passing).all()
 
 
 def test_a_mask_of_other_rows_is_refused(shard, queries):
@@ -303,8 +314,9 @@ def test_a_damaged_vector_is_named(shard, queries, engine, value):
     damaged = blocks[1].vectors_ND.copy()
     damaged[blocks[1].row_ptr[7], 3] = value
     index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=damaged), blocks[2]], engine=engine)
-    with pytest.raises(ShardIndexError, match=rf"passage '{blocks[1].ids[7]}' \(row 107\) has a vector with NaN"):
-        index.search(queries(0, 2), 3)
+    for mask_P in (None, np.arange(300) % 50 == 7):
+        with pytest.raises(ShardIndexError, match=rf"passage '{blocks[1].ids[7]}' \(row 107\) has a vector with NaN"):
+            index.search(queries(0, 2), 3, mask_P)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -111,7 +111,7 @@ class BlockTable:
     def __init__(self, blocks: Sequence[EmbeddingBlock], *, use_native: bool = True) -> None:
         """`use_native`: score with the compiled loops of `native` where they exist."""
         self.blocks = [block for block in blocks if len(block.ids)]
-        self.use_native = use_native
+        self.compiled_rows = [native.rows_of(block) if use_native else None for block in self.blocks]
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
         if len(dimensions) != 1:
             raise ShardIndexError(
@@ -130,21 +130,34 @@ class BlockTable:
         counts = [np.diff(block.row_ptr) for block in self.blocks]
         return np.flatnonzero(np.concatenate([np.zeros(0, np.int64), *counts]))
 
+    def rows_of(self, mask_P: NDArray[np.bool_]) -> IntArray:
+        """The rows of a mask's passages that have a view, ascending. Raises ShardIndexError for one of other rows."""
+        if mask_P.shape != (self.num_passages,):
+            raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.num_passages} passages")
+        if self.num_scorable == self.num_passages:
+            return np.flatnonzero(mask_P)
+        return self.scorable_rows[mask_P[self.scorable_rows]]
+
     def passage_id(self, row: int) -> str:
         at = int(np.searchsorted(self.starts, row, side="right")) - 1
         return self.blocks[at].ids[row - int(self.starts[at])]
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> ScoredPairs:
-        """Score pairs exactly with all views of each passage, sorted by row. Each row must have a view."""
+        """Score pairs exactly with all views of each passage, sorted by row. Each row must have a view. A passage with
+        a view whose score is not finite scores NaN."""
         order_M = np.argsort(pairs.row_M, kind="stable")
-        query_M, row_M = pairs.query_M[order_M], pairs.row_M[order_M]
+        query_M, row_M = pairs.query_M[order_M].astype(np.int64, copy=False), pairs.row_M[order_M]
         score_M, view_M = np.empty(len(row_M), np.float32), np.empty(len(row_M), np.int16)
         bounds = np.searchsorted(row_M, self.starts)
-        for block, first_row, low, high in zip(self.blocks, self.starts, bounds[:-1], bounds[1:]):
-            if low < high:
-                local_M = row_M[low:high] - first_row
-                score = native.rescore if self.use_native and native.rescores(block) else _rescore_block
-                score(block, queries_QD, query_M[low:high], local_M, score_M[low:high], view_M[low:high])
+        local_M = row_M - np.repeat(self.starts[:-1], np.diff(bounds))
+        spans = [(at, low, high) for at, (low, high) in enumerate(pairwise(bounds.tolist())) if low < high]
+        compiled = [(rows, low, high) for at, low, high in spans if (rows := self.compiled_rows[at])]
+        if compiled:
+            native.rescore(compiled, queries_QD, query_M, local_M, score_M, view_M)
+        for at, low, high in spans:
+            if self.compiled_rows[at] is None:
+                own = slice(low, high)
+                _rescore_block(self.blocks[at], queries_QD, query_M[own], local_M[own], score_M[own], view_M[own])
         return ScoredPairs(query_M, row_M, score_M, view_M)
 
 
@@ -165,7 +178,7 @@ def _rescore_block(
         first = np.cumsum(counts) - counts
         vectors = np.repeat(block.row_ptr[row_M[low:high]] - first, counts) + np.arange(int(counts.sum()))
         scores = exact_scores(queries_QD[np.repeat(query_M[low:high], counts)], block.vectors_ND[vectors])
-        best = np.maximum.reduceat(scores, first)
+        best = np.maximum.reduceat(np.where(np.isfinite(scores), scores, np.float32(np.nan)), first)
         numbers = block.view_numbers_N[vectors]
         losing = scores != np.repeat(best, counts)
         score_M[low:high] = best

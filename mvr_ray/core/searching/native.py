@@ -357,38 +357,45 @@ class Avx2Kernel(HostKernel):
         return best_QP
 
 
-def rescores(block: EmbeddingBlock) -> bool:
-    """Whether the compiled loops can score this block's passages."""
+class BlockRows:
+    """Where a block lies, for the compiled loop of exact scores."""
+
+    def __init__(self, block: EmbeddingBlock) -> None:
+        row_ptr = np.ascontiguousarray(block.row_ptr, np.int64)
+        number_N = np.ascontiguousarray(block.view_numbers_N, np.int16)
+        self.kept = block.vectors_ND, row_ptr, number_N
+        self.arguments = KINDS[block.vectors_ND.dtype], *map(_address, self.kept), block.vectors_ND.shape[1]
+
+
+def rows_of(block: EmbeddingBlock) -> BlockRows | None:
+    """Where a block lies; None where the compiled loop cannot score its passages."""
     vectors_ND = block.vectors_ND
     if vectors_ND.dtype not in (np.float32, np.float16) or not vectors_ND.flags.c_contiguous:
-        return False
-    return (library() or library_avx2()) is not None
+        return None
+    return BlockRows(block) if library() or library_avx2() else None
 
 
 def rescore(
-    block: EmbeddingBlock,
+    spans: Sequence[tuple[BlockRows, int, int]],
     queries_QD: FloatArray,
     query_M: IntArray,
     row_M: IntArray,
     score_M: NDArray[np.float32],
     view_M: NDArray[np.int16],
 ) -> None:
-    """Fill `score_M` and `view_M` with the scores of `exact`, to the last bit."""
+    """Fill `score_M` and `view_M` with the scores of `exact`, to the last bit: for each span of the pairs, its block.
+    `row_M` are rows in the block. Indices are int64 and contiguous."""
     loops = library() or library_avx2()
-    assert loops is not None, "ask `rescores` first"
-    dimension, wide = queries_QD.shape[1], np.zeros(queries_QD.size + 8)
+    assert loops is not None, "ask `rows_of` first"
+    wide, terms = np.zeros(queries_QD.size + 8), np.empty(queries_QD.shape[1] + 8)
     wide[: queries_QD.size] = queries_QD.ravel()
-    row_ptr, number_N = (
-        np.ascontiguousarray(block.row_ptr, np.int64),
-        np.ascontiguousarray(block.view_numbers_N, np.int16),
-    )
-    query_M, row_M = np.ascontiguousarray(query_M, np.int64), np.ascontiguousarray(row_M, np.int64)
-    terms = np.empty(dimension + 8)
-    loops.mvr_rescore(
-        KINDS[block.vectors_ND.dtype], block.vectors_ND.ctypes.data, row_ptr.ctypes.data, number_N.ctypes.data,
-        dimension, wide.ctypes.data, len(row_M), query_M.ctypes.data, row_M.ctypes.data,
-        score_M.ctypes.data, view_M.ctypes.data, terms.ctypes.data,
-    )  # fmt: skip
+    query, row, score, view = query_M.ctypes.data, row_M.ctypes.data, score_M.ctypes.data, view_M.ctypes.data
+    queries_at, terms_at = wide.ctypes.data, terms.ctypes.data
+    for block, low, high in spans:
+        loops.mvr_rescore(
+            *block.arguments, queries_at, high - low, query + 8 * low, row + 8 * low, score + 4 * low, view + 2 * low,
+            terms_at,
+        )  # fmt: skip
 
 
 def _pack_floats(queries_QD: FloatArray, num_padded: int) -> NDArray[np.float32]:

@@ -982,29 +982,64 @@ SHORTER float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N
     return most;
 }
 
+SHORTER static inline __attribute__((always_inline)) __m256d load_four(const int kind, const void *rows, int64_t at) {
+    if (kind == FLOAT32) return _mm256_cvtps_pd(_mm_loadu_ps((const float *)rows + at));
+    return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)((const uint16_t *)rows + at))));
+}
+
+SHORTER static inline __attribute__((always_inline)) double one_product(const int kind, const void *rows, int64_t start,
+                                                                        const double *query, int d) {
+    const int64_t at = start + d;
+    return query[d] * (kind == FLOAT32 ? ((const float *)rows)[at] : _cvtsh_ss(((const uint16_t *)rows)[at]));
+}
+
 /* As `exact_score`. */
-SHORTER static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
-                                      double *terms) {
-    const char *row = (const char *)rows + start * (kind == FLOAT32 ? 4 : 2);
+SHORTER static inline __attribute__((always_inline)) float exact_score_in_fours(const int kind, const void *rows,
+                                                                                int64_t start, const double *query,
+                                                                                int dimension, double *terms) {
+    const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
     int d = 0;
-    for (; d + 8 <= dimension; d += 8) {
-        const __m256 eight = kind == FLOAT32 ? load_eight(FLOAT32, row + d * 4) : load_eight(FLOAT16, row + d * 2);
-        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(eight));
-        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(eight, 1));
-        _mm256_storeu_pd(terms + d, _mm256_mul_pd(_mm256_loadu_pd(query + d), low));
-        _mm256_storeu_pd(terms + d + 4, _mm256_mul_pd(_mm256_loadu_pd(query + d + 4), high));
+    for (; d + 4 <= part; d += 4) {
+        __m256d sum = _mm256_mul_pd(_mm256_loadu_pd(query + d), load_four(kind, rows, start + d));
+        if (parts == 4) {
+            const int one = d + part, two = one + part, three = two + part;
+            sum = _mm256_fmadd_pd(_mm256_loadu_pd(query + two), load_four(kind, rows, start + two), sum);
+            __m256d other = _mm256_mul_pd(_mm256_loadu_pd(query + one), load_four(kind, rows, start + one));
+            other = _mm256_fmadd_pd(_mm256_loadu_pd(query + three), load_four(kind, rows, start + three), other);
+            sum = _mm256_add_pd(sum, other);
+        }
+        _mm256_storeu_pd(terms + d, sum);
     }
-    for (; d < dimension; d++)
-        terms[d] = query[d] * (kind == FLOAT32 ? ((const float *)row)[d] : _cvtsh_ss(((const uint16_t *)row)[d]));
-    for (int left = dimension, half; left > 1; left = half) {
+    for (; d < part; d++) {
+        terms[d] = one_product(kind, rows, start, query, d);
+        if (parts == 4) {
+            const int one = d + part, two = one + part, three = two + part;
+            terms[d] += one_product(kind, rows, start, query, two);
+            terms[d] += one_product(kind, rows, start, query, one) + one_product(kind, rows, start, query, three);
+        }
+    }
+    int left = part;
+    for (; left > 8 && left % 2 == 0; left /= 2)
+        for (int t = 0; t < left / 2; t += 4) { /* what is written beyond the half is never read */
+            const __m256d upper = _mm256_loadu_pd(terms + left / 2 + t);
+            _mm256_storeu_pd(terms + t, _mm256_add_pd(_mm256_loadu_pd(terms + t), upper));
+        }
+    for (int half; left > 1; left = half) {
         half = (left + 1) / 2;
         for (int t = 0; t < left - half; t++) terms[t] += terms[half + t];
     }
     return dimension ? (float)(terms[0] + 0.0) : 0;
 }
 
+SHORTER static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
+                                      double *terms) {
+    return kind == FLOAT32 ? exact_score_in_fours(FLOAT32, rows, start, query, dimension, terms)
+                           : exact_score_in_fours(FLOAT16, rows, start, query, dimension, terms);
+}
+
 /* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
-   passages; the lowest view number wins a tie. Queries are float64, with 8 values to spare; so are `terms`, of D. */
+   passages; the lowest view number wins a tie, and a score that is not finite makes the best NaN. Queries are float64,
+   with 8 values to spare; so are `terms`, of D. */
 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
                  const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M, float *score_M,
                  int16_t *view_M, double *terms) {
@@ -1023,6 +1058,7 @@ void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16
                                      : exact_score_avx2(kind, rows, n * dimension, query, dimension, terms);
             if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
             if (score > best) best = score;
+            if (!(fabsf(score) <= FLT_MAX)) best = NAN;
         }
         score_M[m] = best;
         view_M[m] = view;

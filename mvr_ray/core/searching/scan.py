@@ -30,7 +30,8 @@ fine.
 
 **Filters.** A mask says which passages may be found. The others are passed over before a lower bound is raised: L is
 then the k-th largest among those that pass, and the reasoning above holds for them alone. Where few of a step
-pass, their vectors alone are multiplied: read in place, or copied together first, as the kernel can.
+pass, their vectors alone are multiplied: read in place, or copied together first, as the kernel can. Where few of a
+shard pass (`VIEWS_A_STEP`), there is no step: all of them are scored exactly.
 
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
 of all threads is a lower bound for the whole.
@@ -63,6 +64,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
+VIEWS_A_STEP = 1024  # exact scores of so many take what a step takes around its loops
 COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
@@ -160,10 +162,12 @@ class Scan(Generic[Array, Queries]):
         resident: bool = False,
         queries_at_once: int = QUERIES_AT_ONCE,
         candidates_at_once: int = CANDIDATES_AT_ONCE,
+        views_a_step: int = VIEWS_A_STEP,
     ) -> None:
         self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
+        self.views_a_step = views_a_step
         self.has_codes = codes is not None
         own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step, own))
@@ -192,7 +196,9 @@ class Scan(Generic[Array, Queries]):
 
         One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
         """
-        steps = self.parts_of(mask_P)
+        if mask_P is not None and (scored := self._score_few(queries_QD, k, mask_P)):
+            return scored
+        steps = self._parts_of(mask_P)
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
@@ -201,12 +207,24 @@ class Scan(Generic[Array, Queries]):
         rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
         return CountedHits(hits, rescored_Q)
 
-    def parts_of(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
+    def _score_few(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_]) -> CountedHits | None:
+        """Score all passages of a mask exactly where they are few; None where they are not, or where a score is not
+        finite: the scan then says of which passage."""
+        row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
+        num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
+        if self.resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
+            return None
+        pairs = Pairs(np.tile(np.arange(num_queries), len(row_P)), np.repeat(row_P, num_queries))
+        scores = join_pairs(self.rescore(queries_QD, pairs))
+        if not np.isfinite(scores.score_M).all():
+            return None
+        best = best_first(scores, k + 1)
+        return CountedHits(pack_hits([best], [num_queries], num_queries, k), np.full(num_queries, len(row_P)))
+
+    def _parts_of(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
         """The steps to scan for the passages of a mask, over the rows of the shard."""
         if mask_P is None:
             return [StepPart(number, step) for number, step in enumerate(self.steps)]
-        if mask_P.shape != (self.table.num_passages,):
-            raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.table.num_passages} passages")
         parts = (passing_part(number, step, mask_P, self.kernel.gather_share) for number, step in enumerate(self.steps))
         return [part for part in parts if part is not None]
 
