@@ -419,17 +419,22 @@ def reshard(
 def study(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="STUDY... [size=NAME] [only=REGEX] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]..."),
+        typer.Argument(
+            metavar="STUDY... [size=NAME] [only=REGEX] [earlier=DIR] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]..."
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of variants and write its report.
 
-    `study configs/studies/mvr-views.yaml size=quick`, and only=REGEX for the variants whose names have a match
+    `study configs/studies/mvr-views.yaml size=quick`, only=REGEX for the variants whose names have a match, and
+    earlier=DIR for those that a report made elsewhere has
     """
-    usage = "give study files, size=quick|gpu|paper, only=REGEX, output=DIR, at_once=N, section.key=value"
+    usage = "give study files, size=quick|gpu|paper, only=REGEX, earlier=DIR, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
-    options = named_arguments("study", words, (), ("size", "only", "output", "at_once"), usage, show_only=False)
+    options = named_arguments(
+        "study", words, (), ("size", "only", "earlier", "output", "at_once"), usage, show_only=False
+    )
     if not paths:
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
@@ -439,12 +444,12 @@ def study(
     from mvr_ray.studies.study import run_study
 
     size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
-    output = Path(options["output"]) if "output" in options else None
+    output, earlier = (Path(options[name]) if name in options else None for name in ("output", "earlier"))
     at_once = int(options["at_once"]) if "at_once" in options else None
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""))
+            result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""), earlier)
         if as_json:
             print_json(to_plain(result))
             continue

@@ -8,6 +8,8 @@ same index, since both may change its live version.
 
 import json
 import logging
+import os
+import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +48,8 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 
 class StepRecord(NamedTuple):
-    """A finished step: its command, how long it took, its report as plain values, and the date and the version of the
-    code of its run. The key does not cover the code: new code does not run a step on file again."""
+    """A finished step: its command, how long it took, its report as plain values, and the date, the version of the code
+    and the hardware of its run. The key does not cover these: new code does not run a step on file again."""
 
     key: str
     stage: str
@@ -56,6 +58,7 @@ class StepRecord(NamedTuple):
     report: dict[str, Any]
     date: str = ""
     version: str = ""
+    hardware: str = ""
 
 
 class _RunningStep(NamedTuple):
@@ -79,11 +82,12 @@ def run_plan(
         return records
     places = {step.key: f"step {number} of {len(waiting)}" for number, step in enumerate(waiting, 1)}
     running: dict[str, _RunningStep] = {}
-    code = code_version()
+    code, machine = code_version(), hardware()
 
     def write_record(step: PlannedStep, start: float, report: dict[str, Any]) -> None:
         seconds = round(time.monotonic() - start, 1)
-        record = StepRecord(step.key, step.stage, step.command, seconds, report, f"{datetime.now(UTC):%Y-%m-%d}", code)
+        date = f"{datetime.now(UTC):%Y-%m-%d}"
+        record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
         store.write_bytes(paths.study_step(step.key), (json.dumps(record._asdict()) + "\n").encode())
         records[step.key] = record
         progress("study steps", len(places) - len(waiting) - len(running), len(places))
@@ -119,6 +123,20 @@ def code_version() -> str:
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return f"{__version__} (commit {git.stdout.strip()})" if git.returncode == 0 else __version__
+
+
+def hardware() -> str:
+    """The GPUs, else the processor's cores and name."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}, no GPU"
 
 
 @contextmanager

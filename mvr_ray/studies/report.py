@@ -4,8 +4,6 @@ import base64
 import html
 import io
 import json
-import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ import pyarrow.parquet as pq
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables, view_tables
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.execute import StepRecord, code_version
+from mvr_ray.studies.execute import StepRecord, code_version, hardware
 from mvr_ray.studies.plots import Plot, draw_plots
 from mvr_ray.studies.results import question_ranks, stage_reports, variant_results
 from mvr_ray.studies.steps import StudyPlan
@@ -157,21 +155,13 @@ def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "version": f"{code_version()} when the report was made; beside each command, when it was run",
-        "hardware": _gpu() or f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "hardware": "; ".join(dict.fromkeys(step.hardware or hardware() for step in records.values())),
         "size": f"{study.size}: {study.config.sizes[study.size].about}",
         "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
         "seeds": ", ".join(map(str, study.seeds)),
         "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps",
     }
-
-
-def _gpu() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
 def _cells(row: Sequence[Value]) -> list[str]:

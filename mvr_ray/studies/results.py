@@ -93,7 +93,7 @@ def _system_results(
             if stage not in ("evaluate", "analyze"):
                 continue
             for row in [*report["rows"], *report["ranks"]]:
-                name = _system_name(variant.name, row["system"])
+                name = system_name(variant.name, row["system"])
                 if row["questions"] != study.config.questions or (name == BM25 and run.seed != runs[0].seed):
                     continue
                 rows, ranks, names = systems.setdefault(name, _SystemRows({}, {}, []))
@@ -114,7 +114,8 @@ def _system_results(
             yield VariantResult(name, {}, "" if name == BM25 else "; ".join(names), cells, ranks, {})
 
 
-def _system_name(variant: str, system: str) -> str:
+def system_name(variant: str, system: str) -> str:
+    """The name in tables of a system in a variant's reports."""
     return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant
 
 

@@ -134,6 +134,10 @@ class StudyPlan:
         if not variants:
             names = dict.fromkeys(run.variant.name for run in self.variants)
             raise ConfigError(f"only={pattern} has a match in no variant's name; there are {', '.join(names)}")
+        return self.of(variants)
+
+    def of(self, variants: "list[PlannedVariant]") -> "StudyPlan":
+        """These variants, and their steps."""
         keys: set[str] = set()
         todo = [key for run in variants for key in run.keys]
         while todo:

@@ -8,6 +8,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.studies.definition import load_study
+from mvr_ray.studies.earlier_report import read_report
 from mvr_ray.studies.execute import read_records, run_plan
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
@@ -36,24 +37,30 @@ def run_study(
     progress: Progress = no_progress,
     at_once: int | None = None,
     only: str = "",
+    earlier: Path | None = None,
 ) -> StudyResult:
     """Run a study in one size; the same command again runs only the steps that are missing.
 
     `only`: run the variants in whose names this regular expression has a match. The report has every variant whose
     steps are on file, and names the others.
 
+    `earlier`: the folder of a report of this study and size, made over another store. The variants that it has are not
+    run, and the new report has them, too.
+
     `output` takes a copy of the report, in a folder named by study and size. `at_once`: steps side by side, in place of
-    the size's own number. Raises ConfigError, StudyError.
+    the size's own number. Raises ConfigError, DataError, StudyError.
     """
     if at_once is not None and at_once < 1:
         raise ConfigError(f"at_once is {at_once}; at least one step must run")
     study = load_study(path, size, extra)
     plan = plan_study(study)
     part = plan.part(only)
+    reported = read_report(earlier, study, plan) if earlier else {}
+    part = part.of([one for one in part.variants if not set(one.keys) <= set(reported)])
     run = study.resolve([*study.config.sizes[size].set, *extra])
     store = Store(run.store.path)
     records = run_plan(part, store, run, progress, at_once or study.config.sizes[size].at_once)
-    records |= read_records(plan, store)
+    records = reported | records | read_records(plan, store)
     report = make_report(study, plan, records)
     folder = paths.study_report_dir(study.config.study, size)
     for name, data in report.files.items():

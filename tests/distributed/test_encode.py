@@ -17,7 +17,7 @@ from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.quantized import multiplies_bytes
-from mvr_ray.distributed import build_index, encode, encoders
+from mvr_ray.distributed import build_index, encode, encoders, session
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
@@ -89,16 +89,19 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 @pytest.mark.data
 @pytest.mark.parametrize("first", ["fp32", "bf16"])
 def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
+    """Which encoder embeds, on a processor of either kind; the numbers are those of fp32, which every processor has."""
+    build = precision.build_tower
+    monkeypatch.setattr(session, "in_ray", lambda: False)  # a worker would be without the next two lines
     monkeypatch.setattr(precision, "_cpu_lacks", lambda tower, name: "")
-    monkeypatch.setattr(precision, "reads_unpadded", lambda tower, name: False)  # a way that every processor has
-    chosen = [first]
+    monkeypatch.setattr(precision, "build_tower", lambda tower, own: build(tower, own._replace(name="fp32")))
+    chosen, here = [first], {"local_passages": 1000}
     monkeypatch.setattr(encoders, "fastest_float", lambda tower: chosen[0])
-    live = build_index.index(run_over(empty_store, index={"name": "one"}))
+    live = build_index.index(run_over(empty_store, index={"name": "one"}, resources=here))
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     assert (live.encoder_fingerprint == full.fingerprint) == (first == "fp32")
     chosen[0] = "bf16" if first == "fp32" else "fp32"
     for name in ("one", "two"):
-        again = build_index.index(run_over(empty_store, index={"name": name}))
+        again = build_index.index(run_over(empty_store, index={"name": name}, resources=here))
         assert again.encoder_fingerprint == live.encoder_fingerprint
         assert (again == live) if name == "one" else (again.metrics["encoded"] == 0)
     on_gpus = run_over(empty_store, index={"name": "three"}, resources={"gpus_per_encoder": 1})

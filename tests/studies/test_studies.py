@@ -23,7 +23,7 @@ from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats.question_ranks import QuestionRanks, read_question_ranks
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
@@ -598,6 +598,36 @@ def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on
     run_study(path, output=tmp_path / "out")
     content = json.loads((tmp_path / "out" / "small-quick" / "report.json").read_text())
     assert "not run yet" not in content["facts"]
+
+
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_study_goes_on_from_a_report_that_another_store_made(write, small, tmp_path, ray_session):
+    """The variant that the report has does not run, and what is said of both is what one store says."""
+    size = {"set": ["train.max_steps=2", "train.batch_questions=8", "index.precision=fp32"], "curve": [1], "seeds": [1]}
+    evaluate = {"stage": "evaluate", "set": ["evaluate.bm25=true"]}
+    variants = [STUDY["variants"][0] | {"steps": ["train", "index", evaluate]}, STUDY["variants"][2]]
+    contrast = {"better": variants[0]["name"], "than": "BM25", "metric": "answer/top-1"}
+    path = write(small, sizes={"quick": size}, variants=variants, contrasts=[contrast])
+    first, second, whole = (tmp_path / name for name in ("first", "second", "whole"))
+    run_study(path, output=first, only=variants[0]["name"])
+    run_study(path, output=whole)
+    folder, other = first / "small-quick", f"store.path={tmp_path / 'other'}"
+    run_study(path, extra=(other,), output=second, earlier=folder)
+    trained = plan_study(load_study(path)).variants[0].keys[0]
+    assert f"study-{trained}" not in Store(str(tmp_path / "other")).list("encoders")
+    one, both = (json.loads((at / "small-quick" / "report.json").read_text()) for at in (whole, second))
+    assert one["tables"] == both["tables"]
+    assert [step["key"] for step in one["steps"]] == [step["key"] for step in both["steps"]]
+    assert read_question_ranks(whole / "small-quick" / QUESTION_RANKS) == read_question_ranks(
+        second / "small-quick" / QUESTION_RANKS
+    )
+    with pytest.raises(ConfigError, match=r"earlier=.*first: no study's report is there"):
+        run_study(path, earlier=first)
+    content = json.loads((folder / "report.json").read_text()) | {"size": "paper"}
+    (folder / "report.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="is the report of study small, size paper; name one of study small, size qu"):
+        run_study(path, earlier=folder)
     assert [row[0] for row in content["tables"][0]["rows"]] == ["mean", "untrained"]
 
 

@@ -1,0 +1,64 @@
+"""Reads the steps of a study's report, so that a report made over another store goes on with what it has.
+
+A report has what its steps reported, but the encoders and indexes that they made are where it was made. So a variant
+counts as on file where the report has all its steps; of any other, every step runs.
+"""
+
+import json
+from pathlib import Path
+
+from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
+from mvr_ray.studies.definition import Study
+from mvr_ray.studies.execute import StepRecord
+from mvr_ray.studies.results import system_name
+from mvr_ray.studies.steps import StudyPlan
+
+STAGES_IN_WHOLE = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate"})
+"""Stages whose reports stand in a study's report, the ranks of every question beside it."""
+
+
+def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRecord]:
+    """The records by key of the plan's steps that a report in `folder` has.
+
+    Raises ConfigError where there is no report of this study and size, DataError where its ranks cannot be read.
+    """
+    path = folder / "report.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        made_for = content["study"], content["size"]
+        machine = {"hardware": content["facts"]["hardware"]}
+        records = {step["key"]: StepRecord(**machine | step) for step in content["steps"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"earlier={folder}: no study's report is there ({error!r}); name the folder of one"
+        ) from None
+    if made_for != (study.config.study, study.size):
+        raise ConfigError(
+            f"earlier={folder} is the report of study {made_for[0]}, size {made_for[1]}; name one of study "
+            f"{study.config.study}, size {study.size}"
+        )
+    ranks = _ranks(folder / QUESTION_RANKS)
+    for run in plan.variants:
+        for key in run.keys:
+            if key in records and records[key].stage == "evaluate" and "ranks" not in records[key].report:
+                report = records[key].report
+                own = {row["system"]: system_name(run.variant.name, row["system"]) for row in report["rows"]}
+                found = [
+                    part._replace(system=system)._asdict()
+                    for system, name in own.items()
+                    for part in ranks.get((name, run.seed), [])
+                ]
+                records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else found})
+    return {key: step for key, step in records.items() if key in plan.steps and step.stage in STAGES_IN_WHOLE}
+
+
+def _ranks(path: Path) -> dict[tuple[str, int], list[QuestionRanks]]:
+    """The ranks of a report by system and seed; none where it has none."""
+    parts: dict[tuple[str, int], list[QuestionRanks]] = {}
+    try:
+        for part in read_question_ranks(path) if path.exists() else []:
+            parts.setdefault((part.system, part.seed), []).append(part)
+    except DataError as error:
+        raise DataError(f"{error}; make the report again, or leave earlier= out") from None
+    return parts
