@@ -30,9 +30,7 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
         machine = {"hardware": content["facts"]["hardware"]}
         records = {step["key"]: StepRecord(**machine | step) for step in content["steps"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"earlier={folder}: no study's report is there ({error!r}); name the folder of one"
-        ) from None
+        raise ConfigError(f"earlier={folder}: no study's report is there ({error!r}); name the folder of one") from None
     if made_for != (study.config.study, study.size):
         raise ConfigError(
             f"earlier={folder} is the report of study {made_for[0]}, size {made_for[1]}; name one of study "
